@@ -1,0 +1,5 @@
+"""Where pytest looks for examples in docstrings, a module that needs an optional package is passed over without it."""
+
+from importlib.util import find_spec
+
+collect_ignore = [] if find_spec("torchao") else ["finetune/adamw_8bit.py"]

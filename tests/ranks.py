@@ -1,0 +1,163 @@
+"""Real ranks for tests: N processes on this machine that find each other as under torchrun, without its start-up time.
+
+A distributed test starts its ranks ONCE and walks many scenarios in them; each start costs the imports of every rank.
+"""
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+GRACE_SECONDS = 5.0  # after one rank has failed, before the others are killed
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """How every rank ended and what it wrote (stdout and stderr in one), in order of rank."""
+
+    returncodes: tuple[int, ...]
+    outputs: tuple[str, ...]
+
+    def check(self) -> "Finished":
+        """Itself, if every rank ended with 0; else an AssertionError that shows what the failed ranks wrote."""
+        failed = [r for r, code in enumerate(self.returncodes) if code != 0]
+        shown = "\n".join(f"--- rank {r} ended with {self.returncodes[r]}:\n{self.outputs[r][-4000:]}" for r in failed)
+        assert not failed, shown
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """Ranks that are running; each leads its own process group."""
+
+    processes: tuple[subprocess.Popen[bytes], ...]
+    logs: tuple[Path, ...]
+
+    def output(self, rank: int) -> str:
+        """What `rank` has written so far."""
+        return self.logs[rank].read_text(errors="replace")
+
+    def wait(self, timeout: float) -> Finished:
+        """Waits for all ranks. Once one fails the others have GRACE_SECONDS; past `timeout` seconds all are killed."""
+        deadline = time.monotonic() + timeout
+        failed_at = None
+        while any(process.poll() is None for process in self.processes):
+            now = time.monotonic()
+            if failed_at is None and any(process.poll() for process in self.processes):
+                failed_at = now
+            if now > deadline or (failed_at is not None and now > failed_at + GRACE_SECONDS):
+                break
+            time.sleep(0.05)
+        too_long = time.monotonic() > deadline
+        self.kill()
+        finished = Finished(
+            tuple(p.wait() for p in self.processes), tuple(self.output(r) for r in range(len(self.logs)))
+        )
+        tails = "\n".join(f"--- rank {r}:\n{text[-4000:]}" for r, text in enumerate(finished.outputs))
+        assert not too_long, f"the ranks took more than {timeout:.0f} s\n{tails}"
+        return finished
+
+    def kill(self) -> None:
+        """Kills what still runs, children included."""
+        for process in self.processes:
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+
+
+def start_ranks(
+    script: Path | str, arguments: Sequence[str] = (), *, ranks: int = 2, env: Mapping[str, str] | None = None
+) -> Ranks:
+    """Starts `python script arguments` on `ranks` ranks (gloo finds them by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+    logs = tuple(folder / f"rank{rank}.log" for rank in range(ranks))
+    port = free_port()
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("wb") as output:
+            processes.append(
+                subprocess.Popen(
+                    [sys.executable, str(script), *arguments],
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    env=environment() | _rendezvous(rank, ranks, port) | dict(env or {}),
+                    start_new_session=True,
+                )
+            )
+    return Ranks(tuple(processes), logs)
+
+
+def launch_ranks(
+    script: Path | str,
+    arguments: Sequence[str] = (),
+    *,
+    ranks: int = 2,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+) -> Finished:
+    """Runs `python script arguments` on `ranks` ranks and waits for them, `timeout` seconds at most."""
+    running = start_ranks(script, arguments, ranks=ranks, env=env)
+    try:
+        return running.wait(timeout)
+    finally:
+        running.kill()
+
+
+def run_command(
+    command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float = 120.0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs one command of a user's, such as `accelerate launch ...`; "python" is the tests' own. Its whole group dies with it."""
+    program = Path(sys.executable).parent / command[0]
+    process = subprocess.Popen(
+        [str(program) if program.exists() else command[0], *command[1:]],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment() | dict(env or {}),
+        cwd=cwd or ROOT,
+        start_new_session=True,
+    )
+    try:
+        stdout, stderr = process.communicate(timeout=timeout)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
+
+
+def environment() -> dict[str, str]:
+    """This process's environment for a child: the checkout importable, one thread, no launcher's settings."""
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(("FSDP_", "ACCELERATE_", "TORCHELASTIC_"))}
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        kept.pop(name, None)
+    return kept | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+
+
+def free_port() -> int:
+    """A TCP port of loopback that was free a moment ago, below those that the system gives to outgoing connections:
+    gloo opens many of these, and one of them would take the port (or the next ones) before a store listens there."""
+    while True:
+        port = random.SystemRandom().randrange(15_000, 30_000)
+        with socket.socket() as listener, suppress(OSError):
+            listener.bind(("127.0.0.1", port))
+            return port
+
+
+def _rendezvous(rank: int, ranks: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
