@@ -1,0 +1,91 @@
+"""What the person at the keyboard can mend, as against what is a fault of this program."""
+
+import atexit
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from typing import NoReturn
+
+EXIT_FAULT = 1  # an error that is no UserError: a traceback tells it
+EXIT_USER_ERROR = 2
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to go on
+SECONDS_FOR_RANK_0 = 5.0
+SECONDS_FOR_CAUSE = 2.0  # that a rank which only lost another waits before it tells, so that the cause stands first
+
+
+class UserError(Exception):
+    """A mistake that the user can mend. Its text is all that is shown: what is wrong, where, and what to do.
+
+    Several mistakes found in one go are told in one error, one a line.
+
+    >>> str(UserError("a.yaml:7: learning_rat: no such key; did you mean learning_rate?"))
+    'a.yaml:7: learning_rat: no such key; did you mean learning_rate?'
+    """
+
+    @classmethod
+    def of(cls, problems: Iterable[str]) -> "UserError":
+        """One error that tells all `problems`, in the order given."""
+        return cls("\n".join(problems))
+
+
+class Preempted(Exception):
+    """A signal asked the run to stop, and its checkpoint is on disk. Its text says how to resume."""
+
+
+def exit_code(main: Callable[[], object]) -> int:
+    """Runs `main` and returns the process's exit code; what a person can mend is one message on stderr, no traceback.
+
+    Under a launcher every rank makes the same mistake: rank 0 tells it. Another rank's own is told once rank 0 has had
+    the time to fail too, since the launcher ends all ranks with the first.
+    """
+    rank = os.environ.get("RANK", "0")
+    try:
+        main()
+    except Preempted as stop:  # every rank has agreed on it and saved
+        if rank == "0":
+            print(stop, file=sys.stderr, flush=True)
+        return EXIT_PREEMPTED
+    except UserError as mistake:
+        if rank != "0":
+            time.sleep(SECONDS_FOR_RANK_0)
+        print(f"rank {rank}: {mistake}" if rank != "0" else mistake, file=sys.stderr, flush=True)
+        return EXIT_USER_ERROR
+    except Exception as fault:
+        _tell(fault, rank)
+        return EXIT_FAULT
+    return 0
+
+
+def end_process(code: int) -> NoReturn:
+    """Ends this process with `code`, without the interpreter's own shutdown.
+
+    A rank that failed waits for nothing there: its threads and its peers may never answer. One that is done has been
+    aborted there now and then (SIGABRT, no Python frame), while threads of gloo's still let go of their tensors.
+    """
+    if code == 0:
+        atexit._run_exitfuncs()  # what libraries have left to do, a tracker's upload say
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def is_loss_of_peer(fault: BaseException) -> bool:
+    """Whether a collective failed because another rank is gone or did not come: then that rank's error is the cause."""
+    return "gloo" in str(fault) or type(fault).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
+
+
+def _tell(fault: Exception, rank: str) -> None:
+    if not is_loss_of_peer(fault):
+        print(f"rank {rank}: {''.join(traceback.format_exception(fault))}", file=sys.stderr, flush=True)
+        return
+    time.sleep(SECONDS_FOR_CAUSE)
+    reason = str(fault).splitlines()[0]
+    doing = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
+    print(
+        f"rank {rank}: another rank is gone, or did not come within timeout_seconds; that rank's own error is the cause "
+        f"({reason}). Where this one waited:\n{doing}",
+        file=sys.stderr,
+        flush=True,
+    )

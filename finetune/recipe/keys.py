@@ -1,0 +1,52 @@
+"""The schema as data: every key with its section, type, default and help."""
+
+import typing
+from dataclasses import MISSING, dataclass, fields
+from functools import cache
+from typing import Any
+
+from finetune.recipe.schema import SECTIONS, DatasetSource, FileOrName, SameOnResume
+
+NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSource}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the schema. `default` is dataclasses.MISSING where the key must be given."""
+
+    name: str
+    section: str
+    annotation: Any
+    default: Any
+    help: str
+    is_file_or_name: bool
+    same_on_resume: bool
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is MISSING
+
+
+@cache
+def keys_of(schema: type, section: str = "") -> dict[str, Key]:
+    """The keys of one dataclass of the schema, by name."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    keys = {}
+    for field in fields(schema):
+        metadata = typing.get_args(hints[field.name])[1:]
+        keys[field.name] = Key(
+            name=field.name,
+            section=section,
+            annotation=hints[field.name],
+            default=field.default,
+            help=next(text for text in metadata if isinstance(text, str)),
+            is_file_or_name=FileOrName in metadata,
+            same_on_resume=SameOnResume in metadata,
+        )
+    return keys
+
+
+@cache
+def recipe_keys() -> dict[str, Key]:
+    """Every key that may stand at the top of a recipe file, by name."""
+    return {name: key for section, schema in SECTIONS.items() for name, key in keys_of(schema, section).items()}

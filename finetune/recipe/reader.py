@@ -1,0 +1,264 @@
+"""Recipe files, read strictly: every mistake in a file is told at once, with its line, and nothing is guessed."""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from finetune.errors import UserError
+from finetune.recipe.foreign import foreign_names
+from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
+from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Recipe
+from finetune.recipe.wording import what_is_wrong
+from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries, read_value
+
+RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+COMMAND_LINE = "command line"
+ACCELERATE_KEYS = frozenset(
+    [
+        "compute_environment",
+        "distributed_type",
+        "mixed_precision",
+        "use_cpu",
+        "fsdp_config",
+        "parallelism_config",
+        "deepspeed_config",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+    ]
+)
+# What makes a text a local path rather than a hub name, so that a missing file is told before anything is loaded.
+LOCAL_STARTS = ("/", "./", "../", "~")
+LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Values that fit the schema; the keys that were meant but did not; and what is wrong, one sentence each."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    unusable: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def find_file(name: str, folder: Path, what: str) -> Path:
+    """The file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    close = difflib.get_close_matches(Path(name).stem, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    if not close and folder != RECIPES and any((RECIPES / file).is_file() for file in (name, f"{name}.yaml")):
+        hint = "it is a recipe, which --recipe takes; "
+    raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
+
+
+def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it.
+
+    Raises `UserError` naming every mistake in the file and the overrides, one a line.
+    """
+    path = find_file(name, RECIPES, "recipe")
+    entries, problems = read_entries(path, NESTED)
+    in_file = {entry.key: entry for entry in entries}
+    if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
+        raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")
+    for text in overrides:
+        entry, found = _read_override(text)
+        problems += found
+        if entry is not None:
+            in_file[entry.key] = entry
+    checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
+    problems += checked.problems
+    problems += _contradictions(checked, in_file, str(path))
+    if problems:
+        raise UserError.of(problems)
+    values = checked.values
+    sections = {
+        section: schema(**{key: values[key] for key in keys_of(schema, section) if key in values})
+        for section, schema in SECTIONS.items()
+    }
+    return Recipe(path=str(path), given=frozenset(values), **sections)
+
+
+def as_written(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
+    flat: dict[str, Any] = {}
+    for section in SECTIONS:
+        flat |= asdict(getattr(recipe, section))
+    plain: dict[str, Any] = json.loads(json.dumps(flat))  # tuples become lists
+    return plain
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    """Writes a recipe file that reads back as the same recipe."""
+    path.write_text(yaml.safe_dump(as_written(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+
+
+def _read_override(text: str) -> tuple[Entry | None, list[str]]:
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals:
+        return None, [
+            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, --config an Accelerate config"
+        ]
+    return read_value(value, key, COMMAND_LINE, NESTED)
+
+
+def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
+    """The entries' values in the types of the schema, and what is wrong with them."""
+    checked = _Checked()
+    for entry in entries:
+        key = known.get(entry.key)
+        if key is None:
+            meant, sentence = _unknown(entry.key, known)
+            checked.unusable.add(meant)
+            checked.problems.append(f"{entry.where}: {sentence}")
+            continue
+        readable = entry.value is not UNREADABLE
+        problems = _check_value(entry, key, folder, checked.values) if readable else []
+        if problems or not readable:
+            checked.unusable.add(entry.key)
+            checked.problems.extend(problems)
+    return checked
+
+
+def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
+    """Puts the entry's value into `values`, or returns what is wrong with it."""
+    value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+    if entry.key in NESTED and isinstance(value, tuple):
+        value, problems = _check_sources(value, NESTED[entry.key], entry, folder)
+        if problems:
+            return problems
+    try:
+        value = _adapter(entry.key, key.section).validate_python(value, strict=True)
+    except ValidationError as error:
+        return [f"{entry.where}: {entry.key}: {what_is_wrong(error, entry.value)}"]
+    if key.is_file_or_name and isinstance(value, str):
+        located = _located(value, folder)
+        if located is None:
+            return [f"{entry.where}: {entry.key}: {value}: no such file or folder, here or beside the recipe"]
+        value = _inside_checkpoint(located)
+    values[entry.key] = value
+    return []
+
+
+def _check_sources(
+    items: tuple[Any, ...], schema: type, entry: Entry, folder: Path
+) -> tuple[tuple[Any, ...], list[str]]:
+    sources, problems = [], []
+    for item in items:
+        if not (isinstance(item, list) and all(isinstance(e, Entry) for e in item)):
+            problems.append(
+                f"{entry.where}: {entry.key}: each entry is a mapping with at least a path, such as `- path: data.jsonl`"
+            )
+            continue
+        checked = _check(item, keys_of(schema), folder)
+        problems += checked.problems
+        if "path" not in checked.values.keys() | checked.unusable:
+            where = item[0].where if item else entry.where
+            problems.append(f"{where}: {entry.key}: an entry without a path; name its file, folder or hub name")
+        elif not checked.problems:
+            sources.append(schema(**checked.values))
+    return tuple(sources), problems
+
+
+@cache
+def _adapter(key: str, section: str) -> TypeAdapter[Any]:
+    known = keys_of(SECTIONS[section], section) if section else keys_of(DatasetSource)
+    return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
+
+
+def _located(value: str, folder: Path) -> str | None:
+    """A local path that exists, from here or from beside the recipe; a name that may be the hub's as it is; else None."""
+    if "\n" in value or "://" in value or len(value) > 1000:
+        return value
+    here = Path(value).expanduser()
+    for candidate in (here, folder / value):
+        if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
+            return str(candidate)
+    return None if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS) else value
+
+
+def _inside_checkpoint(located: str) -> str:
+    """A checkpoint of a run is a model to begin with: the folder in it that holds weights, config and tokenizer."""
+    inside = Path(located) / "model"
+    is_checkpoint = (Path(located) / "manifest.json").is_file() and (inside / "config.json").is_file()
+    return str(inside) if is_checkpoint else located
+
+
+def _matches(pattern: Path) -> bool:
+    anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
+    return any(anchor.glob(str(pattern.relative_to(anchor))))
+
+
+def _unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
+    """The key that was meant by `key`, as far as can be told, and the sentence that says so."""
+    top_level = "path" not in known
+    foreign = foreign_names()
+    if top_level and key in foreign:
+        whose, ours = foreign[key]
+        return ours, f"{key}: {whose} name; here it is {ours}"
+    if top_level and (key in ACCELERATE_KEYS or key.startswith("fsdp_")):
+        return (
+            key,
+            f"{key}: Accelerate's key; it stands in the Accelerate file that accelerate_config or --config names",
+        )
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if close:
+        return close[0], f"{key}: no such key; did you mean {close[0]}?"
+    listed = "docs/recipes.md lists them" if top_level else f"one of {', '.join(known)}"
+    return key, f"{key}: no such key; {listed}"
+
+
+def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) -> Iterable[str]:
+    """What each key alone allows, but all of them together do not. Silent about keys that are wrong in themselves."""
+    values = checked.values
+
+    def has(key: str) -> bool:
+        return key in checked.unusable or values.get(key) not in (None, ())
+
+    def at(key: str) -> str:
+        return entries[key].where if key in entries else file
+
+    if has("model_name_or_path") and has("model_config"):
+        yield f"{at('model_config')}: model_name_or_path and model_config both name a model; keep one"
+    if not (has("model_name_or_path") or has("model_config")):
+        yield f"{file}: no model; set model_name_or_path (a hub name or folder) or model_config (an architecture)"
+    if has("model_config") and not has("tokenizer_name_or_path"):
+        yield f"{at('model_config')}: model_config brings no tokenizer; set tokenizer_name_or_path"
+    if "model_type" not in (values.get("model_config") or {"model_type": ""}):
+        yield f"{at('model_config')}: model_config: model_type is missing; for example model_type: llama"
+    if not has("datasets"):
+        yield f"{file}: no data; set datasets, a list with at least `- path: FILE`"
+    if has("eval_datasets") and has("eval_split_size"):
+        yield f"{at('eval_split_size')}: eval_datasets and eval_split_size both name the held-out rows; keep one"
+    if values.get("streaming") and not has("max_steps"):
+        yield f"{at('streaming')}: streaming has no known end; set max_steps"
+    for key in ("early_stopping_patience", "keep_best_checkpoint"):
+        if values.get(key) and not has("eval_steps"):
+            yield f"{at(key)}: {key} goes by the held-out losses in between; set eval_steps"
+    if has("eval_steps") and not (has("eval_datasets") or has("eval_split_size")):
+        yield f"{at('eval_steps')}: eval_steps, but no held-out rows; set eval_datasets or eval_split_size"
+    if not (values.get("use_peft") or "use_peft" in checked.unusable):
+        # Their defaults stand in the recipe.yaml of every run.
+        for key in (
+            name
+            for name, key in keys_of(Lora).items()
+            if name != "use_dora" and values.get(name, key.default) != key.default
+        ):
+            yield f"{at(key)}: {key} has no effect without use_peft: true; set it, or every parameter is trained: then leave {key} out"
+    if values.get("use_peft") and has("model_config"):
+        yield f"{at('use_peft')}: use_peft adapts a trained model, but model_config starts from random weights; set model_name_or_path"
+    if values.get("use_dora") and not (values.get("use_peft") or "use_peft" in checked.unusable):
+        yield f"{at('use_dora')}: use_dora needs use_peft: true"

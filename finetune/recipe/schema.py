@@ -1,0 +1,280 @@
+"""The recipe: every key, its type, its default and its help, once. No torch here, so that a check answers at once.
+
+A recipe file is flat; the classes below only say which room reads which key. `Recipe` gathers them:
+`recipe.optimisation.learning_rate` is the file's `learning_rate`. The string in each annotation is the key's help,
+the documentation page and `--help` are made from it.
+"""
+
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le, Lt
+
+Positive = Annotated[int, Gt(0)]
+
+
+class FileOrName:
+    """Marks a key whose value may be a local path; the reader looks in the working directory, then beside the recipe."""
+
+
+class SameOnResume:
+    """Marks a key that decides the course of a run (data, model, batch, horizon, seed): a resumed run must have it unchanged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSource:
+    """One entry of `datasets` or `eval_datasets`."""
+
+    path: Annotated[str, FileOrName, "A file, glob, folder or hub name."]
+    name: Annotated[str | None, "The hub data set's configuration."] = None
+    split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
+    type: Annotated[
+        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"] | None,
+        "The rows' format; left out, it is recognised from the columns.",
+    ] = None
+    weight: Annotated[
+        float,
+        Gt(0),
+        "How often the rows of this source are read in an epoch: 0.5 reads half of them, 2 reads each twice.",
+    ] = 1.0
+    messages_column: Annotated[str | None, "The column that holds the messages, where it is not named as usual."] = None
+    prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
+    completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
+    text_column: Annotated[str | None, "The column that holds plain text."] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """Which model is trained, and from what."""
+
+    model_name_or_path: Annotated[
+        str | None, FileOrName, SameOnResume, "A hub name or a local folder with config.json and safetensors."
+    ] = None
+    model_config: Annotated[
+        dict[str, Any] | None,
+        SameOnResume,
+        "An inline architecture to train from random weights, as in config.json; model_type is required.",
+    ] = None
+    model_revision: Annotated[str | None, SameOnResume, "The hub revision of model_name_or_path."] = None
+    tokenizer_name_or_path: Annotated[
+        str | None, FileOrName, SameOnResume, "The tokenizer; left out, it is the model's own."
+    ] = None
+    trust_remote_code: Annotated[bool, "Run code that the model's or tokenizer's repository brings along."] = False
+    dtype: Annotated[
+        Literal["float32", "bfloat16"],
+        SameOnResume,
+        "The type of the trained parameters in memory. float32 keeps small updates; the computing type is the Accelerate config's.",
+    ] = "float32"
+    attn_implementation: Annotated[
+        Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"],
+        "auto: varlen attention on CUDA, causal SDPA per document on CPU; no flash-attn build is needed.",
+    ] = "auto"
+    torch_compile: Annotated[
+        bool, "Compile the decoder layers' insides: faster steps for a minute more of start, worth it on a GPU."
+    ] = False
+    use_liger_kernel: Annotated[
+        bool, "Liger's fused norms, rotary embeddings and MLPs on CUDA; needs the liger-kernel package."
+    ] = False
+    activation_checkpointing_every: Annotated[
+        Positive, "Checkpoint every k-th decoder layer, where the Accelerate config turns activation checkpointing on."
+    ] = 1
+    attention_dropout: Annotated[
+        float | None, Ge(0), Lt(1), SameOnResume, "Overrides the model's own attention dropout."
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters instead of full fine-tuning."""
+
+    use_peft: Annotated[bool, SameOnResume, "Train LoRA adapters on a frozen bf16 base instead of all parameters."] = (
+        False
+    )
+    lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
+    lora_alpha: Annotated[Positive, SameOnResume, "The adapters are scaled by lora_alpha / lora_r."] = 32
+    lora_dropout: Annotated[float, Ge(0), Lt(1), SameOnResume, "Dropout on the adapters' input."] = 0.0
+    lora_target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...],
+        SameOnResume,
+        "The linear layers that get adapters, by the end of their names.",
+    ] = "all-linear"
+    use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilised LoRA)."] = False
+    use_dora: Annotated[bool, SameOnResume, "Train a magnitude beside the direction (DoRA)."] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """From files to rows of tokens."""
+
+    datasets: Annotated[tuple[DatasetSource, ...], SameOnResume, "What is trained on."] = ()
+    eval_datasets: Annotated[tuple[DatasetSource, ...], "What the held-out loss is measured on."] = ()
+    eval_split_size: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "Held out from datasets where eval_datasets is left out: a share below 1, else a count of rows.",
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        FileOrName,
+        SameOnResume,
+        "The tokenizer's own where left out; or plain, chatml, llama3, mistral, gemma, a file, or inline Jinja.",
+    ] = None
+    max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
+    packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True
+    overlength: Annotated[
+        Literal["truncate", "drop", "split", "error"],
+        SameOnResume,
+        "What is done with an example of more than max_length tokens; always reported.",
+    ] = "truncate"
+    assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on what the assistant says."] = (
+        True
+    )
+    on_bad_row: Annotated[
+        Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
+    ] = "error"
+    streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
+    dataset_num_proc: Annotated[Positive | None, "Threads that tokenise; left out, one for each core."] = None
+    dataset_cache_dir: Annotated[
+        str | None, "Where tokenised rows are kept; left out, under the Hugging Face cache."
+    ] = None
+    dataloader_num_workers: Annotated[
+        int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
+    ] = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """How many rows make a step, and how they are dealt out."""
+
+    global_batch_size: Annotated[
+        Positive | None,
+        "Rows in an optimizer step over all ranks; set it and every number of ranks gives the same losses. Left out, it is "
+        "per_device_train_batch_size x gradient_accumulation_steps x ranks.",
+    ] = None
+    per_device_train_batch_size: Annotated[Positive, "Rows in a micro-batch on one rank; sets the memory."] = 1
+    gradient_accumulation_steps: Annotated[
+        Positive | None,
+        "Micro-batches in a step on one rank; left out, it follows from global_batch_size, else it is 1.",
+    ] = None
+    per_device_eval_batch_size: Annotated[Positive | None, "Left out, it is per_device_train_batch_size."] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimisation:
+    """How the parameters move."""
+
+    num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
+    max_steps: Annotated[Positive | None, SameOnResume, "Optimizer steps; overrides num_train_epochs."] = None
+    learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
+    lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], "What follows the linear warm-up."] = "cosine"
+    min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
+    warmup_ratio: Annotated[
+        float, Ge(0), Le(1), "The share of the steps that warm up; ignored where warmup_steps is set."
+    ] = 0.03
+    warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
+    optim: Annotated[
+        Literal["adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit"],
+        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; adamw_8bit in 8 bits: 2 "
+        "bytes, by torchao, which has to be installed; not under FSDP1.",
+    ] = "adamw_torch_fused"
+    weight_decay: Annotated[float, Ge(0), "Decoupled weight decay, on matrices only (not on norms and biases)."] = 0.0
+    adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
+    adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
+    adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8
+    max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null leaves it."] = 1.0
+    on_nonfinite: Annotated[
+        Literal["stop", "skip"],
+        "What is done at a step whose loss or gradient is not finite: the update is never made.",
+    ] = "stop"
+    max_skipped_steps: Annotated[
+        Positive, "Under on_nonfinite: skip, so many steps are left out before the run stops."
+    ] = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Where it goes, how often it is looked at, how it is kept."""
+
+    run_name: Annotated[str | None, "The run's name; left out, the recipe's file name."] = None
+    output_dir: Annotated[str | None, "The run's folder; left out, runs/<run_name>."] = None
+    accelerate_config: Annotated[str | None, FileOrName, "The Accelerate config used where the command names none."] = (
+        None
+    )
+    seed: Annotated[int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."] = 42
+    logging_steps: Annotated[Positive, "Steps between two lines of metrics."] = 10
+    eval_steps: Annotated[
+        Positive | None, "Steps between two held-out losses; left out, only at the start and the end."
+    ] = None
+    exact_match_samples: Annotated[
+        int,
+        Ge(0),
+        "So many held-out prompts are answered greedily before and after training and compared with the truth.",
+    ] = 0
+    sample_prompts: Annotated[
+        tuple[str, ...], "Prompts that are answered greedily at every evaluation, to be read; each is a user's turn."
+    ] = ()
+    early_stopping_patience: Annotated[
+        Positive | None, "Stop after so many held-out losses in a row without a new lowest one; needs eval_steps."
+    ] = None
+    timeout_seconds: Annotated[float, Gt(0), "How long a rank waits for the others before the run is ended."] = 1800.0
+    profile_steps: Annotated[
+        tuple[Positive, Positive] | None,
+        "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot of GPU memory in profile/.",
+    ] = None
+    report_to: Annotated[
+        Literal["none", "tensorboard", "wandb", "mlflow", "trackio"], "A tracker beside metrics.jsonl."
+    ] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """What survives the process."""
+
+    save_steps: Annotated[Positive | None, "Steps between two checkpoints; left out, only at the end."] = None
+    save_total_limit: Annotated[Positive | None, "So many checkpoints are kept, the newest ones."] = 2
+    keep_every_steps: Annotated[
+        Positive | None, "Checkpoints whose step divides by this are kept beside those, for good."
+    ] = None
+    keep_best_checkpoint: Annotated[
+        bool,
+        "Save at every new lowest held-out loss of eval_steps, keep the newest of those beside the others, and export it.",
+    ] = False
+    async_save: Annotated[
+        bool | None,
+        "Write checkpoints behind the loop, from a copy in host memory; left out, where the device is a GPU.",
+    ] = None
+    resume_from_checkpoint: Annotated[
+        str, "auto: the newest checkpoint of output_dir that verifies; none: start anew; or a checkpoint's path."
+    ] = "auto"
+    allow_changed_recipe: Annotated[
+        bool,
+        "Resume although the recipe changed in what decides the course of a run: data, model, batch, horizon, seed.",
+    ] = False
+    export_at_end: Annotated[bool, "Leave a Hugging Face folder under export/ when the training is done."] = True
+    export_dtype: Annotated[
+        Literal["float32", "bfloat16", "float16"] | None,
+        "The type of the exported weights; left out, that of the base checkpoint.",
+    ] = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """A whole recipe. `path` is the file it came from; `given` the keys that the file or the command line set."""
+
+    path: str
+    given: frozenset[str]
+    model: Model = field(default_factory=Model)
+    lora: Lora = field(default_factory=Lora)
+    data: Data = field(default_factory=Data)
+    batch: Batch = field(default_factory=Batch)
+    optimisation: Optimisation = field(default_factory=Optimisation)
+    run: Run = field(default_factory=Run)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+SECTIONS: dict[str, type] = {
+    f.name: f.default_factory  # type: ignore[misc]
+    for f in fields(Recipe)
+    if f.name not in ("path", "given")
+}

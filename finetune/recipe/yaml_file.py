@@ -1,0 +1,168 @@
+"""YAML with places: every `key: value` of a file with its line, numbers as YAML 1.2 has them, and no key taken twice."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.errors import UserError
+
+UNREADABLE = object()  # the value of an entry that has been told as a problem already
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One `key: value` as it stands in a file (or on the command line), with the place to name in an error.
+
+    `places` has the place of each key of a value that is a mapping.
+    """
+
+    key: str
+    value: Any
+    where: str
+    places: Mapping[str, str] = field(default_factory=dict)
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers, and no aliases.
+
+    PyYAML alone reads 2e-5 as a string, 1:30 as 90 and 010 as 8. An alias can make a file of ten lines a value of
+    gigabytes, or of endless depth; recipes have no need of them.
+    """
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise yaml.composer.ComposerError(
+                None, None, "aliases (*name) are not read here; write the value out", mark
+            )
+        return super().compose_node(parent, index)
+
+
+_NUMBERS = {
+    "tag:yaml.org,2002:int": r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$",
+    "tag:yaml.org,2002:float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
+}
+_LEFT_OUT = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _LEFT_OUT]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+for _tag, _pattern in _NUMBERS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
+
+
+def read_entries(path: Path, nested: Iterable[str] = ()) -> tuple[list[Entry], list[str]]:
+    """The top-level entries of a YAML file with their places, and what is wrong with its form, one sentence each.
+
+    A list of mappings under a key of `nested` is read as a list of lists of entries. Raises `UserError` where the file
+    cannot be read, or is not a mapping.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        if node is None:
+            return [], []
+        if not isinstance(node, yaml.MappingNode):
+            raise UserError(f"{path}: a file of `key: value` lines is expected")
+        return _entries_of(node, str(path), frozenset(nested))
+    except yaml.YAMLError as error:
+        raise UserError(f"{path}{_line_of(error)}: not YAML: {_problem_of(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: nested too deep to be read") from None
+
+
+def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> tuple[Entry, list[str]]:
+    """`text` as the YAML value of `key`, as it is given on a command line, and what is wrong with it."""
+    try:
+        node = yaml.compose(text, Loader=_Loader)
+        if node is None:
+            return Entry(key, None, where), []
+        problems: list[str] = []
+        return _entry(key, node, where, lambda _: where, frozenset(nested), problems), problems
+    except yaml.YAMLError as error:
+        return Entry(key, UNREADABLE, where), [f"{where}: {key}: not a YAML value: {_problem_of(error)}"]
+    except RecursionError:
+        return Entry(key, UNREADABLE, where), [f"{where}: {key}: nested too deep to be read"]
+
+
+def _entries_of(node: yaml.MappingNode, file: str, nested: frozenset[str]) -> tuple[list[Entry], list[str]]:
+    entries: dict[str, Entry] = {}
+    problems: list[str] = []
+
+    def place(child: yaml.Node) -> str:
+        return f"{file}:{child.start_mark.line + 1}"
+
+    for key_node, value_node in node.value:
+        key, where = str(key_node.value), place(key_node)
+        if key in entries:
+            first = entries[key].where.rsplit(":", 1)[1]
+            problems.append(f"{where}: {key}: given twice, first at line {first}; keep one")
+            continue
+        entries[key] = _entry(key, value_node, where, place, nested, problems)
+    return list(entries.values()), problems
+
+
+def _entry(key: str, node: yaml.Node, where: str, place: Any, nested: frozenset[str], problems: list[str]) -> Entry:
+    if key in nested and isinstance(node, yaml.SequenceNode):
+        return Entry(key, [_item(item, place, problems) for item in node.value], where)
+    problems += [f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)]
+    places = {str(k.value): place(k) for k, _ in node.value} if isinstance(node, yaml.MappingNode) else {}
+    try:
+        return Entry(key, _construct(node), where, places)
+    except yaml.YAMLError as error:
+        problems.append(f"{where}: {key}: {_problem_of(error)}")
+    except (ValueError, TypeError) as error:  # `!!int abc`, a number of 5,000 digits, a list as a key
+        problems.append(f"{where}: {key}: {error}")
+    return Entry(key, UNREADABLE, where, places)
+
+
+def _item(node: yaml.Node, place: Any, problems: list[str]) -> Any:
+    if not isinstance(node, yaml.MappingNode):
+        return _construct(node)
+    entries: dict[str, Entry] = {}
+    for key_node, value_node in node.value:
+        key = str(key_node.value)
+        if key in entries:
+            problems.append(f"{place(key_node)}: {key}: given twice; keep one")
+        else:
+            entries[key] = _entry(key, value_node, place(key_node), place, frozenset(), problems)
+    return list(entries.values())
+
+
+def _repeated_keys(node: yaml.Node) -> Iterable[yaml.Node]:
+    if isinstance(node, yaml.SequenceNode):
+        for item in node.value:
+            yield from _repeated_keys(item)
+    elif isinstance(node, yaml.MappingNode):
+        seen = set()
+        for key_node, value_node in node.value:
+            if str(key_node.value) in seen:
+                yield key_node
+            seen.add(str(key_node.value))
+            yield from _repeated_keys(value_node)
+
+
+def _construct(node: yaml.Node) -> Any:
+    loader = _Loader("")
+    try:
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _line_of(error: yaml.YAMLError) -> str:
+    mark = getattr(error, "problem_mark", None)
+    return f":{mark.line + 1}" if mark else ""
+
+
+def _problem_of(error: yaml.YAMLError) -> str:
+    return str(getattr(error, "problem", None) or str(error).splitlines()[0])

@@ -1,0 +1,228 @@
+"""What the reader says of every kind of mistake: the file, the line, the key, what was meant, what to do."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.recipe.foreign import foreign_names
+from finetune.recipe.keys import recipe_keys
+from finetune.recipe.reader import RECIPES, as_written, read_recipe, write_recipe
+
+GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
+
+
+@pytest.fixture
+def problems(tmp_path: Path) -> Callable[..., list[str]]:
+    """What is wrong with a recipe of this text: the lines of the error, the file named F; [] where nothing is."""
+
+    def read(text: str | bytes, *overrides: str) -> list[str]:
+        file = tmp_path / "r.yaml"
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+        try:
+            read_recipe(str(file), overrides)
+        except UserError as error:
+            return str(error).replace(str(file), "F").splitlines()
+        return []
+
+    return read
+
+
+def test_a_good_recipe_is_read_in_the_types_of_the_schema(tmp_path: Path) -> None:
+    file = tmp_path / "math.yaml"
+    file.write_text(
+        GOOD
+        + "learning_rate: 2e-5\nmax_steps: 1_000\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\nseed: 0x10\n"
+    )
+    recipe = read_recipe(str(file))
+    assert recipe.optimisation.learning_rate == 2e-5
+    assert recipe.optimisation.max_steps == 1000
+    assert recipe.lora.lora_target_modules == ("q_proj", "v_proj")
+    assert recipe.run.seed == 16
+    assert recipe.data.datasets[0].path == "some/data"
+    assert recipe.given == {
+        "model_name_or_path",
+        "datasets",
+        "learning_rate",
+        "max_steps",
+        "lora_target_modules",
+        "use_peft",
+        "seed",
+    }
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text(GOOD + "seed: 1\nmax_steps: 5\n")
+    recipe = read_recipe(str(file), ["seed=2", "--max_grad_norm=null", "datasets=[{path: a/b, weight: 0.5}]"])
+    assert (recipe.run.seed, recipe.optimisation.max_steps, recipe.run.logging_steps) == (2, 5, 10)
+    assert recipe.optimisation.max_grad_norm is None
+    assert (recipe.data.datasets[0].path, recipe.data.datasets[0].weight) == ("a/b", 0.5)
+
+
+def test_what_is_written_reads_back_as_the_same(tmp_path: Path) -> None:
+    recipe = read_recipe("quickstart", ["chat_template='{{ x }}\n- é'", "learning_rate=1e-7"])
+    write_recipe(recipe, tmp_path / "again.yaml")
+    assert as_written(read_recipe(str(tmp_path / "again.yaml"))) == as_written(recipe)
+
+
+def test_a_file_is_looked_for_here_and_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "a.jsonl").touch()
+    (tmp_path / "b.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    recipe = tmp_path / "beside" / "r.yaml"
+    recipe.write_text(
+        "model_name_or_path: m\ndatasets: [{path: a.jsonl}, {path: b.jsonl}, {path: '*.jsonl'}, {path: ~/b.jsonl}]"
+    )
+    assert [source.path for source in read_recipe(str(recipe)).data.datasets] == [
+        str(tmp_path / "beside" / "a.jsonl"),
+        "b.jsonl",
+        "*.jsonl",
+        str(tmp_path / "b.jsonl"),
+    ]
+
+
+MISTAKES = {
+    # text after GOOD (three lines), or the whole where it starts with "!" -> what is said
+    "learning_rat: 1": ["F:4: learning_rat: no such key; did you mean learning_rate?"],
+    "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
+    "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
+    "mixed_precision: bf16": [
+        "F:4: mixed_precision: Accelerate's key; it stands in the Accelerate file that accelerate_config or --config names"
+    ],
+    "seed: 1\nseed: 2": ["F:5: seed: given twice, first at line 4; keep one"],
+    'max_steps: "8"': ['F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'],
+    "max_steps: 0": ["F:4: max_steps: 0 does not fit; a number above 0 is expected"],
+    "max_steps: 1.5": ["F:4: max_steps: 1.5 does not fit; a whole number is expected"],
+    "learning_rate: fast": ['F:4: learning_rate: "fast" does not fit; a number is expected'],
+    "learning_rate: .inf": ["F:4: learning_rate: Infinity does not fit; a finite number is expected"],
+    "learning_rate: -1e-5": ["F:4: learning_rate: -1e-05 does not fit; a number above 0 is expected"],
+    "lora_dropout: 1": ["F:4: lora_dropout: 1 does not fit; a number below 1 is expected"],
+    "packing: 1": ["F:4: packing: 1 does not fit; true or false is expected"],
+    'packing: "True"': [
+        'F:4: packing: "True" does not fit; true or false is expected; in quotes it is text: write True'
+    ],
+    "overlength: truncat": [
+        'F:4: overlength: "truncat" does not fit; one of truncate, drop, split, error is expected; did you mean truncate?'
+    ],
+    "run_name: [a]": ['F:4: run_name: ["a"] does not fit; text is expected'],
+    "eval_datasets: some/data": ['F:4: eval_datasets: "some/data" does not fit; a list is expected'],
+    "eval_datasets: [some/data]": [
+        "F:4: eval_datasets: each entry is a mapping with at least a path, such as `- path: data.jsonl`"
+    ],
+    "eval_datasets:\n  - split: test": [
+        "F:5: eval_datasets: an entry without a path; name its file, folder or hub name"
+    ],
+    "eval_datasets:\n  - path: a/b\n    wieght: 2": ["F:6: wieght: no such key; did you mean weight?"],
+    "eval_datasets:\n  - path: a/b\n    path: c/d": ["F:6: path: given twice; keep one"],
+    "eval_datasets:\n  - path: data/missing.jsonl": [
+        "F:5: path: data/missing.jsonl: no such file or folder, here or beside the recipe"
+    ],
+    "tokenizer_name_or_path: ./missing": [
+        "F:4: tokenizer_name_or_path: ./missing: no such file or folder, here or beside the recipe"
+    ],
+    "streaming: true": ["F:4: streaming has no known end; set max_steps"],
+    "use_dora: true": ["F:4: use_dora needs use_peft: true"],
+    "lora_r: 8": [
+        "F:4: lora_r has no effect without use_peft: true; set it, or every parameter is trained: then leave lora_r out"
+    ],
+    "model_config: {model_type: llama}": [
+        "F:4: model_name_or_path and model_config both name a model; keep one",
+        "F:4: model_config brings no tokenizer; set tokenizer_name_or_path",
+    ],
+    "use_peft: true\nmodel_config: {model_type: llama}": [
+        "F:5: model_name_or_path and model_config both name a model; keep one",
+        "F:5: model_config brings no tokenizer; set tokenizer_name_or_path",
+        "F:4: use_peft adapts a trained model, but model_config starts from random weights; set model_name_or_path",
+    ],
+    "eval_datasets: [{path: a/b}]\neval_split_size: 0.1": [
+        "F:5: eval_datasets and eval_split_size both name the held-out rows; keep one"
+    ],
+    "seed: &a 1\nlogging_steps: *a": ["F:5: not YAML: aliases (*name) are not read here; write the value out"],
+    "seed: !!python/object:os.system 1": [
+        "F:4: seed: could not determine a constructor for the tag 'tag:yaml.org,2002:python/object:os.system'"
+    ],
+    "seed: !!int abc": ["F:4: seed: invalid literal for int() with base 10: 'abc'"],
+    "seed: [1": ["F:4: not YAML: expected ',' or ']', but got '<stream end>'"],
+    "!model_config: {hidden_size: 8}\ntokenizer_name_or_path: a/b\ndatasets: [{path: a/b}]": [
+        "F:1: model_config: model_type is missing; for example model_type: llama"
+    ],
+    "!model_config:\n  model_type: llama\n  model_type: llama\ntokenizer_name_or_path: a/b\ndatasets: [{path: a/b}]": [
+        "F:3: model_type: given twice; keep one"
+    ],
+    "!": [
+        "F: no model; set model_name_or_path (a hub name or folder) or model_config (an architecture)",
+        "F: no data; set datasets, a list with at least `- path: FILE`",
+    ],
+    "!- a\n- b": ["F: a file of `key: value` lines is expected"],
+    "!just text": ["F: a file of `key: value` lines is expected"],
+    "!distributed_type: FSDP\nfsdp_config: {fsdp_version: 2}": [
+        "F: this is an Accelerate config; pass it as --config, and a recipe as --recipe"
+    ],
+}
+
+
+@pytest.mark.parametrize(("text", "said"), MISTAKES.items(), ids=range(len(MISTAKES)))
+def test_a_mistake_is_told_in_one_sentence(text: str, said: list[str], problems: Callable[..., list[str]]) -> None:
+    assert problems(text[1:] if text.startswith("!") else GOOD + text) == said
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    {
+        "learning_rat=1": ["command line: learning_rat: no such key; did you mean learning_rate?"],
+        "max_steps": [
+            "command line: max_steps: an override is written key=value; --recipe names a recipe, --config an Accelerate config"
+        ],
+        "max_steps=soon": ['command line: max_steps: "soon" does not fit; a whole number is expected'],
+        "datasets=[{path: a/b, wieght: 1}]": ["command line: wieght: no such key; did you mean weight?"],
+        "seed=[1": ["command line: seed: not a YAML value: expected ',' or ']', but got '<stream end>'"],
+    }.items(),
+)
+def test_so_is_one_on_the_command_line(override: str, said: list[str], problems: Callable[..., list[str]]) -> None:
+    assert problems(GOOD, override) == said
+
+
+def test_all_mistakes_are_told_at_once_and_none_twice(problems: Callable[..., list[str]]) -> None:
+    text = "base_model: some/model\ndataset: [{path: a/b}]\nlearning_rate: fast\nseed: -1\n"
+    assert problems(text, "packing=maybe") == [
+        "F:1: base_model: Axolotl's name; here it is model_name_or_path",
+        "F:2: dataset: LLaMA-Factory's and torchtune's name; here it is datasets",
+        'F:3: learning_rate: "fast" does not fit; a number is expected',
+        "F:4: seed: -1 does not fit; a number of at least 0 is expected",
+        'command line: packing: "maybe" does not fit; true or false is expected',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"seed: \xff\xfe", "F: not text in UTF-8 (byte 6); save it as UTF-8"),
+        (b"seed: \x00", "F: not YAML: "),
+        (b"a: " + b"[" * 5000, "F: nested too deep to be read"),
+        (b"seed: " + b"9" * 5000, "F:1: seed: "),
+        (b"? [a, b]\n: c", "F:1: "),
+        (b"- \t\n ]:", "F:"),
+    ],
+)
+def test_a_hostile_file_is_told_in_a_sentence_too(text: bytes, said: str, problems: Callable[..., list[str]]) -> None:
+    assert problems(text)[0].startswith(said)
+
+
+def test_a_byte_order_mark_is_not_part_of_the_first_key(problems: Callable[..., list[str]]) -> None:
+    assert problems(b"\xef\xbb\xbf" + GOOD.encode()) == []
+
+
+def test_a_recipe_that_is_not_there_is_looked_for_among_the_shipped_ones() -> None:
+    with pytest.raises(UserError, match=r"^llama31_8b_ful: no such recipe; did you mean llama31_8b_full\? give a path"):
+        read_recipe("llama31_8b_ful")
+    assert Path(read_recipe("quickstart.yaml").path).resolve() == RECIPES / "quickstart.yaml"
+
+
+def test_other_tools_names_mean_keys_that_there_are() -> None:
+    for whose, ours in foreign_names().values():
+        assert ours.partition(" ")[0] in recipe_keys(), (whose, ours)
+    assert not foreign_names().keys() & recipe_keys().keys()
