@@ -1,0 +1,110 @@
+"""Examples: stretches of at most `max_length` tokens of the stored documents."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from finetune.data.store import IGNORE, TokenStore
+from finetune.errors import UserError
+
+Overlength = Literal["truncate", "drop", "split", "error"]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One conversation, or a piece of one, as tokens."""
+
+    input_ids: NDArray[np.int32]  # [tokens]
+    labels: NDArray[np.int32]  # [tokens]: the id to predict at this position, which is the next token's, or IGNORE
+
+
+@dataclass(frozen=True, slots=True)
+class Examples:
+    """Examples of several stores. An example's id is its index here. Source: `cut`, `join`, `take`."""
+
+    stores: tuple[TokenStore, ...]
+    store: NDArray[np.int32]  # [examples]: index into `stores`
+    document: NDArray[np.int64]  # [examples]: index into the store's documents
+    start: NDArray[np.int64]  # [examples]: the first token, counted over the store
+    lengths: NDArray[np.int32]  # [examples]: tokens
+    trained: NDArray[np.int32]  # [examples]: tokens with a label
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, example_id: int) -> Example:
+        store, start, length = (
+            self.stores[self.store[example_id]],
+            int(self.start[example_id]),
+            int(self.lengths[example_id]),
+        )
+        return Example(store.input_ids[start : start + length], store.labels[start : start + length])
+
+    def take(self, ids: NDArray[np.int64]) -> "Examples":
+        """The examples `ids`, numbered anew in that order; an id may come more than once."""
+        return Examples(
+            self.stores, self.store[ids], self.document[ids], self.start[ids], self.lengths[ids], self.trained[ids]
+        )
+
+    def where(self, example_id: int) -> str:
+        """The file and row that an example comes from: `data/math.jsonl:17`."""
+        store = self.stores[int(self.store[example_id])]
+        return store.where(int(self.document[example_id]))
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What `overlength` did."""
+
+    overlong: int = 0  # documents of more than max_length tokens
+    tokens_lost: int = 0
+    trained_tokens_lost: int = 0
+
+
+def cut(store: TokenStore, max_length: int, overlength: Overlength) -> tuple[Examples, Cuts]:
+    """The store's documents as examples of at most `max_length` tokens.
+
+    Labels are kept as they stand in the document: the last token of a cut example still has its successor as label,
+    so that splitting loses no target. Raises `UserError` where a document is longer and `overlength` is `error`.
+    """
+    lengths = np.diff(store.starts)
+    overlong = lengths > max_length
+    if overlength == "error" and overlong.any():
+        worst = int(np.argmax(lengths))
+        raise UserError(
+            f"{store.where(int(np.flatnonzero(overlong)[0]))}: more than max_length = {max_length} tokens (overlength: "
+            f"error); {int(overlong.sum())} rows are, the longest of {int(lengths[worst])} tokens; raise max_length or "
+            "set overlength to truncate, drop or split"
+        )
+    kept = np.flatnonzero(~overlong) if overlength == "drop" else np.arange(len(lengths))
+    pieces = -(-lengths[kept] // max_length) if overlength == "split" else np.ones(len(kept), np.int64)
+    document = np.repeat(kept, pieces)
+    piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    start = store.starts[:-1][document] + piece * max_length
+    length = np.minimum(store.starts[1:][document] - start, max_length).astype(np.int32)
+    trained = store.trained[document].astype(np.int32)
+    for i in np.flatnonzero(overlong[document]):
+        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE)
+    examples = Examples((store,), np.zeros(len(document), np.int32), document, start, length, trained)
+    cuts = Cuts(
+        overlong=int(overlong.sum()),
+        tokens_lost=int(lengths.sum() - length.sum(dtype=np.int64)),
+        trained_tokens_lost=int(store.trained.sum(dtype=np.int64) - trained.sum(dtype=np.int64)),
+    )
+    return examples, cuts
+
+
+def join(parts: Sequence[Examples]) -> Examples:
+    """The examples of all `parts`, one part after the other."""
+    shifts = np.cumsum([0] + [len(part.stores) for part in parts])
+    return Examples(
+        tuple(store for part in parts for store in part.stores),
+        np.concatenate([part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)]),
+        np.concatenate([part.document for part in parts]),
+        np.concatenate([part.start for part in parts]),
+        np.concatenate([part.lengths for part in parts]),
+        np.concatenate([part.trained for part in parts]),
+    )

@@ -1,0 +1,158 @@
+"""`finetune inspect`: the data as the model will see it, and what is wrong with it."""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from finetune.data.examples import Example, Examples
+from finetune.data.findings import fatal
+from finetune.data.mixing import SourceReport
+from finetune.data.prepare import DataReport, look_at
+from finetune.data.store import IGNORE
+from finetune.data.tokenizer import load_tokenizer
+from finetune.errors import EXIT_USER_ERROR
+from finetune.recipe.reader import read_recipe
+
+TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
+GIVEN = ("\033[2m", "\033[2;37m")  # two greys
+COLOURS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
+RESET = "\033[0m"
+# Data must not steer the terminal that shows it: escape becomes its picture, as do the other control characters.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    range(127, 160), 65533
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """A world of one, without a process group."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def inspect_command(options: argparse.Namespace) -> int:
+    """Prints some rows and the report of a recipe's data; 2 where a finding would stop the training, else 0."""
+    recipe = read_recipe(options.recipe, options.overrides)
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    train, report = look_at(recipe, tokenizer, Alone())
+    shown = range(min(options.rows, len(train.examples)))
+    if options.json:
+        rows = [as_json(train.examples, tokenizer, example_id) for example_id in shown]
+        print(json.dumps({"report": report.as_json(), "rows": rows}, indent=1, ensure_ascii=False))
+    else:
+        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        for example_id in shown:
+            print("\n".join(row_lines(train.examples, tokenizer, example_id, colour)), end="\n\n")
+        print("\n".join(report_lines(report, colour)))
+    return EXIT_USER_ERROR if fatal(report.findings) else 0
+
+
+def as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
+    """One example: where it comes from and its tokens, each with whether it is trained on."""
+    example = examples[example_id]
+    texts = token_texts(example, tokenizer)
+    trained = is_trained(example)
+    return {
+        "example": example_id,
+        "where": examples.where(example_id),
+        "tokens": [
+            {"id": int(token), "text": text, "trained": on}
+            for token, text, on in zip(example.input_ids, texts, trained, strict=True)
+        ],
+    }
+
+
+def row_lines(examples: Examples, tokenizer: Any, example_id: int, colour: bool) -> Iterator[str]:
+    """One example as text: what is trained on in green, or between >> and << where there is no colour."""
+    example = examples[example_id]
+    trained = is_trained(example)
+    head = f"example {example_id}, {examples.where(example_id)}: {len(trained)} tokens, {sum(trained)} trained"
+    yield f"\033[1m{head}{RESET}" if colour else head
+    texts = [text.translate(PICTURES) for text in token_texts(example, tokenizer)]
+    pieces = list(zip(texts, trained, strict=True))
+    if colour:
+        yield "".join(f"{(TRAINED if on else GIVEN)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(pieces))
+        return
+    yield "".join(
+        f">>{text}<<" if on else text
+        for on, text in (
+            (on, "".join(text for text, _ in run)) for on, run in groupby(pieces, key=lambda piece: piece[1])
+        )
+    )
+
+
+def token_texts(example: Example, tokenizer: Any) -> list[str]:
+    """The text that each token adds; one that ends inside a character adds nothing, the last of them all of it.
+
+    A token is decoded after the piece before it: alone, one of SentencePiece would lose the space that it begins with.
+    """
+
+    def decoded(begin: int, end: int) -> str:
+        text = tokenizer.decode(ids[begin:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
+
+    ids = example.input_ids.tolist()
+    texts: list[str] = []
+    before, begin = 0, 0  # where the last whole piece begins and ends
+    for end in range(1, len(ids) + 1):
+        context = decoded(before, begin) if begin else ""
+        text = decoded(before, end)
+        text = text.removeprefix(context) if text.startswith(context) else decoded(begin, end)
+        if text.endswith("\ufffd") and end < len(ids) and end - begin < 4:
+            texts.append("")
+            continue
+        texts.append(text)
+        before, begin = begin, end
+    return texts
+
+
+def is_trained(example: Example) -> list[bool]:
+    """Whether each token is a target: the label of the position before it."""
+    return [False, *(bool(label != IGNORE) for label in example.labels[:-1])]
+
+
+def report_lines(report: DataReport, colour: bool) -> Iterator[str]:
+    """The report, a line for each thing."""
+    for source in report.sources:
+        yield from _source_lines(source, "")
+    for source in report.eval_sources:
+        yield from _source_lines(source, "held out: ")
+    share = report.trained_tokens / max(report.tokens, 1)
+    yield (
+        f"an epoch: {report.examples:,} examples, {report.tokens:,} tokens, {report.trained_tokens:,} of them trained "
+        f"({share:.1%}), in {report.rows:,} rows, {report.fill:.2%} full, {report.steps_per_epoch:,} steps on one rank"
+    )
+    if report.held_out_examples:
+        yield f"held out: {report.held_out_examples:,} examples"
+    quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
+    yield f"tokens of an example, by share of the examples: {quantiles}"
+    for finding in report.findings:
+        text = str(finding)
+        yield f"{COLOURS[finding.severity]}{text}{RESET}" if colour else text
+    if not report.findings:
+        yield "nothing found that is wrong"
+
+
+def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
+    yield (
+        f"{prefix}{source.path}: {source.rows_read:,} rows read, {source.rows_skipped:,} skipped, "
+        f"{source.overlong:,} over max_length, {source.examples:,} examples, {source.tokens:,} tokens, "
+        f"{source.trained_tokens:,} trained"
+    )
+    if source.tokens_lost:
+        yield f"  lost to max_length: {source.tokens_lost:,} tokens, {source.trained_tokens_lost:,} of them trained"
+    for problem in source.skipped:
+        yield f"  skipped {problem}"

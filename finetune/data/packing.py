@@ -1,0 +1,94 @@
+"""Best-fit-decreasing packing of documents into rows, exact and fast."""
+
+from bisect import bisect_left, insort
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, slots=True)
+class Packing:
+    """Which documents share a row. Source: `pack`."""
+
+    documents: NDArray[np.int64]  # [documents]: document ids, row after row
+    row_starts: NDArray[np.int64]  # [rows + 1]: row r holds documents[row_starts[r]:row_starts[r + 1]]
+
+    @property
+    def rows(self) -> int:
+        return len(self.row_starts) - 1
+
+
+def pack(lengths: NDArray[np.integer], capacity: int) -> Packing:
+    """Packs documents of `lengths` tokens (each 1 to `capacity`) into rows of `capacity` tokens, best fit decreasing.
+
+    Longest document first, each into the fullest row that still has room for it, a new row where none has; documents
+    of equal length go in their order in `lengths` (Johnson 1974: at most 11/9 of the fewest rows possible, plus one).
+    The result is exactly that of the one-by-one algorithm, but documents of one length and rows of one free space are
+    moved together, so that the loop below runs over distinct lengths: a million documents take a fraction of a second.
+
+    >>> pack(np.array([2, 6, 3, 5]), 8)
+    Packing(documents=array([1, 0, 3, 2]), row_starts=array([0, 2, 4]))
+    """
+    if len(lengths) == 0:
+        return Packing(np.zeros(0, np.int64), np.zeros(1, np.int64))
+    if int(lengths.min()) < 1 or int(lengths.max()) > capacity:
+        raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}")
+    narrow = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
+    order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
+    moves = _moves(np.bincount(lengths, minlength=capacity + 1), capacity)
+    # Each move puts `each` documents into each of `rows` rows from `first` on; spelt out, document by document:
+    first, rows, each = moves.T
+    counts = rows * each
+    move_of = np.repeat(np.arange(len(moves)), counts)
+    within = np.arange(len(order)) - np.repeat(np.cumsum(counts) - counts, counts)
+    row_of = first[move_of] + within // each[move_of]
+    by_row = np.argsort(row_of, kind="stable")
+    row_sizes = np.bincount(row_of)
+    return Packing(order[by_row].astype(np.int64), np.concatenate(([0], np.cumsum(row_sizes))))
+
+
+def _moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+    """int64[moves, 3]: (first row, rows, documents put into each of them), for documents from the longest on.
+
+    Rows with the same free space are kept as ranges of row numbers. The fullest rows with room, `free` tokens each,
+    take documents of `length` until less than `length` is left in them: after its first document such a row is
+    fuller still, so best fit stays with it.
+    """
+    moves: list[tuple[int, int, int]] = []
+    ranges: dict[int, list[tuple[int, int]]] = {}  # free tokens -> ranges (first row, rows)
+    spaces: list[int] = []  # the keys of `ranges`, ascending
+    opened = 0
+
+    def put(free: int, first: int, rows: int) -> None:
+        if free == 0 or rows == 0:
+            return
+        if free not in ranges:
+            insort(spaces, free)
+            ranges[free] = []
+        ranges[free].append((first, rows))
+
+    for length in np.flatnonzero(count_of_length)[::-1].tolist():
+        left = int(count_of_length[length])
+        while left:
+            at = bisect_left(spaces, length)
+            if at < len(spaces):
+                free = spaces[at]
+                first, rows = ranges[free].pop()
+                if not ranges[free]:
+                    del ranges[free], spaces[at]
+            else:
+                free, first, rows = capacity, opened, -(-left // (capacity // length))
+                opened += rows
+            each = free // length
+            full = min(rows, left // each)
+            if full:
+                moves.append((first, full, each))
+                put(free - each * length, first, full)
+                left -= full * each
+            if full < rows and left:  # fewer than `each` documents are left: one row takes them
+                moves.append((first + full, 1, left))
+                put(free - left * length, first + full, 1)
+                full, left = full + 1, 0
+            put(free, first + full, rows - full)
+    return np.array(moves, dtype=np.int64)

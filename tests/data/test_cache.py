@@ -1,0 +1,138 @@
+"""The cache of tokens: made once on a node, whole or not at all, found again by whatever made it."""
+
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+
+from finetune.data.cache import cache_key, cached_store, fingerprint
+from finetune.errors import UserError
+from finetune.recipe.schema import Data, DatasetSource
+from tests.conftest import make_tokenizer
+from tests.ranks import launch_ranks, start_ranks
+
+# Each rank tokenises or waits, as in a run, and says what it found; no process group is there to help.
+RANK = """
+import os, sys, time
+from finetune.data import cache
+from finetune.data.cache import cached_store
+from finetune.errors import UserError
+from finetune.recipe.schema import Data, DatasetSource
+from tests.conftest import make_tokenizer
+
+rank = int(os.environ["RANK"])
+path, folder, scenario = sys.argv[1:]
+made = []
+make = cache._make
+cache._make = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), make(*arguments))
+if scenario == "dies" and rank == 0:
+    read = cache.tokenised
+    def stopped(*arguments):
+        yield next(read(*arguments))
+        print("half-way", flush=True)
+        time.sleep(60)
+    cache.tokenised = stopped
+try:
+    store = cached_store(DatasetSource(path=path), Data(dataset_cache_dir=folder), make_tokenizer(), rank)
+    print("made" if made else "found", len(store.rows), int(store.input_ids.sum()), type(store.input_ids).__name__)
+except UserError as error:
+    print("told", error)
+"""
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": f"row {i} " + "x" * (i % 7)}) + "\n" for i in range(1200)))
+    return path
+
+
+def test_one_rank_makes_it_the_others_wait_and_all_read_the_same(rows: Path, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK)
+    cache = tmp_path / "cache"
+    outputs = launch_ranks(script, [str(rows), str(cache), "slow"], ranks=3).check().outputs
+    assert outputs[0].startswith("made 1200 ")
+    assert {output.removeprefix("made").removeprefix("found") for output in outputs} == {
+        outputs[0].removeprefix("made")
+    }
+    assert [output.split()[0] for output in outputs] == ["made", "found", "found"]
+    assert outputs[0].split()[-1] == "memmap"
+
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "a"}\nnot json\n')
+    outputs = launch_ranks(script, [str(bad), str(cache), "slow"], ranks=2).check().outputs
+    assert outputs[0] == outputs[1]
+    assert outputs[0].startswith(f"told {bad}:2: not JSON")
+
+    killed = start_ranks(script, [str(rows), str(tmp_path / "cache2"), "dies"], ranks=1)
+    deadline = time.monotonic() + 60
+    while "half-way" not in killed.output(0) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(killed.processes[0].pid, signal.SIGKILL)
+    killed.wait(30)
+    left = list((tmp_path / "cache2").iterdir())
+    assert [path.name.startswith("making-") for path in left] == [True]
+    again = launch_ranks(script, [str(rows), str(tmp_path / "cache2"), "well"], ranks=2).check().outputs
+    assert again[0].startswith("made 1200 ") and again[1].startswith("found 1200 ")
+    assert [path.name.startswith("making-") for path in (tmp_path / "cache2").iterdir()] == [False]  # swept
+
+
+def test_what_a_living_process_is_making_is_left_alone(rows: Path, tmp_path: Path) -> None:
+    theirs = tmp_path / "cache" / f"making-{socket.gethostname()}-{os.getppid()}-abc"
+    theirs.mkdir(parents=True)
+    cached_store(DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "cache")), make_tokenizer(), 0)
+    assert theirs.exists()
+
+
+def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: Path) -> None:
+    tokenizer, other = make_tokenizer(), make_tokenizer()
+    other.add_tokens(["row"])
+    templated = make_tokenizer()
+    templated.chat_template = "{{ messages[0].content }}"
+    source = DatasetSource(path=str(rows))
+    keys = [
+        cache_key(source, Data(), tokenizer),
+        cache_key(source, Data(), other),
+        cache_key(source, Data(), templated),
+        cache_key(source, Data(assistant_only_loss=False), tokenizer),
+        cache_key(source, Data(on_bad_row="skip"), tokenizer),
+        cache_key(DatasetSource(path=str(rows), split="train[:5]"), Data(), tokenizer),
+        cache_key(DatasetSource(path=str(rows), type="text"), Data(), tokenizer),
+    ]
+    assert len(set(keys)) == len(keys)
+    same = [
+        cache_key(DatasetSource(path=str(rows), weight=2.0), Data(), make_tokenizer()),
+        cache_key(source, Data(max_length=7, packing=False, overlength="drop", dataset_num_proc=3), tokenizer),
+    ]
+    assert set(same) == {keys[0]}
+    before, stamp = fingerprint(str(rows)), rows.stat()
+    rows.write_text(rows.read_text().replace("row 7 ", "row 8 "))
+    os.utime(rows, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: only the content tells
+    assert fingerprint(str(rows)) != before
+    assert cache_key(source, Data(), tokenizer) not in keys
+
+
+def test_a_folder_that_cannot_be_written_is_told(rows: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(UserError, match=r"the tokens cannot be kept here: .*; set dataset_cache_dir"):
+        cached_store(
+            DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "file" / "x")), make_tokenizer(), 0
+        )
+
+
+def test_the_number_of_threads_does_not_change_a_token(rows: Path, tmp_path: Path) -> None:
+    stores = [
+        cached_store(
+            DatasetSource(path=str(rows)),
+            Data(dataset_cache_dir=str(tmp_path / str(threads)), dataset_num_proc=threads),
+            make_tokenizer(),
+            0,
+        )
+        for threads in (1, 3)
+    ]
+    assert (stores[0].input_ids == stores[1].input_ids).all() and (stores[0].labels == stores[1].labels).all()

@@ -1,0 +1,194 @@
+"""Chat templates: what is trained on is exactly what the assistant says, with its end, as transformers renders it."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.data.chat import render
+from finetune.data.formats import BadRow, Conversation, read_row
+from finetune.data.renderer import Renderer, apply_template, renderer
+from finetune.data.templates import NAMED
+from finetune.errors import UserError
+from finetune.recipe.schema import DatasetSource
+from tests.conftest import make_tokenizer
+
+SOURCE = DatasetSource(path="chat.jsonl")
+FAMILY_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+FAMILY_TOKENS += ("<start_of_turn>", "<end_of_turn>")
+
+# Thinking as Qwen3 has it: an empty block in the last turn only, reasoning left out of the history.
+THINKING = """\
+{%- for m in messages -%}
+  {%- set words = m['content'].split('</think>')[-1].lstrip('\\n') if m['role'] == 'assistant' else m['content'] -%}
+  {%- set block = '<think>' + m['content'].split('</think>')[0].split('<think>')[-1] + '</think>\\n' if '</think>' in m['content'] else '<think></think>\\n' -%}
+  {{- '<|im_start|>' + m['role'] + '\\n' + (block if m['role'] == 'assistant' and loop.last else '') + words + '<|im_end|>\\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+# Phi3 ends the whole conversation with a token of its own, which does not belong to earlier turns.
+FINAL_END = NAMED["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
+TEMPLATES = NAMED | {"thinking": THINKING, "final end": FINAL_END}
+# What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
+ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "thinking": "<|im_end|>", "final end": "<|im_end|>"}  # fmt: skip
+
+
+def tokenizer_with(template: str) -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens(list(FAMILY_TOKENS), special_tokens=True)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+WAYS: dict[str, Renderer] = {name: renderer(tokenizer_with(text), True) for name, text in TEMPLATES.items()}
+
+
+def conversation(*contents: str, system: str | None = None) -> Conversation:
+    messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
+    if system is not None:
+        messages.insert(0, {"role": "system", "content": system})
+    document = read_row({"messages": messages}, SOURCE)
+    assert isinstance(document, Conversation)
+    return document
+
+
+def trained(document: Conversation, way: Renderer) -> list[str]:
+    rendered = render(document, way)
+    return [rendered.text[start:end] for start, end in rendered.spans]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_the_assistants_words_and_their_end_are_trained_and_nothing_else(name: str) -> None:
+    end = ENDS.get(name, "<|end|>")
+    spoken = trained(conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), WAYS[name])
+    space = " " if name == "mistral" else ""  # its template has a space before the assistant's words
+    thought = (
+        "<think></think>\n" if name == "thinking" else ""
+    )  # the model writes it too, unless the prompt asks otherwise
+    assert spoken == [f"{space}Hello user{end}", f"{space}{thought}Goodbye{end}"]
+
+
+WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]"), min_size=1, max_size=20).filter(str.strip)
+
+
+@given(
+    st.sampled_from(sorted(TEMPLATES)),
+    st.lists(WORDS, min_size=2, max_size=6).filter(lambda contents: len(contents) % 2 == 0),
+    st.none() | WORDS,
+)
+def test_rendered_text_is_transformers_own_and_spans_hold_the_answers(
+    name: str, contents: list[str], system: str | None
+) -> None:
+    document, way = conversation(*contents, system=system), WAYS[name]
+    text = tokenizer_with(TEMPLATES[name]).apply_chat_template(list(document.messages), tokenize=False)
+    rendered = render(document, way)
+    assert rendered.text == text
+    assert len(rendered.spans) == len(contents) // 2
+    last = 0
+    for (start, end), answer in zip(rendered.spans, contents[1::2], strict=True):
+        assert last <= start < end <= len(text)
+        assert answer.strip() in text[start:end]
+        last = end
+    # The first stretch begins where generation would: behind the prompt.
+    first = 2 if system is not None else 1
+    assert text[: rendered.spans[0][0]] == apply_template(
+        way, list(document.messages[:first]), add_generation_prompt=True
+    )
+
+
+def test_reasoning_that_the_history_leaves_out_is_no_obstacle() -> None:
+    spoken = trained(conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"), WAYS["thinking"])
+    assert spoken == ["A<|im_end|>", "<think>so</think>\nB<|im_end|>"]
+
+
+def test_generation_markers_are_followed_and_the_end_is_added() -> None:
+    marked = NAMED["chatml"].replace(
+        "message['content'] + '<|im_end|>\\n' -}}",
+        "'' -}}{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'] -}}{%- endgeneration -%}"
+        "{%- else -%}{{- message['content'] -}}{%- endif -%}{{- '<|im_end|>\\n' -}}",
+    )
+    document = conversation("Hi", "Hello", "And?", "Bye", system="S")
+    way = renderer(tokenizer_with(marked), True)
+    assert way.has_markers
+    assert trained(document, way) == trained(document, WAYS["chatml"]) == ["Hello<|im_end|>", "Bye<|im_end|>"]
+
+
+def test_a_message_may_say_that_it_is_not_trained_on() -> None:
+    messages = [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "wrong", "train": False},
+        {"role": "user", "content": "Q2"},
+        {"role": "assistant", "content": "right"},
+    ]
+    document = read_row({"messages": messages}, SOURCE)
+    assert isinstance(document, Conversation)
+    assert trained(document, WAYS["llama3"]) == ["right<|eot_id|>"]
+    weighted = read_row({"messages": [messages[0], {**messages[1], "train": None, "weight": 0}, *messages[2:]]}, SOURCE)
+    assert isinstance(weighted, Conversation)
+    assert trained(weighted, WAYS["llama3"]) == ["right<|eot_id|>"]
+
+
+def test_all_of_it_is_trained_where_the_recipe_says_so() -> None:
+    way = renderer(tokenizer_with(NAMED["llama3"]), assistant_only=False)
+    rendered = render(conversation("Q", "A"), way)
+    assert rendered.spans == ((0, len(rendered.text)),)
+
+
+def test_tool_calls_are_the_assistants_words_and_tool_answers_are_not() -> None:
+    template = (
+        "{%- for m in messages -%}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] -}}"
+        "{%- for call in m.tool_calls or [] -%}{{- call.function | tojson -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+    row = {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "weather"}}]},
+            {"role": "tool", "content": "rain"},
+            {"role": "assistant", "content": "It rains."},
+        ],
+        "tools": [{"type": "function", "function": {"name": "weather"}}],
+    }
+    document = read_row(row, SOURCE)
+    assert isinstance(document, Conversation)
+    way = renderer(tokenizer_with(template), True)
+    assert trained(document, way) == ['{"name": "weather"}<|im_end|>', "It rains.<|im_end|>"]
+
+
+def test_what_is_noticed_in_a_conversation() -> None:
+    typed = render(conversation("Q <|end|>", "A"), WAYS["llama3"])
+    assert typed.remarks == ("typed_special_token",)
+    dropping = NAMED["chatml"].replace("in messages -%}", "in messages if message['role'] != 'system' -%}")
+    assert render(conversation("Q", "A", system="Be kind."), renderer(tokenizer_with(dropping), True)).remarks == (
+        "system_dropped",
+    )
+    endless = "{%- for m in messages -%}{{- m['role'] + ': ' + m['content'] + ' ' -}}{%- endfor -%}"
+    assert "no_end_of_turn" in render(conversation("Q", "A"), renderer(tokenizer_with(endless), True)).remarks
+    plain = make_tokenizer()  # has no <|im_end|>
+    plain.chat_template = NAMED["chatml"]
+    assert "end_of_turn_is_text" in render(conversation("Q", "A"), renderer(plain, True)).remarks
+
+
+def test_a_template_that_refuses_a_row_makes_it_a_bad_row_in_its_own_words() -> None:
+    refusing = "{{- raise_exception('only haiku are allowed') -}}"
+    with pytest.raises(BadRow, match="the chat template refuses it: only haiku are allowed"):
+        render(conversation("Q", "A"), renderer(tokenizer_with(refusing), True))
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{{ cycler.__init__.__globals__.os.system('true') }}",
+    ],
+)
+def test_templates_run_in_a_sandbox(attack: str) -> None:
+    with pytest.raises(BadRow, match="the chat template refuses it: "):
+        render(conversation("Q", "A"), renderer(tokenizer_with(attack), True))
+
+
+def test_a_template_that_is_not_jinja_is_told_with_its_line() -> None:
+    with pytest.raises(UserError, match="chat_template: line 2: not valid Jinja"):
+        renderer(tokenizer_with("hello\n{% for %}"), True)

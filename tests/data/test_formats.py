@@ -1,0 +1,150 @@
+"""Rows of every format, recognised from their columns or by type, and rows that fit none."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune.data.formats import BadRow, Completion, Conversation, Text, read_row
+from finetune.recipe.schema import DatasetSource
+
+USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+SOURCE = DatasetSource(path="rows.jsonl")
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "train"]), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+COLUMNS = st.sampled_from(["messages", "conversations", "chosen", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools"])  # fmt: skip
+
+
+def turns(row: dict[str, Any], **options: Any) -> list[tuple[str, str, bool]]:
+    document = read_row(row, DatasetSource(path="rows.jsonl", **options))
+    assert isinstance(document, Conversation)
+    return [(m["role"], m["content"], t) for m, t in zip(document.messages, document.trained, strict=True)]
+
+
+ASKED = [("user", "Q", False), ("assistant", "A", True)]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ASSISTANT]},
+        {"messages": [USER, ASSISTANT], "text": "rendered elsewhere"},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+        {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}, "rejected": {}},
+        {"instruction": "Q", "input": "", "output": "A"},
+        {"instruction": "Q", "output": "A"},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": []},
+        {"chosen": [USER, ASSISTANT], "rejected": [USER]},
+    ],
+)
+def test_conversations_are_recognised(row: dict[str, Any]) -> None:
+    assert turns(row) == ASKED
+
+
+def test_plain_formats_are_recognised() -> None:
+    assert read_row({"prompt": "2+2=", "completion": "4"}, SOURCE) == Completion("2+2=", "4")
+    assert read_row({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, SOURCE) == Completion("2+2=", "4")
+    assert read_row({"text": "Once"}, SOURCE) == Text("Once")
+
+
+def test_columns_may_be_named() -> None:
+    row = {"question": "Q", "answer": "A", "text": "not this"}
+    named = DatasetSource(path="rows.jsonl", prompt_column="question", completion_column="answer")
+    assert read_row(row, named) == Completion("Q", "A")
+    assert turns(row, type="messages", prompt_column="question", completion_column="answer") == ASKED
+    assert turns({"chat": [USER, ASSISTANT]}, messages_column="chat") == ASKED
+    assert read_row({"body": "Once"}, DatasetSource(path="rows.jsonl", text_column="body")) == Text("Once")
+    assert read_row({"text": "T", "messages": [USER]}, DatasetSource(path="rows.jsonl", type="text")) == Text("T")
+
+
+def test_alpaca_input_system_and_what_is_trained() -> None:
+    row = {"instruction": "Add", "input": "2, 2", "output": "4", "system": "Be brief."}
+    assert turns(row) == [("system", "Be brief.", False), ("user", "Add\n\n2, 2", False), ("assistant", "4", True)]
+    prompt = [USER, {"role": "assistant", "content": "Which?"}, {"role": "user", "content": "This."}]
+    assert [trained for *_, trained in turns({"prompt": prompt, "completion": [ASSISTANT]})] == [
+        False,
+        False,
+        False,
+        True,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"a": 1, "b": 2}, "no known format: its columns are a, b; known are messages"),
+        ({}, "its columns are none"),
+        ({"messages": []}, "the list of messages is empty"),
+        ({"messages": "Q"}, "messages: a list of messages is expected, found 'Q' (str)"),
+        ({"messages": ["Q"]}, "message 1: a mapping with role and content is expected"),
+        ({"messages": [{"content": "Q"}]}, "message 1: unknown role nothing"),
+        ({"messages": [{"role": "wizard", "content": "Q"}]}, "message 1: unknown role 'wizard' (str)"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": 7}]},
+            "message 2: content: text is expected, found 7 (int)",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content: text is expected"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "only text parts are known"),
+        ({"messages": [USER, USER, ASSISTANT]}, "message 2: roles out of order: two user turns in a row"),
+        ({"messages": [USER, ASSISTANT, ASSISTANT]}, "message 3: roles out of order: two assistant turns"),
+        (
+            {"messages": [USER, {"role": "system", "content": "S"}, ASSISTANT]},
+            "message 2: roles out of order: a system",
+        ),
+        (
+            {"messages": [USER, {"role": "tool", "content": "T"}, ASSISTANT]},
+            "message 2: roles out of order: a tool turn",
+        ),
+        ({"messages": [USER]}, "no assistant turn to learn from; the roles are user"),
+        ({"messages": [USER, {**ASSISTANT, "train": "maybe"}]}, "message 2: train: true or false is expected"),
+        ({"messages": [USER, ASSISTANT], "tools": "hammer"}, "tools: a list of JSON schemas is expected"),
+        ({"prompt": 5, "completion": "A"}, "prompt: text is expected, found 5 (int)"),
+        ({"prompt": "Q", "completion": ""}, "completion: empty"),
+        ({"text": ""}, "text: empty"),
+        ({"instruction": "Q", "input": 3, "output": "A"}, "input: text is expected, found 3 (int)"),
+    ],
+)
+def test_a_row_that_does_not_fit_says_why(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRow) as problem:
+        read_row(row, SOURCE)
+    assert words in str(problem.value)
+
+
+def test_a_named_column_that_is_not_there_is_told_with_those_that_are() -> None:
+    with pytest.raises(BadRow, match="frage: text is expected, found nothing; its columns are question, answer"):
+        read_row(
+            {"question": "Q", "answer": "A"}, DatasetSource(path="r", prompt_column="frage", completion_column="answer")
+        )
+
+
+@given(st.dictionaries(COLUMNS, JSON_VALUES, max_size=4))
+def test_any_row_is_a_document_or_a_bad_row(row: dict[str, Any]) -> None:
+    try:
+        document = read_row(row, SOURCE)
+    except BadRow as problem:
+        assert str(problem)
+    else:
+        if isinstance(document, Conversation):
+            assert any(message["role"] == "assistant" for message in document.messages)
+            assert all(isinstance(message["content"], str) for message in document.messages)
+
+
+def test_nesting_without_end_is_told_not_followed() -> None:
+    deep: Any = "Q"
+    for _ in range(100_000):
+        deep = [deep]
+    with pytest.raises(BadRow, match="deeply nested"):
+        read_row({"text": deep}, SOURCE)
+    cyclic: dict[str, Any] = {"role": "user"}
+    cyclic["content"] = cyclic
+    with pytest.raises(BadRow, match="message 1: content: text is expected"):
+        read_row({"messages": [cyclic]}, SOURCE)

@@ -1,0 +1,151 @@
+"""`finetune inspect` as a person meets it, and docs/data.md, whose examples are run."""
+
+import json
+import os
+import pty
+import re
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from finetune.cli import main
+from finetune.data.examples import Example as TokenExample
+from finetune.data.findings import KINDS
+from finetune.data.inspect import token_texts
+from finetune.errors import EXIT_USER_ERROR
+from tests.ranks import ROOT, environment
+
+PAGE = (ROOT / "docs" / "data.md").read_text(encoding="utf-8")
+HEAD = f"""
+model_config: {{model_type: llama}}
+tokenizer_name_or_path: {ROOT / "recipes" / "quickstart"}
+dataset_cache_dir: cache
+"""
+
+
+@dataclass
+class Example:
+    """Files, a piece of a recipe, and what `finetune inspect` prints for them."""
+
+    title: str
+    files: dict[str, str] = field(default_factory=dict)
+    recipe: str = ""
+    printed: str = ""
+
+
+def examples() -> list[Example]:
+    """The examples of the page: blocks with a file's name, then yaml, then text."""
+    found, current = [], Example("")
+    for heading, language, name, body in re.findall(
+        r"^#+ ([^\n]+)$|^```(\w+)(?: (\S+))?\n(.*?)^```$", PAGE, re.M | re.S
+    ):
+        if heading:
+            current = Example(heading)
+        elif name:
+            current.files[name] = body
+        elif language == "yaml":
+            current.recipe = body
+        elif language == "text":
+            current.printed = body.rstrip("\n")
+            found.append(current)
+            current = Example(f"{current.title}, again")
+    return found
+
+
+@pytest.mark.parametrize("example", examples(), ids=lambda example: example.title)
+def test_the_page_shows_what_inspect_prints(
+    example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, content in example.files.items():
+        Path(name).write_text(content)
+    Path("recipe.yaml").write_text(HEAD + example.recipe)
+    assert main(["inspect", "--recipe", "recipe.yaml"]) == 0
+    assert example.printed in capsys.readouterr().out
+
+
+def test_the_page_lists_every_finding() -> None:
+    for name, kind in KINDS.items():
+        assert f"| `{name}` | {kind.what} | {kind.some} | {kind.every} |" in PAGE
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text(
+        json.dumps({"messages": [{"role": "user", "content": "Hi\x1b[2J"}, {"role": "assistant", "content": "Hé 🙂"}]})
+        + "\n"
+    )
+    path = tmp_path / "recipe.yaml"
+    path.write_text(HEAD + "datasets:\n  - path: a.jsonl\n")
+    return path
+
+
+def test_json_holds_every_token_with_its_mask(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--recipe", str(recipe), "--json"]) == 0
+    told: dict[str, Any] = json.loads(capsys.readouterr().out)
+    (row,) = told["rows"]
+    assert row["where"] == "a.jsonl:1"
+    assert "".join(token["text"] for token in row["tokens"] if token["trained"]) == "Hé 🙂<|end_of_turn|>"
+    assert told["report"]["trained_tokens"] == sum(token["trained"] for token in row["tokens"])
+    assert told["report"]["tokens"] == len(row["tokens"])
+
+
+def test_a_fatal_finding_is_shown_and_told_by_the_exit_code(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with recipe.open("a") as file:
+        file.write("chat_template: '{% for m in messages %}{{ m.content }}{% endfor %}'\n")
+    assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
+    assert "fatal: no_end_of_turn: in 1 of 1 rows" in capsys.readouterr().out
+
+
+def test_on_a_terminal_it_is_in_colour_and_the_data_cannot_steer_it(recipe: Path) -> None:
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "finetune", "inspect", "--recipe", str(recipe)],
+        stdout=theirs,
+        stderr=subprocess.PIPE,
+        cwd=recipe.parent,
+        env={key: value for key, value in environment().items() if key != "NO_COLOR"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            shown += chunk
+    except OSError:  # how a pseudo-terminal says that its other end has gone
+        pass
+    assert process.wait(60) == 0
+    text = shown.decode()
+    assert "\x1b[2J" not in text and "␛[2J" in re.sub(r"\x1b\[[0-9;]*m", "", text)
+    green = "".join(re.findall(r"\x1b\[1;9?[23]2?m(.*?)\x1b\[0m", text, re.S))
+    assert green == "Hé 🙂<|end_of_turn|>"
+
+
+def test_a_stream_shows_its_first_block(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with recipe.open("a") as file:
+        file.write("streaming: true\nmax_steps: 3\n")
+    assert main(["inspect", "--recipe", str(recipe), "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "example 0, a.jsonl:1" in shown and "examples" in shown
+    assert not list((recipe.parent / "cache").rglob("block-000000"))
+
+
+def test_the_spaces_of_sentencepiece_stay() -> None:
+    words = ["<unk>", "▁Natalia", "▁sold", "▁", "4", "8", "▁clips", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {word: index for index, word in enumerate(words)}
+    bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
+    bpe.pre_tokenizer = pre_tokenizers.Metaspace()
+    bpe.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    pieces = ["▁Natalia", "▁sold", "▁", "4", "8", "▁clips", "<0x0A>", "▁", *(f"<0x{b:02X}>" for b in "🙂".encode())]
+    ids = np.array([vocabulary[piece] for piece in pieces], dtype=np.int32)
+    texts = token_texts(TokenExample(ids, ids), PreTrainedTokenizerFast(tokenizer_object=bpe))
+    assert texts == ["Natalia", " sold", " ", "4", "8", " clips", "\n", " ", "", "", "", "🙂"]

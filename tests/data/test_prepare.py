@@ -1,0 +1,318 @@
+"""From a recipe to batches: what is read, mixed, held out and found."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.store import IGNORE
+from finetune.data.templates import PLAIN
+from finetune.data.tokenizer import load_tokenizer
+from finetune.errors import UserError
+from finetune.recipe.reader import read_recipe
+from tests.conftest import make_tokenizer
+from tests.data.world import Rank
+
+Prepare = Callable[..., PreparedData]
+ASKED = {"prompt_column": "question", "completion_column": "answer"}
+REAL: dict[str, dict[str, str]] = {
+    "alpaca_en_demo.json": {},
+    "dpo_en_demo.json": {},
+    "c4_demo.jsonl": {},
+    "gsm8k_test.jsonl": ASKED,
+}
+
+
+def write_lines(path: Path, rows: Iterable[Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat(question: str, answer: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
+
+
+@pytest.fixture
+def prepare(tmp_path: Path) -> Prepare:
+    """A maker of prepared data from recipe keys, with the tests' byte-level tokenizer unless one is given."""
+    tokenizer = tmp_path / "tokenizer"
+    make_tokenizer().save_pretrained(tokenizer)
+
+    def make(datasets: list[dict[str, Any]], *, rank: int = 0, size: int = 1, **keys: Any) -> PreparedData:
+        recipe = {
+            "model_config": {"model_type": "llama"},
+            "tokenizer_name_or_path": str(tokenizer),
+            "dataset_cache_dir": str(tmp_path / "cache"),
+            "max_length": 64,
+            "datasets": datasets,
+        } | keys
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe))
+        read = read_recipe(str(path))
+        tokenizer_of_run = load_tokenizer(read.model, read.data)
+        return prepare_data(read, tokenizer_of_run, Rank(rank, size))
+
+    return make
+
+
+def names(prepared: PreparedData) -> dict[str, str]:
+    return {finding.name: finding.severity for finding in prepared.report.findings}
+
+
+def text_of(prepared: PreparedData, example_id: int) -> str:
+    text: str = prepared.tokenizer.decode(prepared.train.examples[example_id].input_ids)
+    return text
+
+
+def answer_of(prepared: PreparedData, example_id: int) -> str:
+    labels = prepared.train.examples[example_id].labels
+    text: str = prepared.tokenizer.decode(labels[labels != IGNORE])
+    return text
+
+
+@pytest.mark.parametrize("tokenizer", ["models/stories260k", "tokenizers/llama3"])
+@pytest.mark.parametrize("file", REAL)
+def test_real_files_need_only_their_path(prepare: Prepare, shared: Path, file: str, tokenizer: str) -> None:
+    prepared = prepare(
+        [{"path": str(shared / "data" / file), **REAL[file]}],
+        tokenizer_name_or_path=str(shared / tokenizer),
+        max_length=512,
+        eval_split_size=8,
+    )
+    report = prepared.report
+    (source,) = report.sources
+    raw = (shared / "data" / file).read_text()
+    assert source.rows_read == len(json.loads(raw) if file.endswith(".json") else raw.splitlines())
+    assert source.rows_skipped == 0
+    assert report.examples + report.held_out_examples == source.examples
+    assert source.examples + sum(f.rows for f in source.findings if f.name == "truncated_untrained") == source.documents
+    assert not [finding for finding in report.findings if finding.severity == "fatal"]
+    batch = next(prepared.train.batches())
+    assert batch.trained_tokens > 0
+    # Whatever stood in the file, one BOS begins the text, and its end is trained where it was not cut off.
+    bos, special = prepared.tokenizer.bos_token_id, set(prepared.tokenizer.all_special_ids)
+    for example_id in range(0, report.examples, 40):
+        example = prepared.train.examples[example_id]
+        assert (example.input_ids == bos).sum() <= 1
+        if len(example.input_ids) < 512:
+            assert int(example.labels[example.labels != IGNORE][-1]) in special
+    assert len(prepared.held_out_prompts(4)) == (0 if file.startswith("c4") else 4)
+
+
+def test_held_out_prompts_end_where_the_answer_begins(prepare: Prepare, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", (chat(f"What is {i}?", f"It is {i}.") for i in range(20)))
+    prepared = prepare([{"path": str(path)}], eval_split_size=0.25)
+    assert (prepared.report.examples, prepared.report.held_out_examples) == (15, 5)
+    for prompt in prepared.held_out_prompts(10):
+        number = prompt.answer.removeprefix("It is ").removesuffix(".")
+        asked = [{"role": "user", "content": f"What is {number}?"}]
+        assert prompt.prompt_ids == prepared.tokenizer.apply_chat_template(
+            asked, add_generation_prompt=True, return_dict=False
+        )
+    assert len(prepared.held_out_prompts(10)) == 5
+
+
+def test_prompt_and_completion_are_joined_as_they_stand(prepare: Prepare, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": " 4"}])
+    prepared = prepare([{"path": str(path)}])
+    assert (text_of(prepared, 0), answer_of(prepared, 0)) == ("2+2= 4<|end|>", " 4<|end|>")
+    assert names(prepared) == {"template_unused": "notice"}
+    templated = prepare(
+        [{"path": str(path), "type": "messages", "prompt_column": "prompt", "completion_column": "completion"}]
+    )
+    assert text_of(templated, 0) == "<|begin|><|user|>2+2=<|end|><|assistant|> 4<|end|>"
+
+
+def test_a_tokenizer_without_a_template_gets_the_plain_one_and_keeps_it(prepare: Prepare, tmp_path: Path) -> None:
+    bare = make_tokenizer()
+    bare.chat_template = None
+    bare.save_pretrained(tmp_path / "bare")
+    path = write_lines(tmp_path / "a.jsonl", [chat("Q", "A")])
+    prepared = prepare([{"path": str(path)}], tokenizer_name_or_path=str(tmp_path / "bare"))
+    assert text_of(prepared, 0) == "user:\nQ\n\nassistant:\nA<|end|>"
+    assert names(prepared) == {"plain_template": "notice"}
+    assert prepared.tokenizer.chat_template == PLAIN
+    plain_text = prepare(
+        [{"path": str(write_lines(tmp_path / "b.jsonl", [{"text": "Once"}]))}],
+        tokenizer_name_or_path=str(tmp_path / "bare"),
+    )
+    assert plain_text.tokenizer.chat_template is None
+
+
+def test_chat_template_of_the_recipe_by_name_file_and_text(prepare: Prepare, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", [chat("Q", "A")])
+    (tmp_path / "mine.jinja").write_text("{%- for m in messages -%}[{{ m.content }}]{{ eos_token }}{%- endfor -%}")
+    assert (
+        text_of(prepare([{"path": str(path)}], chat_template=str(tmp_path / "mine.jinja")), 0) == "[Q]<|end|>[A]<|end|>"
+    )
+    inline = "{%- for m in messages -%}({{ m.content }}){{ eos_token }}{%- endfor -%}"
+    assert text_of(prepare([{"path": str(path)}], chat_template=inline), 0) == "(Q)<|end|>(A)<|end|>"
+    named = prepare([{"path": str(path)}], chat_template="chatml")
+    assert text_of(named, 0) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
+    assert names(named)["end_of_turn_is_text"] == "warning"
+    with pytest.raises(UserError, match="chat_template: nosuch: neither a file, nor Jinja text, nor one of plain"):
+        prepare([{"path": str(path)}], chat_template="nosuch")
+
+
+LONG = [chat("Q", "word " * 30), chat("Q", "A"), {"messages": [{"role": "user", "content": "Q" * 80}, {"role": "assistant", "content": "A"}]}]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overlength", "lengths", "found"),
+    [
+        ("truncate", [64, 7], {"truncated": "warning", "truncated_untrained": "warning"}),
+        ("drop", [7], {"dropped": "warning"}),
+        ("split", [64, 64, 28, 7, 22], {"split": "notice"}),
+    ],
+)
+def test_overlength_is_dealt_with_as_asked_and_reported(
+    prepare: Prepare, tmp_path: Path, overlength: str, lengths: list[int], found: dict[str, str]
+) -> None:
+    path = write_lines(tmp_path / "a.jsonl", LONG)
+    prepared = prepare([{"path": str(path)}], overlength=overlength)
+    assert prepared.train.examples.lengths.tolist() == lengths
+    assert names(prepared) == found
+    source = prepared.report.sources[0]
+    assert source.overlong == 2
+    kept = int(prepared.train.examples.trained.sum())
+    assert kept == source.trained_tokens - source.trained_tokens_lost
+    if overlength == "split":
+        assert source.trained_tokens_lost == 0
+
+
+def test_overlength_may_be_an_error_that_names_the_row(prepare: Prepare, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", LONG)
+    with pytest.raises(
+        UserError, match=r"a\.jsonl:1: more than max_length = 64 tokens .*2 rows are, the longest of 156"
+    ):
+        prepare([{"path": str(path)}], overlength="error")
+
+
+def test_sources_are_mixed_by_weight_the_same_way_every_time(prepare: Prepare, tmp_path: Path) -> None:
+    a = write_lines(tmp_path / "a.jsonl", (chat(f"a{i}", "A") for i in range(40)))
+    b = write_lines(tmp_path / "b.jsonl", (chat(f"b{i}", "B") for i in range(40)))
+    sources = [{"path": str(a), "weight": 2.5}, {"path": str(b), "weight": 0.25}]
+    prepared = prepare(sources)
+    texts = [text_of(prepared, i) for i in range(prepared.report.examples)]
+    assert sum("<|user|>a" in text for text in texts) == 100
+    assert sum("<|user|>b" in text for text in texts) == 10
+    counts = np.unique([text for text in texts if "<|user|>a" in text], return_counts=True)[1]
+    assert sorted(counts.tolist()) == [2] * 20 + [3] * 20
+    assert texts == [text_of(prepare(sources), i) for i in range(prepared.report.examples)]
+    assert texts != [text_of(prepare(sources, seed=1), i) for i in range(prepared.report.examples)]
+    first_rows = [i for row in prepared.train.rows_of(0) for i in row]
+    assert {texts[i][len("<|begin|><|user|>")] for i in first_rows} == {"a", "b"} or len(first_rows) < 4
+
+
+def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    (folder / "more").mkdir(parents=True)
+    write_lines(folder / "train-1.jsonl", (chat(f"x{i}", "A") for i in range(10)))
+    write_lines(folder / "train-2.jsonl", (chat(f"y{i}", "A") for i in range(10)))
+    write_lines(folder / "test.jsonl", (chat(f"z{i}", "A") for i in range(4)))
+    (folder / "README.md").write_text("not data")
+
+    def rows(path: Path | str, split: str = "train") -> list[str]:
+        prepared = prepare([{"path": str(path), "split": split}])
+        places = [prepared.train.examples.where(i) for i in range(prepared.report.examples)]
+        return [f"{Path(place.partition(':')[0]).stem}:{place.partition(':')[2]}" for place in places]
+
+    first, second = [f"train-1:{i}" for i in range(1, 11)], [f"train-2:{i}" for i in range(1, 11)]
+    assert rows(folder) == first + second
+    assert rows(folder, "test") == [f"test:{i}" for i in range(1, 5)]
+    assert rows(folder, "train[5:12]") == first[5:] + second[:2]
+    assert rows(folder, "train[:10%]+test[-1:]") == [*first[:2], "test:4"]
+    assert rows(folder / "train-*.jsonl") == first + second
+    assert rows(folder / "test.jsonl", "train[50%:]") == ["test:3", "test:4"]
+    with pytest.raises(UserError, match="split validation: there is no such split; there is train, test"):
+        rows(folder, "validation")
+    with pytest.raises(UserError, match="the folder holds no data"):
+        rows(folder / "more")
+    with pytest.raises(UserError, match=r"nobody/nothing: not here as a file or folder, and as a hub data set: "):
+        rows("nobody/nothing")
+
+
+def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    good = json.dumps(chat("Q", "A"))
+    path.write_text(f'{good}\nnope\n{{"messages": []}}\n{{"text": "\\ud800"}}\n{good.replace("Q", "R")}\n')
+    with pytest.raises(UserError) as error:
+        prepare([{"path": str(path)}])
+    lines = str(error.value).splitlines()
+    assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4)]
+    assert "not JSON" in lines[0] and "empty" in lines[1] and "not valid Unicode" in lines[2]
+    assert lines[2].endswith("(on_bad_row: skip leaves such rows out and counts them)")
+    prepared = prepare([{"path": str(path)}], on_bad_row="skip")
+    source = prepared.report.sources[0]
+    assert (source.rows_read, source.rows_skipped, source.examples) == (5, 3, 2)
+    assert source.formats == ("messages",)
+    assert [problem.partition(": ")[0] for problem in source.skipped] == [f"{path}:{number}" for number in (2, 3, 4)]
+    assert names(prepared)["skipped"] == "warning"
+    path.write_text("nope\n")
+    with pytest.raises(UserError, match=r"every row was skipped; the first: .*a\.jsonl:1: not JSON"):
+        prepare([{"path": str(path)}], on_bad_row="skip")
+    path.write_text("")
+    with pytest.raises(UserError, match="there is no row in it"):
+        prepare([{"path": str(path)}])
+
+
+def test_fatal_findings_stop_the_training_in_their_own_words(prepare: Prepare, tmp_path: Path) -> None:
+    silent = [{**chat("Q", "A")["messages"][i], "train": False} for i in range(2)]
+    masked = write_lines(tmp_path / "masked.jsonl", [{"messages": silent}] * 3)
+    with pytest.raises(UserError, match="fatal: nothing_trained: in 3 of 3 rows no token is trained on"):
+        prepare([{"path": str(masked)}])
+    asked = write_lines(tmp_path / "asked.jsonl", [chat("Q", "A"), chat("R", "B")])
+    endless = "{%- for m in messages -%}{{- m.role + ': ' + m.content + ' ' -}}{%- endfor -%}"
+    with pytest.raises(UserError, match="fatal: no_end_of_turn: in 2 of 2 rows no end-of-turn token is trained"):
+        prepare([{"path": str(asked)}], chat_template=endless)
+    doubled = "{{ bos_token }}{{ bos_token }}{%- for m in messages -%}{{- m.content + eos_token -}}{%- endfor -%}"
+    with pytest.raises(UserError, match="fatal: doubled_bos: in 2 of 2 rows"):
+        prepare([{"path": str(asked)}], chat_template=doubled)
+
+
+def test_findings_that_do_not_stop_it(prepare: Prepare, tmp_path: Path) -> None:
+    rows = [chat("Q <|end|>", "A"), chat("Q", "A"), chat("Q", "A"), chat("R", "B"), chat("S", "C")]
+    rows[3]["messages"].reverse()
+    prepared = prepare([{"path": str(write_lines(tmp_path / "a.jsonl", rows))}])
+    assert names(prepared) == {
+        "typed_special_token": "warning",
+        "duplicates": "notice",
+        "begins_with_assistant": "notice",
+    }
+    (duplicate,) = [finding for finding in prepared.report.findings if finding.name == "duplicates"]
+    assert duplicate.where == (f"{tmp_path / 'a.jsonl'}:3",)
+    leaked = prepare(
+        [{"path": str(tmp_path / "a.jsonl")}],
+        eval_datasets=[{"path": str(write_lines(tmp_path / "b.jsonl", [chat("S", "C"), chat("T", "D")]))}],
+    )
+    assert names(leaked)["held_out_in_training"] == "warning"
+
+
+def test_data_that_is_too_little_says_so(prepare: Prepare, tmp_path: Path) -> None:
+    path = str(write_lines(tmp_path / "a.jsonl", [chat("Q", "A"), chat("R", "B")]))
+    with pytest.raises(
+        UserError, match=r"1 rows \(2 examples packed by max_length 64\) cannot be dealt out to 2 ranks"
+    ):
+        prepare([{"path": path}], size=2)
+    assert prepare([{"path": path}], size=2, packing=False).train.rows_per_epoch == 2
+    with pytest.raises(UserError, match="2 rows cannot be dealt out to 3 ranks"):
+        prepare([{"path": path}], size=3, packing=False)
+    with pytest.raises(UserError, match="eval_split_size: 2 of 2 rows is 2, which leaves nothing to train on"):
+        prepare([{"path": path}], eval_split_size=2)
+
+
+def test_steps_follow_epochs_or_max_steps(prepare: Prepare, tmp_path: Path) -> None:
+    path = str(write_lines(tmp_path / "a.jsonl", (chat(f"Q{i}", "A") for i in range(10))))
+    keys = {"packing": False, "global_batch_size": 4}
+    assert prepare([{"path": path}], **keys).train.steps == 3
+    assert prepare([{"path": path}], num_train_epochs=2.5, **keys).train.steps == 8
+    assert prepare([{"path": path}], max_steps=5, **keys).train.steps == 5
+    accumulated = prepare(
+        [{"path": path}], packing=False, per_device_train_batch_size=2, gradient_accumulation_steps=2, size=2
+    )
+    assert accumulated.train.arrangement.global_batch_size == 8

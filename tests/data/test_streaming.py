@@ -1,0 +1,98 @@
+"""Data read while training: the same sequence on any ranks and after any stop, with or without the notes on disk."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import islice, pairwise
+from pathlib import Path
+
+import pytest
+
+from finetune.data import streaming
+from finetune.data.order import Arrangement
+from finetune.data.streaming import StreamedBatches, mixed_stream, streamed
+from finetune.errors import UserError
+from finetune.recipe.schema import Data, DatasetSource
+from tests.conftest import make_tokenizer
+from tests.data.world import Rank
+
+Stream = Callable[..., StreamedBatches]
+
+
+@pytest.fixture
+def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """A maker of streams over two files, 100 and 50 rows, in blocks of about 64."""
+    monkeypatch.setattr(streaming, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(streaming, "RUN_ROWS", 8)
+    sources = []
+    for name, rows in (("a", 100), ("b", 50)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text("".join(json.dumps({"text": f"{name}{i} " + "x" * (i % 9)}) + "\n" for i in range(rows)))
+        sources.append(DatasetSource(path=str(path), weight=2.0 if name == "a" else 1.0))
+
+    def make(rank: int = 0, size: int = 1, steps: int = 40, threads: int = 1) -> StreamedBatches:
+        data = Data(dataset_cache_dir=str(tmp_path / "cache"), max_length=48, dataloader_num_workers=threads)
+        arrangement = Arrangement(seed=0, packing=True, max_length=48, global_batch_size=3)
+        return streamed(
+            tuple(sources), data, make_tokenizer(), arrangement, Rank(rank, size), per_device_batch_size=1, steps=steps
+        )
+
+    return make
+
+
+def texts(batches: Iterator[streaming.StepBatch]) -> list[list[str]]:
+    """For each step the texts of its documents on this rank."""
+    tokenizer = make_tokenizer()
+    steps = []
+    for batch in batches:
+        rows = []
+        for micro_batch in batch.micro_batches:
+            assert micro_batch.cu_seq_lens is not None
+            bounds = micro_batch.cu_seq_lens.tolist()
+            ids = micro_batch.input_ids[0].tolist()
+            rows += [tokenizer.decode(ids[a:b]) for a, b in pairwise(bounds) if micro_batch.example_ids]
+        steps.append(rows)
+    return steps
+
+
+def test_the_sequence_is_the_same_on_any_ranks_and_after_any_stop(stream: Stream, tmp_path: Path) -> None:
+    truth = texts(stream().batches())
+    assert len(truth) == 40
+    seen = Counter(text for step in truth for text in step)
+    assert len(seen) == 150 and {text[0] for text in seen} == {"a", "b"}  # all of both files, again and again
+    assert sum(seen.values()) > 300
+    for start in (0, 1, 11, 25, 39):
+        assert texts(stream().batches(start)) == truth[start:]
+    shutil.rmtree(tmp_path / "cache")  # another machine: the notes are lost, the blocks are made again
+    assert texts(stream().batches(25)) == truth[25:]
+    for start in (0, 17):
+        # In step with each other, as the collectives of training keep them.
+        together = zip(*(stream(rank, 3).batches(start) for rank in range(3)), strict=False)
+        steps = [sum((Counter(texts(iter([share]))[0]) for share in shares), Counter()) for shares in together]
+        assert steps == [Counter(step) for step in truth[start:]]
+
+
+def test_only_notes_are_left_when_it_ends_or_is_left_early(stream: Stream, tmp_path: Path) -> None:
+    whole, early = stream(), stream()
+    assert len(list(whole.batches())) == 40
+    batches = early.batches()
+    next(batches)
+    batches.close()  # type: ignore[attr-defined]
+    left = [path.name for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+    assert left and all(name.startswith("block-") and name.endswith(".json") for name in left)
+
+
+def test_sources_are_drawn_by_weight(stream: Stream) -> None:
+    drawn = Counter(Path(source.path).stem for source, _, _ in islice(mixed_stream(stream().sources, 0), 3000))
+    assert 0.63 < drawn["a"] / 3000 < 0.70  # 2/3 within four standard deviations
+
+
+def test_a_bad_row_is_told_when_it_is_reached_on_every_rank(stream: Stream, tmp_path: Path) -> None:
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write("nope\n")
+    with pytest.raises(UserError, match=r"a\.jsonl:101: not JSON"):
+        list(stream().batches())
+    (tmp_path / "b.jsonl").write_text("")
+    with pytest.raises(UserError, match=r"b\.jsonl: there is no row in it"):
+        list(stream().batches())

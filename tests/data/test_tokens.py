@@ -1,0 +1,117 @@
+"""The mask: whatever the text and its spans, the labels are the next tokens of just those stretches."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from finetune.data.chat import Rendered, render
+from finetune.data.formats import Conversation, read_row
+from finetune.data.renderer import renderer
+from finetune.data.store import IGNORE
+from finetune.data.tokens import encoder, tokenise
+from finetune.recipe.schema import DatasetSource
+
+CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20
+
+
+def byte_level() -> Tokenizer:
+    """BPE over bytes with merges, as Llama 3 and Qwen have it."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"], show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return tokenizer
+
+
+def sentencepiece_like() -> Tokenizer:
+    """BPE over characters with byte fallback and a space put before the text, as Llama 2 and Mistral have it."""
+    tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokenizer.train_from_iterator(
+        CORPUS, trainers.BpeTrainer(vocab_size=500, special_tokens=special, show_progress=False)
+    )
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+    return tokenizer
+
+
+TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
+ENCODERS = {name: encoder(PreTrainedTokenizerFast(tokenizer_object=backend)) for name, backend in TOKENIZERS.items()}
+# No private-use or control characters: SentencePiece-like tokenizers have no bytes for half of them in this tiny vocabulary.
+PIECES = st.lists(st.text(st.sampled_from("It is four. \nüé漢🙂?"), min_size=1, max_size=12), min_size=1, max_size=5)
+
+
+@given(st.lists(st.tuples(PIECES, st.integers(0, 1), st.booleans()), min_size=1, max_size=5))
+def test_labels_spell_the_trained_stretches(documents: list[tuple[list[str], int, bool]]) -> None:
+    backend = TOKENIZERS["byte level"]
+    rendered = []
+    for pieces, first, special in documents:  # every second piece is trained on, from `first` on
+        bounds = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces]))).tolist()
+        spans = tuple((bounds[i], bounds[i + 1]) for i in range(first, len(pieces), 2))
+        rendered.append(Rendered("".join(pieces), spans, special))
+    tokens = tokenise(rendered, [(0, i) for i in range(len(rendered))], ENCODERS["byte level"])
+    ends = np.cumsum(tokens.lengths)
+    for i, (document, end, length) in enumerate(zip(rendered, ends, tokens.lengths, strict=True)):
+        ids, labels = tokens.input_ids[end - length : end].tolist(), tokens.labels[end - length : end].tolist()
+        assert backend.decode(ids) == document.text
+        assert all(label in (IGNORE, following) for label, following in zip(labels, [*ids[1:], IGNORE], strict=True))
+        assert tokens.trained[i] == sum(label != IGNORE for label in labels)
+        targets = [
+            ids[0] if document.spans and document.spans[0][0] == 0 and not document.is_plain else None,
+            *labels[:-1],
+        ]
+        spoken = backend.decode([token for token in targets if token not in (None, IGNORE)])
+        wanted = "".join(document.text[a:b] for a, b in document.spans)
+        assert spoken == wanted
+
+
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_what_stands_before_an_answer_is_encoded_as_at_inference(name: str) -> None:
+    backend: Any = TOKENIZERS[name]
+    for prompt, answer in [
+        ("What is it?", "It is four."),
+        ("It", " is"),
+        ("It is\n", "\nfour"),
+        ("fo", "ur is four"),
+        ("", "four"),
+    ]:
+        tokens = tokenise(
+            [Rendered(prompt + answer, ((len(prompt), len(prompt + answer)),), True)], [(0, 1)], ENCODERS[name]
+        )
+        asked = backend.encode(prompt).ids
+        first = int(np.flatnonzero(tokens.labels != IGNORE)[0]) + 1
+        assert tokens.input_ids[:first].tolist() == asked, prompt
+        assert backend.decode(tokens.input_ids.tolist()).replace(" ", "") == (prompt + answer).replace(" ", "")
+
+
+def test_documents_without_a_token_are_no_obstacle() -> None:
+    tokens = tokenise([Rendered("", (), False), Rendered("four", ((0, 4),), True), Rendered("", (), False)], [(0, i) for i in range(3)], ENCODERS["byte level"])  # fmt: skip
+    assert tokens.lengths.tolist()[0] == tokens.lengths.tolist()[2] == 0
+    assert tokens.trained.tolist() == [0, int(tokens.lengths[1]) - 1, 0]
+
+
+def test_real_conversations_have_the_ids_of_apply_chat_template(shared: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    rows = json.loads((shared / "data" / "alpaca_en_demo.json").read_text())
+    way = renderer(tokenizer, assistant_only=True)
+    documents = [read_row(row, DatasetSource(path="alpaca.json")) for row in rows]
+    tokens = tokenise([render(document, way) for document in documents], [(0, 0)] * len(rows), encoder(tokenizer))
+    ours = np.split(tokens.input_ids, np.cumsum(tokens.lengths)[:-1])
+    for document, ids in zip(documents, ours, strict=True):
+        assert isinstance(document, Conversation)
+        assert ids.tolist() == tokenizer.apply_chat_template(list(document.messages), return_dict=False)

@@ -1,0 +1,53 @@
+"""A rank among others, for tests that need no process group; and examples without a file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from finetune.data.examples import Examples, cut
+from finetune.data.store import IGNORE, TokenStore
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Rank `rank` of `size` on one node."""
+
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def local_rank(self) -> int:
+        return self.rank
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1) -> TokenStore:
+    """A store of documents of the given token ids, each trained on from its token `first_trained` on."""
+    flat = np.array([token for document in documents for token in document], np.int32)
+    labels = [
+        [document[i + 1] if i + 1 >= first_trained and i + 1 < len(document) else IGNORE for i in range(len(document))]
+        for document in documents
+    ]
+    lengths = [len(document) for document in documents]
+    return TokenStore(
+        input_ids=flat,
+        labels=np.array([label for row in labels for label in row], np.int32),
+        starts=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
+        trained=np.array([sum(label != IGNORE for label in row) for row in labels], np.int32),
+        files=np.zeros(len(documents), np.int32),
+        rows=np.arange(1, len(documents) + 1),
+        hashes=np.array([hash(tuple(d)) & 0xFFFFFFFFFFFFFFFF for d in documents], np.uint64),
+        facts={"files": ["made-up.jsonl"], "rows_read": len(documents), "tally": {"rows": {}, "where": {}}},
+    )
+
+
+def examples_of(lengths: Sequence[int], max_length: int = 64) -> Examples:
+    """Examples of the given lengths; the tokens of example i are 1000 * i, 1000 * i + 1, ..."""
+    return cut(
+        store_of([[1000 * i + t for t in range(length)] for i, length in enumerate(lengths)]), max_length, "error"
+    )[0]
