@@ -1,0 +1,162 @@
+"""What an Accelerate YAML, or the environment that its launcher makes of one, says: key by key, not yet understood.
+
+Accelerate itself ignores a mistyped key inside fsdp_config; here it is an error.
+"""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.recipe.keys import recipe_keys
+from finetune.recipe.yaml_file import read_entries
+
+# Top-level keys that Accelerate writes and that speak to its launcher, not to us.
+LAUNCHER_KEYS = frozenset(
+    [
+        "compute_environment",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "main_training_function",
+        "num_machines",
+        "num_processes",
+        "rdzv_backend",
+        "rdzv_conf",
+        "same_network",
+        "debug",
+        "downcast_bf16",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "tpu_env",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "tpu_name",
+        "tpu_zone",
+        "commands",
+        "command_file",
+        "num_cpu_threads_per_process",
+        "max_restarts",
+        "monitor_interval",
+    ]
+)
+OUR_KEYS = frozenset({"distributed_type", "mixed_precision", "use_cpu", "fsdp_config", "parallelism_config"})
+DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
+# Keys of fsdp_config without their fsdp_ prefix -> the variable that the launcher makes of them.
+FSDP_KEYS = {
+    "version": "FSDP_VERSION",
+    "sharding_strategy": "FSDP_SHARDING_STRATEGY",
+    "reshard_after_forward": "FSDP_RESHARD_AFTER_FORWARD",
+    "offload_params": "FSDP_OFFLOAD_PARAMS",
+    "min_num_params": "FSDP_MIN_NUM_PARAMS",
+    "auto_wrap_policy": "FSDP_AUTO_WRAP_POLICY",
+    "transformer_layer_cls_to_wrap": "FSDP_TRANSFORMER_CLS_TO_WRAP",
+    "forward_prefetch": "FSDP_FORWARD_PREFETCH",
+    "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
+    "use_orig_params": "FSDP_USE_ORIG_PARAMS",
+}
+# Read by Accelerate for work that is done otherwise here: weights are read in slices, checkpoints are always sharded,
+# backward prefetch is torch's default.
+SUPERSEDED = frozenset({"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"})
+UNSUPPORTED = {
+    "ignored_modules": "every module is sharded here; leave the key out",
+    "activation_checkpointing_offload": "not supported here; leave the key out",
+}
+MESH_KEYS = {
+    "dp_replicate_size": "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
+    "dp_shard_size": "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a file or the launcher's environment says, before it is understood; `fsdp` and `mesh` without prefixes."""
+
+    source: str
+    distributed_type: str
+    mixed_precision: str
+    use_cpu: bool
+    fsdp: dict[str, Any]
+    mesh: dict[str, Any]
+
+
+def from_file(path: Path) -> Settings:
+    """The settings of a file; raises `UserError` telling all that is wrong with its keys."""
+    entries, problems = read_entries(path)
+    values = {entry.key: entry.value for entry in entries}
+    where = {entry.key: entry.where for entry in entries}
+    where |= {f"{entry.key}.{key}": place for entry in entries for key, place in entry.places.items()}
+    if values.keys() & {"model_name_or_path", "model_config", "datasets"} and not values.keys() & {"distributed_type"}:
+        raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
+    for key in values.keys() - LAUNCHER_KEYS - OUR_KEYS:
+        problems.append(f"{where[key]}: {key}: {_unknown_key(key)}")
+    fsdp = _section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
+    mesh = _section(values, "parallelism_config", "parallelism_config_", {*MESH_KEYS}, where, problems)
+    distributed_type = str(values.get("distributed_type", "NO")).upper()
+    if distributed_type not in DISTRIBUTED_TYPES:
+        problems.append(
+            f"{where['distributed_type']}: distributed_type: {distributed_type} is not supported; one of {', '.join(DISTRIBUTED_TYPES)}"
+        )
+    if problems:
+        raise UserError.of(problems)
+    precision = values.get("mixed_precision", "no")
+    return Settings(
+        source=str(path),
+        distributed_type=distributed_type,
+        mixed_precision="no" if precision in (False, None) else str(precision),  # YAML 1.1 reads a bare no as false
+        use_cpu=bool(values.get("use_cpu", False)),
+        fsdp=fsdp,
+        mesh=mesh,
+    )
+
+
+def _section(
+    values: dict[str, Any], name: str, prefix: str, known: set[str], where: dict[str, str], problems: list[str]
+) -> dict[str, Any]:
+    section = values.get(name) or {}
+    if not isinstance(section, dict):
+        problems.append(f"{where[name]}: {name}: a mapping is expected")
+        return {}
+    plain = {str(key).removeprefix(prefix): value for key, value in section.items()}
+    places = {str(key).removeprefix(prefix): where[f"{name}.{key}"] for key in section}
+    for key in plain.keys() - known:
+        close = difflib.get_close_matches(key, known, n=1)
+        hint = (
+            f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(sorted(prefix + k for k in known))}"
+        )
+        problems.append(f"{places[key]}: {name}.{prefix}{key}: no such key; {hint}")
+    for key in plain.keys() & UNSUPPORTED.keys():
+        if plain[key]:
+            problems.append(f"{places[key]}: {name}.{prefix}{key}: {UNSUPPORTED[key]}")
+    return plain
+
+
+def _unknown_key(key: str) -> str:
+    if key in recipe_keys():
+        return "a recipe's key, and this is an Accelerate config; move it to the recipe"
+    close = difflib.get_close_matches(key, LAUNCHER_KEYS | OUR_KEYS, n=1)
+    return f"no such key; did you mean {close[0]}?" if close else "no such key of an Accelerate config; leave it out"
+
+
+def from_environment(environ: Mapping[str, str]) -> Settings | None:
+    """The FSDP settings that the launcher exported; None where it exported none."""
+    if environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
+    version = str(fsdp.get("version", "1"))
+    # The launcher exports both of these whatever the version; each version reads one.
+    fsdp.pop("sharding_strategy" if version == "2" else "reshard_after_forward", None)
+    if version == "2":
+        fsdp.pop("forward_prefetch", None)
+        fsdp.pop("use_orig_params", None)
+    mesh = {key: environ[variable] for key, variable in MESH_KEYS.items() if variable in environ}
+    return Settings(
+        source="the launcher's --config_file",
+        distributed_type="FSDP",
+        mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION", "no"),
+        use_cpu=environ.get("ACCELERATE_USE_CPU", "false").lower() == "true",
+        fsdp=fsdp,
+        mesh=mesh if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true" else {},
+    )

@@ -1,0 +1,43 @@
+"""fp16's loss scale, on torch's own scaler. The ranks that would use it have GPUs; the arithmetic has none."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from finetune.sharding.scaling import is_scaled, unscale, update
+from finetune.sharding.world import World
+
+
+def world_with(scaler: Any) -> World:
+    """What scaling.py reads of a world."""
+    return cast(World, SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler)))
+
+
+def one_step(scaler: Any, gradient_factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient as it would be clipped, parameter after the step) of loss = sum(w^2) at w = 1."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    world = world_with(scaler)
+    loss = weight.square().sum() * gradient_factor
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    unscale(optimizer, world)
+    assert weight.grad is not None
+    gradient = weight.grad.clone()
+    update(optimizer, world)
+    return gradient, weight.detach()
+
+
+def test_the_scale_is_out_of_the_gradient_before_it_is_clipped_and_the_step_is_the_same() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert is_scaled(world_with(scaler)) and not is_scaled(world_with(None))
+    plain, scaled = one_step(None), one_step(scaler)
+    torch.testing.assert_close(scaled[0], plain[0])
+    torch.testing.assert_close(scaled[1], plain[1])
+
+
+def test_an_overflow_leaves_the_parameters_and_lowers_the_scale() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    _, after = one_step(scaler, gradient_factor=float("inf"))
+    torch.testing.assert_close(after, torch.ones(3))
+    assert scaler.get_scale() == 512.0
