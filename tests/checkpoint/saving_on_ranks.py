@@ -1,0 +1,196 @@
+"""What goes wrong while two ranks save, one scenario after another. Started by test_saving.py.
+
+saving_on_ranks.py ROOT SLOW_SECONDS        ROOT holds model/ and recipe.yaml
+"""
+
+import errno
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from finetune.checkpoint import files, folder, saving, state
+from finetune.checkpoint.resuming import load
+from finetune.checkpoint.saving import Progress, Saver
+from finetune.errors import UserError
+from finetune.recipe.reader import read_recipe
+from finetune.recipe.schema import Recipe
+from finetune.sharding.config import Sharding
+from finetune.sharding.world import World, join, leave
+from tests.checkpoint.tiny_run import build, digest, train_step
+
+SCENARIOS: list[Callable[["Run"], None]] = []
+
+
+class Run:
+    """A model that is being trained, and a folder for its checkpoints."""
+
+    def __init__(self, root: Path, name: str, world: World) -> None:
+        self.root, self.folder, self.world = root, root / name, world
+        self.model, self.optimizer = build(str(root / "model"), False, world)
+        self.tokenizer = AutoTokenizer.from_pretrained(root / "model")
+
+    def train(self, step: int, saver: Saver | None = None) -> None:
+        train_step(step, self.model, self.optimizer, self.world, saver)
+
+    def saver(self, **overrides: Any) -> Saver:
+        texts = [f"{key}={value}" for key, value in overrides.items()]
+        recipe: Recipe = read_recipe(str(self.root / "recipe.yaml"), texts)
+        return Saver(self.folder, self.model, self.optimizer, self.world, recipe, self.tokenizer)
+
+    def digest(self) -> str:
+        moments = state.optimizer_state(self.model, self.optimizer.optimizer)
+        return digest(state.model_state(self.model) | state.tensors_of(moments))
+
+    def steps(self) -> list[int]:
+        self.world.barrier()
+        found = [step for step, _ in folder.published(self.folder)]
+        self.world.barrier()
+        return found
+
+
+def scenario(function: Callable[[Run], None]) -> Callable[[Run], None]:
+    SCENARIOS.append(function)
+    return function
+
+
+@scenario
+def an_async_save_has_copied_the_state_before_the_update(run: Run) -> None:
+    """Also where the copy is slow: the update waits for it."""
+    real = state.copied_to_host
+
+    def slow(*arguments: Any) -> list[state.Piece]:
+        time.sleep(0.5)
+        return real(*arguments)
+
+    state.copied_to_host = slow
+    try:
+        an_async_save_holds_the_state_of_its_own_step(run)
+    finally:
+        state.copied_to_host = real
+
+
+@scenario
+def an_async_save_holds_the_state_of_its_own_step(run: Run) -> None:
+    with run.saver(async_save="true") as saver:
+        for step in range(3):
+            run.train(step)
+            then = run.digest()
+            saver.save(Progress(step=step + 1))
+            run.train(step + 100, saver)  # changes every tensor while the save is being written
+            assert run.digest() != then
+            saver.finish()
+            assert load(folder.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world).step == step + 1
+            assert run.digest() == then
+
+
+@scenario
+def a_rehearsal_leaves_nothing_behind(run: Run) -> None:
+    other = Run(run.root, "other", run.world)
+    run.saver().rehearse(steps=10)
+    run.world.barrier()
+    assert not run.optimizer.optimizer.state
+    assert list(folder.checkpoints_of(run.folder).iterdir()) == []
+    run.train(0)
+    other.train(0)
+    assert run.digest() == other.digest()
+
+
+@scenario
+def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> None:
+    run.train(0)
+    run.saver().save(Progress(step=1))
+    sound = folder.step_folder(run.folder, 1)
+    written = [path.relative_to(sound) for path in sorted(sound.rglob("*")) if path.is_file()]
+    assert len([name for name in written if name.suffix == ".safetensors"]) == 2 * run.world.size
+    for call, number in (("write", errno.ENOSPC), ("fsync", errno.EIO)):
+        for name in written:
+            for asynchronous in ("false", "true"):
+                saver = run.saver(async_save=asynchronous)
+                with failing(call, number, name):
+                    try:
+                        saver.save(Progress(step=2))
+                        if saver.is_async:
+                            while run.world.sum(count(saver.has_failed)).item() < run.world.size:
+                                time.sleep(0.001)
+                        saver.finish()
+                    except UserError as error:
+                        assert os.strerror(number) in str(error) and name.name in str(error), error
+                        assert "step 2 was not written, and nothing published" in str(error), error
+                    else:
+                        raise AssertionError(f"{call} of {name} failed, and nobody said so")
+                assert run.steps() == [1]
+                assert folder.problems_of(sound) == []
+    run.saver().save(Progress(step=2))  # the disk is well again
+    assert run.steps() == [1, 2]
+    assert folder.newest_valid(run.folder) == folder.step_folder(run.folder, 2)
+
+
+@scenario
+def all_wait_for_a_slow_rank(run: Run) -> None:
+    real, seconds = saving.write_pieces, float(sys.argv[2])
+
+    def slow(staging: Path, pieces: list[state.Piece], world: World) -> dict[str, dict[str, Any]]:
+        time.sleep(seconds * world.rank)
+        return real(staging, pieces, world)
+
+    saving.write_pieces = slow
+    try:
+        begun = time.monotonic()
+        run.train(0)
+        run.saver().save(Progress(step=1))
+        assert time.monotonic() - begun >= seconds
+        assert folder.newest_valid(run.folder) == folder.step_folder(run.folder, 1)
+    finally:
+        saving.write_pieces = real
+
+
+@scenario
+def old_checkpoints_go_by_step_and_some_stay(run: Run) -> None:
+    saver = run.saver(save_total_limit=2, keep_every_steps=4)
+    for step in (1, 2, 3, 4, 5, 6, 7):
+        saver.save(Progress(step=step))
+    assert run.steps() == [4, 6, 7]
+
+
+@contextmanager
+def failing(call: str, number: int, name: Path) -> Iterator[None]:
+    """`os.write` or `os.fsync` fails on the file `name` of a staging folder, on the rank that writes it."""
+    real = getattr(os, call)
+
+    def fail(descriptor: int, *rest: Any) -> Any:
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        if path.parts[-len(name.parts) :] == name.parts and ".staging" in str(path):
+            raise OSError(number, os.strerror(number), str(path))
+        return real(descriptor, *rest)
+
+    setattr(files.os, call, fail)
+    try:
+        yield
+    finally:
+        setattr(files.os, call, real)
+
+
+def count(flag: bool) -> Any:
+    import torch
+
+    return torch.tensor(int(flag))
+
+
+def main() -> None:
+    world = join(Sharding(layout="fsdp2", use_cpu=True), timeout_seconds=60)
+    for number, function in enumerate(SCENARIOS):
+        begun = time.monotonic()
+        function(Run(Path(sys.argv[1]), f"run{number}", world))
+        world.barrier()
+        print(f"{function.__name__}: {time.monotonic() - begun:.1f} s", flush=True)
+    leave(world)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""The folder protocol without torch: publish, verify, prune."""
+
+import json
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.checkpoint import files, folder
+from finetune.cli import main, read_arguments
+
+
+def write_checkpoint(run_folder: Path, step: int, content: bytes = b"weights", **manifest: Any) -> Path:
+    """A published checkpoint of one file in each part."""
+    staging = folder.staging_folder(run_folder, step)
+    folder.make_staging(staging)
+    names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors", folder.STATE]
+    written = {name: files.write_file(staging / name, [content, str(step).encode()]) for name in names}
+    facts: dict[str, Any] = {"step": step, "layout": "single", "ranks": 1, "recipe_sha256": "", "packages": {}}
+    folder.complete(staging, folder.Manifest(files=written, **facts | manifest))
+    return folder.publish(run_folder, staging, step)
+
+
+def test_the_newest_is_the_highest_step_whatever_the_clock_says(tmp_path: Path) -> None:
+    import os
+
+    for step in (30, 10, 20):
+        checkpoint = write_checkpoint(tmp_path, step)
+        os.utime(checkpoint, (0, 1_000_000 - step))
+    assert folder.newest_valid(tmp_path) == folder.step_folder(tmp_path, 30)
+    folder.prune(tmp_path, keep=2)
+    assert [step for step, _ in folder.published(tmp_path)] == [20, 30]
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, 7)
+    for path in [p for p in sorted(checkpoint.rglob("*")) if p.is_file()]:
+        original = path.read_bytes()
+        for position in range(len(original)):
+            changed = bytearray(original)
+            changed[position] ^= 1
+            path.write_bytes(changed)
+            assert folder.problems_of(checkpoint), f"{path.name}: byte {position}"
+        path.write_bytes(original)
+    assert folder.problems_of(checkpoint) == []
+
+
+def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 1)
+    newer = write_checkpoint(tmp_path, 2)
+    (newer / folder.STATE).unlink()
+    told: list[str] = []
+    assert folder.newest_valid(tmp_path, told.append) == folder.step_folder(tmp_path, 1)
+    assert told == [f"{newer}: passed over: state.json is missing"]
+
+
+def test_the_manifest_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
+    one, other = write_checkpoint(tmp_path / "a", 5), write_checkpoint(tmp_path / "b", 5, content=b"others!")
+    (one / folder.MANIFEST).write_bytes((other / folder.MANIFEST).read_bytes())
+    assert any("does not match its checksum" in problem for problem in folder.problems_of(one))
+    assert json.loads((other / folder.MANIFEST).read_text())["step"] == 5
+
+
+def test_the_list_prints_a_command_that_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checkpoint = write_checkpoint(tmp_path / "my runs" / "it's", 10)
+    assert main(["checkpoints", str(tmp_path / "my runs" / "it's")]) == 0
+    said = capsys.readouterr().out
+    assert "written as single on 1 rank; whole" in said
+    command = said.partition("export:")[2].partition("   (")[0]
+    assert read_arguments(shlex.split(command)[1:]).source == str(checkpoint)
+
+    assert main(["checkpoints", str(tmp_path / "nosuch")]) == 2
+    asked = f"{tmp_path}/nosuch: no such folder; name a run's, such as runs/quickstart\n"
+    assert capsys.readouterr().err == asked

@@ -1,0 +1,138 @@
+"""Nothing that is read can run code: no pickle in the source, and none taken from a checkpoint."""
+
+import ast
+import hashlib
+import json
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.checkpoint import files, folder
+from finetune.checkpoint.command import list_checkpoints
+from finetune.checkpoint.resuming import resume
+from finetune.checkpoint.saving import Progress, Saver
+from finetune.errors import UserError
+from finetune.recipe.reader import read_recipe
+from finetune.sharding.config import Sharding
+from finetune.sharding.world import World, join, leave
+from tests.checkpoint.tiny_run import build
+from tests.conftest import make_chat, make_model, make_tokenizer
+from tests.ranks import ROOT
+
+UNPICKLING_MODULES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
+UNPICKLING_CALLS = {"torch.load", "torch.save", "np.load", "numpy.load", "pd.read_pickle", "dist.broadcast_object_list"}
+UNPICKLING_CALLS |= {"dist.all_gather_object", "dist.gather_object", "dist.scatter_object_list"}
+
+
+# Files that others have written with pickle, for export only and never of a checkpoint: through an unpickler that admits no
+# code (tests/export/test_torch_files.py holds it to that).
+ADMITTED = {"finetune/export/torch_files.py": {"pickle", "torch.load(weights_only=True)"}}
+
+
+def unpickling(source: str) -> Iterator[str]:
+    """Every import of a module and every call that can unpickle, as `LINE: NAME`."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            module = [node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            yield from (f"{node.lineno}: {name}" for name in module if name.split(".")[0] in UNPICKLING_MODULES)
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            keywords = {f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords}
+            if name in UNPICKLING_CALLS and "allow_pickle=False" not in keywords:
+                safe = "(weights_only=True)" if "weights_only=True" in keywords else ""
+                yield f"{node.lineno}: {name}{safe}"
+
+
+def test_no_module_of_ours_unpickles() -> None:
+    found = {
+        str(path.relative_to(ROOT)): hits
+        for path in sorted((ROOT / "finetune").rglob("*.py"))
+        if (hits := {hit.split(": ")[1] for hit in unpickling(path.read_text())})
+    }
+    assert found == ADMITTED
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import pickle", "from pickle import loads", "import torch\ntorch.load('x')", "import numpy as np\nnp.load('x')"],
+)
+def test_the_search_finds_what_it_looks_for(source: str) -> None:
+    assert list(unpickling(source))
+
+
+class Payload:
+    """Writes a file where it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.marker,)
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = join(Sharding(layout="single", use_cpu=True))
+    yield world
+    leave(world)
+
+
+def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(tmp_path: Path, world: World) -> None:
+    """In place of each file in turn a pickle, with a manifest that vouches for it."""
+    model_folder, run_folder, marker = make_model(tmp_path / "model"), tmp_path / "run", tmp_path / "it ran"
+    make_chat(tmp_path / "chat.jsonl", rows=4)
+    recipe_file = tmp_path / "recipe.yaml"
+    content = {"model_name_or_path": str(model_folder), "datasets": [{"path": str(tmp_path / "chat.jsonl")}]}
+    recipe_file.write_text(json.dumps(content | {"output_dir": str(run_folder)}))
+    recipe = read_recipe(str(recipe_file))
+    model, optimizer = build(str(model_folder), False, world)
+    Saver(run_folder, model, optimizer, world, recipe, make_tokenizer()).save(Progress(step=3))
+    checkpoint = folder.step_folder(run_folder, 3)
+    hostile = pickle.dumps(Payload(marker))
+    refused = set()
+    for path in [p for p in sorted(checkpoint.rglob("*")) if p.is_file()]:
+        good, manifest = path.read_bytes(), (checkpoint / folder.MANIFEST).read_bytes()
+        path.write_bytes(hostile)
+        if path.name != folder.MANIFEST:
+            vouch_for(checkpoint, path)
+            assert folder.problems_of(checkpoint) == [], "the enemy's checksums are right"
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        list_checkpoints(run_folder, checksums=True)
+        try:
+            resume(recipe, run_folder, model, optimizer, world)
+        except UserError as error:
+            refused.add(path.name.split("-")[0])
+            assert path.name in str(error)
+            assert all(bool((before[name] == p).all()) for name, p in model.named_parameters()), "nothing was loaded"
+        (checkpoint / folder.MANIFEST).write_bytes(manifest)
+        path.write_bytes(good)
+        assert not marker.exists(), f"{path.name} ran code"
+    assert refused == {"pieces", folder.STATE, folder.MANIFEST}, "the others are read by nobody here"
+    (checkpoint / folder.MODEL / ".metadata").write_bytes(hostile)  # what torch's own format would unpickle
+    with pytest.raises(UserError, match="does not belong to it"):
+        resume(recipe, run_folder, model, optimizer, world)
+    pickle.loads(hostile)  # noqa: S301
+    assert marker.exists(), "the payload works"
+
+
+def vouch_for(checkpoint: Path, path: Path) -> None:
+    """A manifest with the right size and checksum of the changed file."""
+    content = json.loads((checkpoint / folder.MANIFEST).read_text())
+    content["files"][path.relative_to(checkpoint).as_posix()] = files.checksum(path)
+    del content["checksum"]
+    plain = json.dumps(content, sort_keys=True, indent=1)
+    content["checksum"] = hashlib.sha256(plain.encode()).hexdigest()
+    (checkpoint / folder.MANIFEST).write_text(json.dumps(content, sort_keys=True, indent=1))
+
+
+def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
+    staging = folder.staging_folder(tmp_path, 1)
+    folder.make_staging(staging)
+    (tmp_path / "elsewhere").write_bytes(b"")
+    names = {"../../elsewhere": files.checksum(tmp_path / "elsewhere")}
+    manifest = folder.Manifest(step=1, layout="single", ranks=1, recipe_sha256="", packages={}, files=names)
+    folder.write_manifest(staging, manifest)
+    assert folder.problems_of(staging) == ["manifest.json names a file outside the checkpoint: ../../elsewhere"]

@@ -1,0 +1,76 @@
+"""Saving on real ranks, and what can go wrong with a disk; the rest of the faults are in test_protocol and test_killing."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.checkpoint import lock
+from tests.conftest import make_chat, make_model
+from tests.ranks import ROOT, environment, launch_ranks
+
+RUN = ROOT / "finetune" / "run.py"
+HERE = Path(__file__).parent
+
+
+@pytest.mark.parametrize("slow_seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
+def test_two_ranks_save_through_every_fault(tmp_path: Path, slow_seconds: int) -> None:
+    make_model(tmp_path / "model")
+    make_chat(tmp_path / "chat.jsonl", rows=4)
+    recipe = {"model_name_or_path": str(tmp_path / "model"), "datasets": [{"path": str(tmp_path / "chat.jsonl")}]}
+    (tmp_path / "recipe.yaml").write_text(json.dumps(recipe | {"save_total_limit": None, "export_at_end": False}))
+    launch_ranks(HERE / "saving_on_ranks.py", [str(tmp_path), str(slow_seconds)], timeout=300).check()
+
+
+@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
+    command = [sys.executable, str(HERE / "killing.py"), "--kills", str(kills)]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60 + 20 * kills)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert json.loads(done.stdout.splitlines()[-1])["kills"] == kills
+
+
+def test_a_second_run_in_one_folder_is_refused(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+    lock.hold(tmp_path / "run")  # as this process's own run would
+    before = sorted((tmp_path / "run").rglob("*"))
+    refused = launch_ranks(RUN, ["--recipe", str(tiny_recipe())], ranks=1)
+    assert refused.returncodes == (2,)
+    assert "is writing here; wait for it, or set another output_dir" in refused.outputs[0]
+    assert "Traceback" not in refused.outputs[0]
+    assert sorted((tmp_path / "run").rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("mount", "said"),
+    [
+        ("size=1m", r"\.safetensors: No space left on device \(.* free there\)"),
+        (
+            "size=3m",
+            r"the run will write 3 checkpoints of 1\.32 MB and an export of 430 kB, but 3\.1\d MB are free here",
+        ),
+        ("ro", r"cannot be written \(Read-only file system\); set output_dir to a folder that can"),
+    ],
+    ids=["too small for one", "too small for all", "read-only"],
+)
+def test_a_run_that_could_not_save_does_not_start(
+    tmp_path: Path, tiny_recipe: Callable[..., Path], mount: str, said: str
+) -> None:
+    """On a real file system that is small or read-only, mounted where only this process sees it."""
+    if not shutil.which("unshare") or subprocess.run(["unshare", "-rm", "true"], capture_output=True).returncode:
+        pytest.skip("this system lets nobody mount a file system of their own (unshare -rm)")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    recipe = tiny_recipe(output_dir=str(disk / "run"), save_steps=1)
+    script = f"mount -t tmpfs -o {mount} tmpfs {disk} && exec {sys.executable} {RUN} --recipe {recipe}"
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", script], env=environment(), capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert re.search(said, done.stderr), done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    assert "step 1/" not in done.stdout, "it was said before the first step"
