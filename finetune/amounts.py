@@ -1,0 +1,78 @@
+"""Amounts as people write and read them: bytes, parameters, and things counted."""
+
+import re
+
+from finetune.errors import UserError
+
+GIB, MIB = 1 << 30, 1 << 20
+UNITS = {
+    "": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 1 << 10,
+    "mib": 1 << 20,
+    "gib": 1 << 30,
+    "tib": 1 << 40,
+}
+
+
+def read_size(text: str) -> int:
+    """Bytes from text such as 80GiB, 5 GB or a bare number; 5GB is 5·10⁹ and 5GiB is 5·2³⁰, in any case of letters.
+
+    Raises `UserError` for what is no size, or none at all.
+
+    >>> read_size("80GiB") == 80 * 2**30, read_size("1.5gb")
+    (True, 1500000000)
+    """
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    unit = UNITS.get(match[2].lower()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size <= 0:
+        raise UserError(f"{text}: not a size; write a number and a unit, for example 80GiB or 500MB")
+    return size
+
+
+def disk_size(size_bytes: int) -> str:
+    """Bytes of files, in the decimal units of disks, to three digits.
+
+    >>> disk_size(734), disk_size(1_300_000), disk_size(96_360_000_000), disk_size(1_234_000_000_000_000)
+    ('734 bytes', '1.30 MB', '96.4 GB', '1,234 TB')
+    """
+    for unit, name in ((10**12, "TB"), (10**9, "GB"), (10**6, "MB"), (10**3, "kB")):
+        if size_bytes >= unit:
+            value = size_bytes / unit
+            return f"{value:,.0f} {name}" if value >= 100 else f"{value:.{1 if value >= 10 else 2}f} {name}"
+    return f"{size_bytes} bytes"
+
+
+def gib(size_bytes: float) -> str:
+    """Bytes of memory as a number of GiB, with a sensible number of digits.
+
+    >>> gib(3 << 30), gib(150 << 30), gib(1 << 20)
+    ('3.00', '150', '0.001')
+    """
+    value = size_bytes / GIB
+    return f"{value:.0f}" if value >= 100 else f"{value:.2f}" if value >= 0.01 or value == 0 else f"{value:.3f}"
+
+
+def count(number: int) -> str:
+    """A large number of parameters or tokens.
+
+    >>> count(8030261248), count(736000), count(41943040)
+    ('8.03 B', '736,000', '41.9 M')
+    """
+    if number >= 10**9:
+        return f"{number / 1e9:.2f} B"
+    return f"{number / 1e6:.1f} M" if number >= 10**6 else f"{number:,}"
+
+
+def counted(number: int, thing: str) -> str:
+    """So many of a thing.
+
+    >>> counted(1, "rank"), counted(1024, "rank"), counted(2, "micro-batch")
+    ('1 rank', '1,024 ranks', '2 micro-batches')
+    """
+    plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
+    return f"{number:,} {thing if number == 1 else plural}"

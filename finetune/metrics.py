@@ -1,0 +1,215 @@
+"""What is logged: metrics.jsonl always, a progress bar for the person at the terminal, plain lines for a log file."""
+
+import json
+import math
+import resource
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+
+from finetune.amounts import gib
+from finetune.flops import peak_flops_of
+from finetune.trackers import Tracker, first_line
+
+SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
+RATE_LINES = 20  # lines of metrics over which the time left is reckoned
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's dense bf16 peak in FLOP per second; None where it is not known (a CPU)."""
+    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held so far: of the GPU, or of the host where there is none."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+@dataclass(slots=True)
+class Window:
+    """What has happened since the last line of metrics. Loss stays on the device until a line is due."""
+
+    loss_sum: torch.Tensor
+    trained_tokens: int = 0
+    tokens: int = 0
+    data_wait_seconds: float = 0.0
+    started: float = field(default_factory=time.perf_counter)
+
+    def add(self, loss_sum: torch.Tensor, tokens: int, trained_tokens: int, data_wait_seconds: float) -> None:
+        """One step: this rank's summed loss, and the counts of all ranks."""
+        self.loss_sum += loss_sum
+        self.tokens += tokens
+        self.trained_tokens += trained_tokens
+        self.data_wait_seconds += data_wait_seconds
+
+
+class MetricsLog:
+    """Appends to metrics.jsonl, hands on to a tracker, and tells the person. Only rank 0 makes one with a file; the
+    others' says nothing."""
+
+    def __init__(self, path: Path | None, steps: int, start_step: int, tracker: Tracker | None = None) -> None:
+        self._file = None
+        self._tracker = tracker
+        self._display: Display | None = None
+        if path is not None:
+            self._display = Display(steps, start_step, _losses(_kept_until(path, start_step)))
+            self._file = path.open("a", buffering=1, encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        """A run that breaks off says so to its tracker, too; one that is done has more to write first."""
+        if error is not None:
+            self.close()
+
+    def write(self, line: dict[str, Any]) -> None:
+        """One line of metrics.jsonl."""
+        if self._file is not None:
+            self._file.write(json.dumps({key: _rounded(value) for key, value in line.items()}) + "\n")
+        self._hand_on(lambda tracker: tracker.log(line))
+
+    def step(self, line: dict[str, Any]) -> None:
+        """A training line: written, and shown."""
+        self.write(line)
+        if self._display is not None:
+            self._display.step(line)
+
+    def say(self, text: str) -> None:
+        """A sentence for the person, above the bar."""
+        if self._display is not None:
+            self._display.say(text)
+
+    @property
+    def watch(self) -> str | None:
+        """Where the tracker shows the run; None without one."""
+        return None if self._tracker is None else self._tracker.watch
+
+    def close_tracker(self) -> None:
+        """Says to the tracker that nothing more will come; before the process group goes."""
+        self._hand_on(lambda tracker: tracker.close())
+        self._tracker = None
+
+    def close(self) -> None:
+        """Ends the tracker, the bar and the file."""
+        self.close_tracker()
+        if self._display is not None:
+            self._display.close()
+        if self._file is not None:
+            self._file.close()
+
+    def _hand_on(self, act: Callable[[Tracker], None]) -> None:
+        """Does `act` with the tracker; one that fails is told and left out from then on."""
+        if self._tracker is None:
+            return
+        try:
+            act(self._tracker)
+        except Exception as error:  # whatever its library raises: no reason to end a run
+            name, self._tracker = self._tracker.name, None
+            self.say(
+                f"report_to: {name}: it failed ({first_line(error)}); the run goes on without it, metrics.jsonl has every line"
+            )
+
+
+class Display:
+    """What the person sees on stderr: one bar at a terminal, one plain line for each line of metrics anywhere else."""
+
+    def __init__(self, steps: int, start_step: int, losses: Iterable[float] = ()) -> None:
+        """`losses`: those of the lines before `start_step`, so that the smoothed one goes on where it was."""
+        self._steps = steps
+        self._smoothed, self._weight = 0.0, 0.0
+        for loss in losses:
+            self._smooth(loss)
+        self._seen: deque[tuple[int, float]] = deque([(start_step, time.perf_counter())], maxlen=RATE_LINES)
+        self._bar: Any = None
+        if sys.stderr.isatty():
+            from tqdm import tqdm
+
+            form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}  {desc}"
+            self._bar = tqdm(total=steps, initial=start_step, dynamic_ncols=True, bar_format=form)
+
+    def step(self, line: dict[str, Any]) -> None:
+        """Shows a training line."""
+        self._smooth(line["loss"])
+        shown = shown_line(
+            line, self._smoothed / self._weight if self._weight else line["loss"], self._left(line["step"])
+        )
+        if self._bar is not None:
+            self._bar.set_description_str(shown, refresh=False)
+            self._bar.update(line["step"] - self._bar.n)
+        else:
+            print(f"step {line['step']:>{len(str(self._steps))}}/{self._steps}  {shown}", file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A sentence, above the bar."""
+        if self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leaves the bar where it is."""
+        if self._bar is not None:
+            self._bar.close()
+
+    def _smooth(self, loss: float) -> None:
+        if math.isfinite(loss):
+            self._smoothed = SMOOTHING * self._smoothed + (1 - SMOOTHING) * loss
+            self._weight = SMOOTHING * self._weight + (1 - SMOOTHING)
+
+    def _left(self, step: int) -> float:
+        """Seconds to the last step, at the pace of the last lines, evaluations and saves included."""
+        first_step, started = self._seen[0]
+        self._seen.append((step, time.perf_counter()))
+        done = step - first_step
+        return (self._steps - step) * (time.perf_counter() - started) / done if done > 0 else 0.0
+
+
+def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float) -> str:
+    """A training line as it is shown.
+
+    >>> shown_line({"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8, "tokens_per_second": 5200.0, "mfu": None,
+    ...             "peak_memory_bytes": 2**30}, 1.6, 150.0)
+    'loss 1.5000 (smoothed 1.6000)  lr 1.00e-03  grad 0.8  5,200 tokens/s  1.00 GiB  0:02:30 left'
+    """
+    mfu = f"  {line['mfu']:.1%} MFU" if line.get("mfu") is not None else ""
+    return (
+        f"loss {line['loss']:.4f} (smoothed {smoothed:.4f})  lr {line['learning_rate']:.2e}  grad {line['grad_norm']:.3g}  "
+        f"{line['tokens_per_second']:,.0f} tokens/s{mfu}  {gib(line['peak_memory_bytes'])} GiB  "
+        f"{timedelta(seconds=round(seconds_left))} left"
+    )
+
+
+def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
+    """The lines up to the checkpoint that is resumed. Drops what an interrupted run wrote beyond it: those steps are
+    about to be done again."""
+    if not path.exists():
+        return []
+    kept = []
+    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        try:
+            line = json.loads(text)
+        except ValueError:  # the line that a killed process left half-written
+            break
+        if line.get("step", 0) <= step and step > 0:
+            kept.append((text, line))
+    path.write_text("".join(text for text, _ in kept), encoding="utf-8")
+    return [line for _, line in kept]
+
+
+def _losses(lines: Iterable[dict[str, Any]]) -> Iterator[float]:
+    return (line["loss"] for line in lines if isinstance(line.get("loss"), float))
+
+
+def _rounded(value: Any) -> Any:
+    """Nine digits say all that fp32 knows."""
+    return float(f"{value:.9g}") if isinstance(value, float) else value

@@ -1,0 +1,59 @@
+"""The script that the launcher starts on every rank: `accelerate launch finetune/run.py --config C --recipe R key=value`."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+# A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root must.
+sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from finetune.errors import end_process, exit_code
+from finetune.quiet import quieten
+from finetune.recipe.overrides import read_overrides
+from finetune.recipe.reader import read_recipe
+from finetune.recipe.schema import Recipe
+from finetune.sharding.config import Sharding, read_sharding
+
+
+def main() -> None:
+    """Reads what the user asked for, which needs no torch, and does it."""
+    parser = argparse.ArgumentParser(prog="finetune/run.py", description=__doc__, allow_abbrev=False)
+    parser.add_argument("--recipe", default="quickstart", help="a file, or a name in recipes/ (default: quickstart)")
+    parser.add_argument("--config", help="an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)")
+    parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and stop")
+    options, rest = parser.parse_known_args()
+    recipe = read_recipe(options.recipe, read_overrides(rest, vars(options)))
+    fine_tune(recipe, read_sharding(options.config, recipe.run.accelerate_config, os.environ), options.dry_run)
+
+
+def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
+    """A run from its recipe to its export."""
+    quieten()
+    from finetune.checkpoint.resuming import resume
+    from finetune.data.prepare import prepare_data
+    from finetune.data.tokenizer import load_tokenizer
+    from finetune.modeling.load import load_model
+    from finetune.optim import build_optimizer
+    from finetune.sharding.world import join
+    from finetune.training import beforehand, conclusion, evaluation, loop, run_folder
+    from finetune.training.job import assemble
+
+    world = join(sharding, recipe.run.timeout_seconds)
+    if dry_run:
+        return beforehand.dry_run(recipe, world)
+    folder = run_folder.open_run_folder(recipe, world)
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    data = prepare_data(recipe, tokenizer, world)
+    with beforehand.out_of_memory_answered(recipe, world):
+        model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
+        optimizer = build_optimizer(model, recipe.optimisation)
+        progress = resume(recipe, folder, model, optimizer, world, data.fingerprint)
+        job = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress)
+        evaluation.evaluate_untrained(job, progress)
+        progress = evaluation.evaluate(job, loop.train(job, progress), questions=True)
+    return conclusion.conclude(job, progress)
+
+
+if __name__ == "__main__":
+    end_process(exit_code(main))

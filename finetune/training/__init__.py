@@ -1,0 +1,1 @@
+"""The loop, and what is looked at on the way."""

@@ -1,0 +1,51 @@
+"""The end of a run: the export, some answers, and where everything is."""
+
+import json
+from pathlib import Path
+
+from finetune.checkpoint.folder import step_folder
+from finetune.checkpoint.saving import Progress
+from finetune.sharding.world import leave
+from finetune.training.evaluation import SAMPLES
+from finetune.training.job import Job
+
+SHOWN = 5  # held-out questions in the last screen
+
+
+def conclude(job: Job, progress: Progress) -> None:
+    """Takes leave of the other ranks and exports on rank 0, which needs none of them: nobody waits in a collective."""
+    job.log.close_tracker()
+    leave(job.world)
+    if not job.world.is_main:
+        return
+    for line in answers_before_and_after(job.folder / SAMPLES, progress.step):
+        job.log.say(line)
+    if job.recipe.checkpoint.export_at_end:
+        from finetune.export.exporting import export_run
+
+        best = progress.best_step if job.recipe.checkpoint.keep_best_checkpoint else None
+        if best is not None:
+            job.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
+        export_run(job.folder, checkpoint=None if best is None else step_folder(job.folder, best), tell=job.log.say)
+    made = [name for name in ("export", "adapter", "checkpoints", "metrics.jsonl") if (job.folder / name).exists()]
+    job.log.say("made    " + "  ".join(str(job.folder / name) for name in made))
+    job.log.close()
+
+
+def answers_before_and_after(path: Path, last_step: int) -> list[str]:
+    """Some held-out questions with the first and the last answer."""
+    if not path.exists():
+        return []
+    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    first = {s["prompt"]: s["answer"] for s in reversed(samples)}
+    last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN]
+    return [
+        f"  {_short(s['prompt'])}  before: {_short(first[s['prompt']])!r}  after: {_short(s['answer'])!r}  "
+        f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"
+        for s in last
+    ]
+
+
+def _short(text: str, most: int = 60) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= most else f"{flat[: most - 1]}…"

@@ -1,0 +1,153 @@
+"""What a training run works with, as one value."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.amounts import counted
+from finetune.checkpoint.agreement import Ranks
+from finetune.checkpoint.saving import Progress
+from finetune.data.prepare import PreparedData, Prompt
+from finetune.flops import flop_per_token_of
+from finetune.metrics import MetricsLog, peak_flops
+from finetune.modeling.load import Size
+from finetune.optim import Schedule, schedule_of
+from finetune.recipe.reader import as_written
+from finetune.recipe.schema import Recipe
+from finetune.sharding.layouts import unwrap, wrapped_units
+from finetune.sharding.world import World
+from finetune.trackers import Tracker, open_tracker
+from finetune.training.run_folder import run_name
+from finetune.training.watchdog import Watchdog
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A model on its ranks, the data, and where the run is written down."""
+
+    recipe: Recipe
+    world: World
+    folder: Path
+    tokenizer: Any
+    data: PreparedData
+    prompts: tuple[Prompt, ...]  # held out, to be answered before and after training
+    sample_prompts: tuple[Prompt, ...]  # the recipe's, to be answered at every evaluation
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    log: MetricsLog
+    watchdog: Watchdog
+    flop_per_token: float
+    peak_flops: float | None  # per second and device; None where it is not known
+
+
+def assemble(
+    recipe: Recipe,
+    world: World,
+    folder: Path,
+    tokenizer: Any,
+    data: PreparedData,
+    model: nn.Module,
+    size: Size,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+) -> Job:
+    """The job of this rank; rank 0 opens metrics.jsonl and tells what is about to be done."""
+    config: Any = unwrap(model).config
+    job = Job(
+        recipe=recipe,
+        world=world,
+        folder=folder,
+        tokenizer=tokenizer,
+        data=data,
+        prompts=tuple(data.held_out_prompts(recipe.run.exact_match_samples)),
+        sample_prompts=tuple(Prompt(turn_of_user(text, tokenizer), "") for text in recipe.run.sample_prompts),
+        model=model,
+        optimizer=optimizer,
+        schedule=schedule_of(recipe.optimisation, data.train.steps),
+        log=open_log(recipe, world, folder, data, progress),
+        watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
+        flop_per_token=flop_per_token_of(
+            config, parameters=size.multiplied, length=recipe.data.max_length, frozen_base=recipe.lora.use_peft
+        ),
+        peak_flops=peak_flops(world.device),
+    )
+    for line in opening(job, size, progress):
+        job.log.say(line)
+    return job
+
+
+def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress) -> MetricsLog:
+    """On the main rank, metrics.jsonl with the display and the tracker, and data_report.json; nothing on the others.
+
+    Raises `UserError` on all ranks where the tracker does not start.
+    """
+    tracker: Tracker | None = None
+
+    def start() -> None:
+        nonlocal tracker
+        tracker = open_tracker(recipe.run.report_to, run_name(recipe), folder, as_written(recipe), progress.step)
+
+    Ranks(world, None).main(start)
+    if not world.is_main:
+        return MetricsLog(None, data.train.steps, progress.step)
+    if data.report is not None:  # streamed data has none
+        report = json.dumps(data.report.as_json(), indent=2, ensure_ascii=False, default=str)
+        (folder / "data_report.json").write_text(report + "\n", encoding="utf-8")
+    return MetricsLog(folder / "metrics.jsonl", data.train.steps, progress.step, tracker)
+
+
+def turn_of_user(text: str, tokenizer: Any) -> list[int]:
+    """The ids of `text` as a user's turn, up to where the assistant begins; as it is where there is no chat template."""
+    if tokenizer.chat_template is not None:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
+    return list(ids)
+
+
+def opening(job: Job, size: Size, progress: Progress) -> list[str]:
+    """The first screen of a run."""
+    sharding, world, recipe = job.world.sharding, job.world, job.recipe
+    model: Any = unwrap(job.model)
+    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
+    units = ", ".join(
+        f"{count} {name}" for name, count in wrapped_units(job.model, world).items() if name in _layers(model)
+    )
+    layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
+    precision = {"no": "fp32", "bf16": "bf16 over fp32 weights", "fp16": "fp16 over fp32 weights"}[
+        sharding.mixed_precision
+    ]
+    lines = [
+        f"{job.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
+        f"model   {name}, {size.total:,} parameters, {size.trained:,} trained"
+        + (f" (LoRA r={recipe.lora.lora_r})" if recipe.lora.use_peft else ""),
+        f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision}; "
+        f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
+        f"batch   {job.data.train.arrangement.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
+        f"{_steps_an_epoch(job.data)} steps an epoch, {job.data.train.steps:,} in all",
+    ]
+    if job.data.report is not None:
+        totals, *warnings = job.data.report.lines()
+        lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
+    if job.peak_flops is not None:
+        lines.append(
+            f"mfu     {4 if recipe.lora.use_peft else 6}N + 12 L H Q T = {job.flop_per_token / 1e9:.2f} GFLOP a token, "
+            f"of {job.peak_flops / 1e12:.0f} TFLOP/s dense bf16 a device"
+        )
+    lines += [f"watch   {job.log.watch}"] if job.log.watch else []
+    return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def _steps_an_epoch(data: PreparedData) -> str:
+    steps = data.train.steps_per_epoch
+    return "streamed, no known" if steps is None else f"{steps:,}"
+
+
+def _layers(model: nn.Module) -> set[str]:
+    return set(getattr(model, "_no_split_modules", None) or ())

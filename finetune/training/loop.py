@@ -1,0 +1,184 @@
+"""The loop, on one page."""
+
+import hashlib
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.checkpoint.saving import Progress, Saver
+from finetune.data.batches import StepBatch
+from finetune.errors import Preempted
+from finetune.metrics import Window, peak_memory_bytes
+from finetune.optim import learning_rate, set_learning_rate
+from finetune.sharding.layouts import clip_gradients, without_gradient_sync
+from finetune.sharding.scaling import unscale, update
+from finetune.sharding.world import World
+from finetune.training.best import is_new_best, is_out_of_patience
+from finetune.training.evaluation import evaluate
+from finetune.training.interruption import Interruption, agreed
+from finetune.training.job import Job
+from finetune.training.nonfinite import guard_of, refuse_or_skip, suspect
+from finetune.training.profiling import collect, garbage_collected_between_lines, profiled
+
+
+def train(job: Job, progress: Progress) -> Progress:
+    """Trains from `progress` to the schedule's last step. The same numbers on every layout and number of ranks.
+
+    Raises `Preempted` after saving where a signal asks to stop, and `UserError` where a checkpoint cannot be written or
+    a step's loss is not finite.
+    """
+    recipe, world, steps = job.recipe, job.world, job.schedule.steps
+    if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
+        return progress
+    window = Window(torch.zeros((), device=world.device))
+    guard = guard_of(job.optimizer, recipe.optimisation, world)
+    saver = Saver(job.folder, job.model, job.optimizer, world, recipe, job.tokenizer, job.data.fingerprint)
+    with job.log, job.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
+        saver.rehearse(steps)
+        job.model.train()
+        for batch, waited in _timed(_batches(job, progress)):
+            job.watchdog.beat(f"training step {batch.step + 1}")
+            rate = learning_rate(batch.step, job.schedule)
+            set_learning_rate(job.optimizer, rate)
+            seed_dropout(recipe.run.seed, batch.step, world.rank)
+            loss_sum = accumulate_gradients(job.model, batch, world)
+            unscale(job.optimizer, world)
+            norm = clip_gradients(job.model, recipe.optimisation.max_grad_norm)
+
+            looked_at = suspect(batch, loss_sum, norm)
+            stop, save_now, save_failed, skip = agreed(
+                world, signals.stop, signals.save, saver.has_failed, guard.is_bad(looked_at)
+            )
+            if save_failed:
+                saver.finish()  # raises what happened
+            if skip:
+                job.log.say(refuse_or_skip(recipe.optimisation, looked_at, progress.skipped_steps, world))
+            else:
+                saver.before_update()  # an async save may still be copying the parameters
+                update(job.optimizer, world)
+                window.add(loss_sum, batch.tokens, batch.trained_tokens, waited)
+            job.optimizer.zero_grad(set_to_none=True)
+
+            progress = advanced(progress, batch, skip)
+            last = progress.step == steps
+            log_due = last or _due(progress.step, recipe.run.logging_steps)
+            eval_due = not last and _due(progress.step, recipe.run.eval_steps)  # after the last step, run.py evaluates
+            save_due = last or stop or save_now or _due(progress.step, recipe.checkpoint.save_steps)
+            if log_due or eval_due or save_due:
+                guard.check(recipe.optimisation)
+            if log_due:
+                job.log.step(_line(job, window, progress, rate, norm))
+                window = Window(torch.zeros((), device=world.device))
+                collect()
+            if eval_due:
+                progress = evaluate(job, progress)
+                job.model.train()
+                last = stopped_early(job, progress)
+            if save_due or last or is_new_best(progress, recipe.checkpoint):
+                saver.save(progress)
+                signals.save = False
+            if last:
+                break
+            if stop:
+                saver.finish()
+                raise Preempted(stopped(job, progress))
+    return progress
+
+
+def accumulate_gradients(model: nn.Module, batch: StepBatch, world: World) -> torch.Tensor:
+    """Forward and backward over this rank's micro-batches; returns their summed loss (0-dim fp32, on the device).
+
+    The step's loss is its sum over every trained token of every rank, over their number:
+
+        loss = sum over ranks and micro-batches of loss_sum / trained_tokens
+
+    FSDP and DDP average gradients over ranks, hence the factor world.size. It is the same number for every split.
+    """
+    total = torch.zeros((), device=world.device)
+    for index, micro_batch in enumerate(batch.micro_batches):
+        last = index == len(batch.micro_batches) - 1
+        with nullcontext() if last else without_gradient_sync(model):
+            loss_sum = model(**micro_batch.to(world.device).inputs)
+            world.accelerator.backward(loss_sum * (world.size / max(1, batch.trained_tokens)))
+        total += loss_sum.detach()
+    return total
+
+
+def advanced(progress: Progress, batch: StepBatch, skipped: bool = False) -> Progress:
+    """The progress after `batch`'s step."""
+    return replace(
+        progress,
+        step=batch.step + 1,
+        epoch=batch.epoch,
+        tokens=progress.tokens + batch.tokens,
+        trained_tokens=progress.trained_tokens + batch.trained_tokens,
+        skipped_steps=progress.skipped_steps + skipped,
+    )
+
+
+def stopped(job: Job, progress: Progress) -> str:
+    """What a preempted run says last."""
+    auto = "" if job.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
+    return (
+        f"{job.folder}: stopped by a signal after step {progress.step} of {job.schedule.steps}, which is saved; "
+        f"the same command{auto} goes on from there"
+    )
+
+
+def stopped_early(job: Job, progress: Progress) -> bool:
+    """Whether the run ends here, since its held-out loss no longer falls; says so."""
+    if not is_out_of_patience(progress, job.recipe.run):
+        return False
+    job.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
+    return True
+
+
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Dropout's randomness as a pure function of the step, so that a resumed run needs no state of it."""
+    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+
+
+def _line(job: Job, window: Window, progress: Progress, rate: float, norm: torch.Tensor) -> dict[str, Any]:
+    """A line of metrics. The one place of a step where the host waits for the device."""
+    loss = job.world.sum(window.loss_sum).item() / max(1, window.trained_tokens)
+    tokens_per_second = window.tokens / (time.perf_counter() - window.started)
+    peak = job.peak_flops
+    return {
+        "step": progress.step,
+        "epoch": progress.epoch,
+        "loss": loss,
+        "learning_rate": rate,
+        "grad_norm": float(norm),
+        "tokens": progress.tokens,
+        "trained_tokens": progress.trained_tokens,
+        "tokens_per_second": tokens_per_second,
+        "mfu": tokens_per_second * job.flop_per_token / (peak * job.world.size) if peak else None,
+        "peak_memory_bytes": peak_memory_bytes(job.world.device),
+        "data_wait_seconds": window.data_wait_seconds,
+    }
+
+
+def _batches(job: Job, progress: Progress) -> Iterator[StepBatch]:
+    """The steps that are left, those of `profile_steps` under the profiler."""
+    batches = job.data.train.batches(progress.step)
+    return profiled(batches, job.recipe.run.profile_steps, job.folder, job.world.rank)
+
+
+def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
+    """Each batch with the seconds that the loop waited for it."""
+    while True:
+        started = time.perf_counter()
+        batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch, time.perf_counter() - started
+
+
+def _due(step: int, every: int | None) -> bool:
+    return every is not None and step % every == 0

@@ -1,0 +1,79 @@
+"""The folder that a run leaves: what was run, on what, and how it went."""
+
+import json
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from finetune import __version__
+from finetune.checkpoint.agreement import Ranks
+from finetune.checkpoint.lock import hold
+from finetune.errors import UserError
+from finetune.optim import refuse_unusable
+from finetune.recipe.reader import write_recipe
+from finetune.recipe.schema import Recipe
+from finetune.sharding.config import as_accelerate_file
+from finetune.sharding.world import World
+from finetune.trackers import refuse_missing
+
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+
+
+def run_folder(recipe: Recipe) -> Path:
+    """`output_dir`, else runs/<run_name>; the name is the recipe's file name where it is left out."""
+    return Path(recipe.run.output_dir or Path("runs") / run_name(recipe))
+
+
+def run_name(recipe: Recipe) -> str:
+    """The run's name, for folders and trackers."""
+    return recipe.run.run_name or Path(recipe.path).stem
+
+
+def open_run_folder(recipe: Recipe, world: World) -> Path:
+    """Makes the run's folder, holds it against other runs, and writes into it what is enough to repeat the run.
+
+    Rank 0 writes, all ranks return it. Raises `UserError` on all where it cannot be written or another run has it, and
+    where the recipe asks for what is not installed.
+    """
+    refuse_missing(recipe.run.report_to)
+    refuse_unusable(recipe.optimisation, world.sharding)
+    folder = run_folder(recipe)
+    Ranks(world, None).main(lambda: _open(folder, recipe, world))
+    return folder
+
+
+def _open(folder: Path, recipe: Recipe, world: World) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        hold(folder)
+        write_recipe(recipe, folder / "recipe.yaml")
+        (folder / "accelerate.yaml").write_text(
+            yaml.safe_dump(as_accelerate_file(world.sharding, world.size), sort_keys=False)
+        )
+        (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can"
+        ) from None
+
+
+def environment(world: World) -> dict[str, Any]:
+    """Versions, machine and command: what a result depends on beside recipe and config."""
+    on_gpu = world.device.type == "cuda"
+    return {
+        "finetune": __version__,
+        "python": platform.python_version(),
+        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "platform": platform.platform(),
+        "ranks": world.size,
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else f"CPU, {os.cpu_count()} cores",
+        "threads_per_rank": torch.get_num_threads(),
+        "layout": world.sharding.layout,
+        "command": sys.argv,
+    }

@@ -1,0 +1,71 @@
+"""What the person sees of a run that is taken up again, beside one that nobody stopped."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import sys
+import termios
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.metrics import MetricsLog
+
+LOSSES = (5.0, 4.0, float("nan"), 3.0, 2.5, 2.0)
+
+
+def _line(step: int) -> dict[str, Any]:
+    numbers = {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 100.0, "peak_memory_bytes": 2**30}
+    return {"step": step, "loss": LOSSES[step - 1], "mfu": None} | numbers
+
+
+def _smoothed(path: Path, start: int, stop: int, capsys: pytest.CaptureFixture[str]) -> list[str]:
+    log = MetricsLog(path, len(LOSSES), start)
+    for step in range(start + 1, stop + 1):
+        log.write({"step": step, "eval_loss": 9.0})
+        log.step(_line(step))
+    log.close()
+    return re.findall(r"\(smoothed (\S+)\)", capsys.readouterr().err)
+
+
+def test_the_smoothed_loss_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    whole = _smoothed(tmp_path / "whole.jsonl", 0, 6, capsys)
+    broken = tmp_path / "broken.jsonl"
+    before = _smoothed(broken, 0, 5, capsys)  # the last checkpoint was that of step 4
+    with broken.open("a") as file:
+        file.write('{"step": 6, "lo')
+    after = _smoothed(broken, 4, 6, capsys)
+    assert before[:4] + after == whole
+    steps = [line["step"] for line in map(json.loads, broken.read_text().splitlines()) if "loss" in line]
+    assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def _all_that_stands_on(screen: int) -> str:
+    """Everything written to a terminal whose writing end is closed; the kernel hands it over in pieces."""
+    shown = b""
+    with os.fdopen(screen, "rb", buffering=0) as reading, contextlib.suppress(OSError):  # EIO stands for the end
+        while piece := reading.read(1 << 16):
+            shown += piece
+    return shown.decode()
+
+
+def test_at_a_terminal_one_bar_stands_below_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
+    with os.fdopen(terminal, "w") as stderr:
+        monkeypatch.setattr(sys, "stderr", stderr)
+        log = MetricsLog(tmp_path / "metrics.jsonl", 2, 0)
+        for step in (1, 2):
+            log.step(_line(step))
+        log.say("step 2: held-out loss 4.0000")
+        log.close()
+    shown = _all_that_stands_on(screen)
+    assert "\rstep 2: held-out loss 4.0000\r\n" in shown
+    bar = re.split(r"[\r\n]+", shown.rstrip())[-1]
+    assert bar.startswith("100%|") and bar.endswith("0:00:00 left")
+    assert "| 2/2  loss 4.0000 (smoothed 4.4737)  lr 1.00e-03" in bar

@@ -1,0 +1,71 @@
+"""The quickstart, by the command of the README: the real path from a recipe to a folder that transformers opens."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from finetune.recipe.reader import RECIPES
+from tests.conftest import QUICKSTART, QuickstartRun
+from tests.ranks import run_command
+from tests.test_readme import blocks
+
+# What a stranger does with the export: plain transformers in a fresh process, nothing of ours.
+ASK = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+answers = []
+for line in open(sys.argv[2]):
+    inputs = tokenizer.apply_chat_template(
+        json.loads(line)["messages"][:-1], add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    output = model.generate(**inputs, max_new_tokens=10, do_sample=False)
+    answers.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True))
+assert not any(name == "finetune" or name.startswith("finetune.") for name in sys.modules)
+print(json.dumps(answers))
+"""
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers_of_the_export(run: Path) -> list[str]:
+    finished = run_command(("python", "-c", ASK, str(run / "export"), str(RECIPES / "quickstart" / "heldout.jsonl")))
+    assert finished.returncode == 0, finished.stderr
+    answers: list[str] = json.loads(finished.stdout)
+    return answers
+
+
+def test_its_command_walks_the_whole_way(quickstart_run: QuickstartRun) -> None:
+    run, said = quickstart_run.folder, quickstart_run.said
+    assert "wrapped 4 LlamaDecoderLayer; bf16" in said
+    assert "activation checkpointing on" in said
+    assert [line["step"] for line in lines(run / "metrics.jsonl") if "loss" in line] == [2, 4]
+    assert (run / "checkpoints" / "step-00000004" / "manifest.json").is_file()
+    for made in ("export", "checkpoints", "metrics.jsonl"):
+        assert str(run / made) in said
+    listed = run_command(("python", "-m", "finetune", "checkpoints", str(run)))
+    assert listed.returncode == 0, listed.stderr
+    assert "--output DIR   (LlamaForCausalLM)" in listed.stdout
+
+    (block,) = blocks("python")
+    as_in_the_readme = run_command(("python", "-c", block), cwd=run.parents[1])
+    assert as_in_the_readme.returncode == 0, as_in_the_readme.stderr
+
+
+@pytest.mark.slow
+def test_a_model_learns_to_write_numbers_and_its_export_gives_the_same_answers(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    finished = run_command((*QUICKSTART, f"output_dir={run}"), timeout=1800)
+    assert finished.returncode == 0, finished.stderr
+    exact_match = [line["exact_match"] for line in lines(run / "metrics.jsonl") if "exact_match" in line]
+    assert len(exact_match) == 2
+    assert exact_match[0] <= 0.01
+    assert exact_match[1] >= 0.9
+    samples = lines(run / "samples.jsonl")[-100:]
+    for sample, answer in zip(samples, answers_of_the_export(run), strict=True):
+        if sample["answer"] == sample["expected"]:  # bf16 and fp32 may part where the model does not know
+            assert answer == sample["answer"]

@@ -1,0 +1,43 @@
+"""The shipped quickstart data: made again byte for byte, with nothing held out that was trained on."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from finetune.recipe.reader import RECIPES
+
+FOLDER = RECIPES / "quickstart"
+
+
+def answers(file: str) -> list[str]:
+    """What the assistant says in each row of `file`."""
+    rows = [json.loads(line) for line in (FOLDER / file).read_text().splitlines()]
+    return [row["messages"][-1]["content"] for row in rows]
+
+
+def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, str(FOLDER / "make.py"), str(tmp_path)], check=True)
+    made = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert made == {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix not in (".py", "")}
+
+
+def test_no_number_is_held_out_and_trained_on() -> None:
+    trained, held_out = set(answers("train.jsonl")), set(answers("heldout.jsonl"))
+    assert len(trained) == 5000
+    assert len(held_out) == 100
+    assert not trained & held_out
+
+
+def test_every_row_fits_and_any_text_can_be_written() -> None:
+    tokenizer = AutoTokenizer.from_pretrained(FOLDER)
+    rows = [json.loads(line)["messages"] for file in ("train", "heldout") for line in (FOLDER / f"{file}.jsonl").open()]
+    encoded = tokenizer.apply_chat_template(rows, return_dict=True, return_assistant_tokens_mask=True)
+    assert max(map(len, encoded["input_ids"])) <= 32, "many to a row"
+    for ids, mask, row in zip(encoded["input_ids"], encoded["assistant_masks"], rows, strict=True):
+        trained = [token for token, is_trained in zip(ids, mask, strict=True) if is_trained]
+        assert tokenizer.decode(trained) == row[-1]["content"] + tokenizer.eos_token
+        assert len(trained) == len(row[-1]["content"]) + 1, "a digit is a token of its own"
+    assert tokenizer.decode(tokenizer("Grüße, 世界! 12\n").input_ids) == "Grüße, 世界! 12\n"

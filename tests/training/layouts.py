@@ -1,0 +1,65 @@
+"""Accelerate files for every layout, and what a run under them left, for tests."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.ranks import launch_ranks
+
+FSDP2: dict[str, dict[str, Any]] = {
+    "full_shard": {"fsdp_reshard_after_forward": True},
+    "shard_grad_op": {"fsdp_reshard_after_forward": False},
+    "offload": {"fsdp_offload_params": True},
+    "by_size": {"fsdp_auto_wrap_policy": "SIZE_BASED_WRAP", "fsdp_min_num_params": 20000},
+    "no_wrap": {"fsdp_auto_wrap_policy": "NO_WRAP"},
+}
+FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
+LAYOUTS = (*FSDP2, *FSDP1, "ddp")
+
+
+def write_config(
+    folder: Path,
+    layout: str,
+    precision: str = "no",
+    *,
+    checkpointing: bool = False,
+    mesh: tuple[int, int] | None = None,
+) -> Path:
+    """The Accelerate file of `layout` (a name in LAYOUTS, or single), as a user would write it."""
+    fsdp: dict[str, Any] = {"fsdp_activation_checkpointing": checkpointing}
+    if layout in FSDP2:
+        fsdp |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | FSDP2[layout]
+    elif layout in FSDP1:
+        fsdp |= {
+            "fsdp_version": 1,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_sharding_strategy": layout,
+        }
+    content: dict[str, Any] = {
+        "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(layout, "FSDP"),
+        "mixed_precision": precision,
+        "fsdp_config": fsdp,
+    }
+    if mesh is not None:
+        content["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": mesh[0],
+            "parallelism_config_dp_shard_size": mesh[1],
+        }
+    path = folder / f"{layout}-{precision}{'-checkpointing' if checkpointing else ''}.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def train_all(folder: Path, runs: list[tuple[Path, Path, list[str]]], *, ranks: int, timeout: float = 300.0) -> None:
+    """Runs every (recipe, config, overrides) in one set of `ranks` ranks."""
+    listing = folder / f"runs-{ranks}.json"
+    listing.write_text(json.dumps([[str(recipe), str(config), overrides] for recipe, config, overrides in runs]))
+    launch_ranks(Path(__file__).with_name("runs_on_ranks.py"), [str(listing)], ranks=ranks, timeout=timeout).check()
+
+
+def steps_of(run: Path) -> list[dict[str, Any]]:
+    """The training lines of a run's metrics.jsonl."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]

@@ -1,0 +1,52 @@
+"""Started by two launchers, one for each "node": trains one run after another, and once kills one of its ranks.
+
+    nodes_on_ranks.py RUNS.json
+
+RUNS.json: a list of [recipe, config, overrides]. In the last run rank 3 is killed at a step, once.
+"""
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+from finetune.errors import end_process, exit_code
+from finetune.recipe.reader import read_recipe
+from finetune.run import fine_tune
+from finetune.sharding.config import read_sharding
+from finetune.training import loop
+
+KILLED_RANK, KILLED_AT_STEP = 3, 4
+
+
+def main() -> None:
+    """Trains every run of the list, the last one with a fault."""
+    launched = dict(os.environ)
+    runs = json.loads(Path(sys.argv[1]).read_text())
+    for number, (recipe, config, overrides) in enumerate(runs):
+        os.environ.clear()
+        os.environ |= launched
+        if number == len(runs) - 1:
+            kill_once(int(launched["RANK"]), Path(sys.argv[1]).with_name("killed"))
+        else:
+            os.environ["MASTER_PORT"] = str(int(launched["MASTER_PORT"]) + 1 + number)
+            os.environ.pop("ACCELERATE_USE_FSDP")  # the launcher's file is that of the last run
+        fine_tune(read_recipe(recipe, overrides), read_sharding(config, None, os.environ))
+
+
+def kill_once(rank: int, mark: Path) -> None:
+    """Makes the loop kill this process at the beginning of a step, if it is the one and `mark` is not there yet."""
+    seed_dropout = loop.seed_dropout
+
+    def seed_and_die(seed: int, step: int, of: int) -> None:
+        if rank == KILLED_RANK and step == KILLED_AT_STEP and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        seed_dropout(seed, step, of)
+
+    loop.seed_dropout = seed_and_die
+
+
+if __name__ == "__main__":
+    end_process(exit_code(main))

@@ -1,0 +1,89 @@
+"""A plain single-process fp32 training loop: transformers' own model and logits, one document at a time.
+
+It shares nothing with the project but the order of the data and the adapters' start.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenizer import load_tokenizer
+from finetune.modeling.weights import with_adapters
+from finetune.recipe.reader import read_recipe
+from finetune.recipe.schema import Recipe
+
+
+class Alone:
+    """A world of one, for the data room."""
+
+    rank, size, local_rank, local_size = 0, 1, 0, 1
+    device = torch.device("cpu")
+
+
+def train(recipe_path: Path) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step."""
+    recipe = read_recipe(str(recipe_path))
+    data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
+    model = AutoModelForCausalLM.from_pretrained(
+        recipe.model.model_name_or_path, dtype=torch.float32, attn_implementation="eager"
+    )
+    if recipe.lora.use_peft:
+        model = _with_adapters(model, recipe)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+    steps, results = data.train.steps, []
+    for step in range(steps):
+        for group in optimizer.param_groups:
+            group["lr"] = _cosine(step, steps, recipe.optimisation.learning_rate, recipe.optimisation.warmup_ratio)
+        loss_sum, count = torch.zeros(()), 0
+        for ids in data.train.rows_of(step):
+            for index in ids:
+                example = data.train.examples[index]
+                input_ids = torch.from_numpy(example.input_ids.astype("int64"))[None]
+                labels = torch.from_numpy(example.labels.astype("int64"))
+                logits = model(input_ids=input_ids, use_cache=False).logits[0]
+                loss_sum = loss_sum + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+                count += int((labels != -100).sum())
+        loss = loss_sum / count
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimisation.max_grad_norm or math.inf)
+        optimizer.step()
+        optimizer.zero_grad()
+        results.append((loss.item(), norm.item()))
+    return results
+
+
+def _cosine(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
+    warmup = math.ceil(warmup_ratio * steps)
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
+
+
+def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    lora = recipe.lora
+    wrapped = get_peft_model(
+        model,
+        LoraConfig(
+            r=lora.lora_r,
+            lora_alpha=lora.lora_alpha,
+            target_modules="all-linear",
+            use_dora=lora.use_dora,
+            use_rslora=lora.use_rslora,
+        ),
+    )
+    named = {name.removeprefix("base_model.model."): p for name, p in wrapped.named_parameters()}
+    shapes = {name: p.shape for name, p in named.items()}
+    start = with_adapters(lambda name, slices: named[name].detach()[slices], shapes, recipe.run.seed)
+    with torch.no_grad():
+        for name, parameter in named.items():
+            if parameter.requires_grad:
+                parameter.copy_(start(name, tuple(slice(0, size) for size in parameter.shape)))
+    return wrapped

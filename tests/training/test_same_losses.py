@@ -1,0 +1,166 @@
+"""The first promise: one recipe gives the same losses and gradient norms on every layout and number of ranks."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config
+
+STEPS = 10
+ROWS = 26  # 5 steps an epoch, the last of 2 rows: fewer than 3 ranks
+MODES = {"full": {}, "lora": {"use_peft": True, "lora_r": 4}, "dora": {"use_peft": True, "use_dora": True, "lora_r": 4}}
+# What a run differs in from the plain fp32 one: its Accelerate file's precision and checkpointing, and recipe keys.
+VARIANTS: dict[str, tuple[str, bool, list[str]]] = {
+    "fp32": ("no", False, []),
+    "bf16": ("bf16", True, ["exact_match_samples=3", "eval_datasets=[{path: HELD_OUT}]"]),
+    "dropout": ("no", False, ["attention_dropout=0.1"]),
+    "dropout-checkpointed": ("no", True, ["attention_dropout=0.1"]),
+}
+ONE_RANK = [("single", "full"), ("single", "lora"), ("full_shard", "full"), ("FULL_SHARD", "full"), ("ddp", "lora")]
+TWO_RANKS = [
+    (layout, mode) for layout in LAYOUTS for mode in ("full", "lora") if (layout, mode) != ("NO_SHARD", "lora")
+]
+TWO_RANKS += [(layout, "dora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
+THREE_RANKS = [(layout, mode) for layout in ("full_shard", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
+IN_BF16 = [(layout, mode) for layout in ("full_shard", "offload", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
+WITH_DROPOUT = ["full_shard", "FULL_SHARD", "ddp"]
+WANTED: dict[int, list[tuple[str, str, str]]] = {
+    1: [(*which, "fp32") for which in ONE_RANK],
+    2: [(*which, "fp32") for which in TWO_RANKS]
+    + [(*which, "bf16") for which in IN_BF16]
+    + [(layout, "full", variant) for layout in WITH_DROPOUT for variant in ("dropout", "dropout-checkpointed")],
+    3: [(*which, "fp32") for which in THREE_RANKS],
+}
+
+Expected = dict[str, list[tuple[float, float]]]
+Runs = Callable[..., Path]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("same-losses")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    """A recipe for each mode, on a model whose sizes divide by nothing: hidden 72, vocabulary 509."""
+    import yaml
+
+    model = make_model(folder / "model", hidden_size=72, vocab_size=509, num_hidden_layers=3, tie_word_embeddings=True)
+    data = make_chat(folder / "chat.jsonl", rows=ROWS)
+    common = {
+        "model_name_or_path": str(model),
+        "datasets": [{"path": str(data)}],
+        "dataset_cache_dir": str(folder / "cache"),
+        "max_length": 64,
+        "packing": False,
+        "global_batch_size": 6,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "export_at_end": False,
+    }
+    paths = {}
+    for mode, keys in MODES.items():
+        paths[mode] = folder / f"{mode}.yaml"
+        paths[mode].write_text(yaml.safe_dump(common | keys))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
+    """(layout, mode, ranks, variant) -> the run's folder; each set of ranks is started once and walks all its runs."""
+    started: set[int] = set()
+
+    def train(layout: str, mode: str, ranks: int, variant: str) -> tuple[Path, Path, list[str]]:
+        precision, checkpointing, overrides = VARIANTS[variant]
+        config = write_config(folder, layout, precision, checkpointing=checkpointing)
+        rows = f"per_device_train_batch_size={3 if ranks == 1 else 2}"
+        given = [override.replace("HELD_OUT", f"{folder}/chat.jsonl") for override in overrides]
+        return recipes[mode], config, [f"output_dir={folder}/{layout}-{mode}-{ranks}-{variant}", rows, *given]
+
+    def run(layout: str, mode: str, ranks: int, variant: str = "fp32") -> Path:
+        if ranks not in started:
+            started.add(ranks)
+            train_all(folder, [train(*which[:2], ranks, which[2]) for which in WANTED[ranks]], ranks=ranks, timeout=500)
+        return folder / f"{layout}-{mode}-{ranks}-{variant}"
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def expected(recipes: dict[str, Path]) -> Expected:
+    """The plain loop's loss and gradient norm of every step, for each mode."""
+    return {mode: reference.train(path) for mode, path in recipes.items()}
+
+
+def assert_same(run: Path, expected: list[tuple[float, float]], tolerance: float = 1e-5) -> None:
+    lines = steps_of(run)
+    assert [line["step"] for line in lines] == list(range(1, len(expected) + 1))
+    for line, (loss, norm) in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=tolerance), f"{run.name}, step {line['step']}"
+        assert line["grad_norm"] == pytest.approx(norm, rel=tolerance), f"{run.name}, step {line['step']}"
+
+
+def test_the_reference_learns(expected: Expected) -> None:
+    for losses in expected.values():
+        assert losses[-1][0] < 0.98 * losses[0][0]
+
+
+@pytest.mark.parametrize(("layout", "mode"), TWO_RANKS)
+def test_two_ranks_under_every_layout(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
+    assert_same(runs(layout, mode, 2), expected[mode])
+
+
+@pytest.mark.parametrize(("layout", "mode"), ONE_RANK)
+def test_one_rank_with_accumulation(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
+    assert_same(runs(layout, mode, 1), expected[mode])
+
+
+@pytest.mark.parametrize(("layout", "mode"), THREE_RANKS)
+def test_three_ranks_that_share_unevenly(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
+    assert_same(runs(layout, mode, 3), expected[mode])
+
+
+@pytest.mark.parametrize(("layout", "mode"), IN_BF16)
+def test_bf16_with_checkpointing_stays_close(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
+    assert_same(runs(layout, mode, 2, "bf16"), expected[mode], tolerance=2e-2)
+
+
+@pytest.mark.parametrize(("layout", "mode"), IN_BF16)
+def test_held_out_loss_and_answers_under_every_wrapper(layout: str, mode: str, runs: Runs) -> None:
+    lines = [json.loads(line) for line in (runs(layout, mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()]
+    expected = [json.loads(line) for line in (runs("ddp", mode, 2, "bf16") / "metrics.jsonl").read_text().splitlines()]
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert held_out == pytest.approx([line["eval_loss"] for line in expected if "eval_loss" in line], rel=2e-2)
+    assert held_out[-1] < held_out[0]
+    assert [line["exact_match_samples"] for line in lines if "exact_match" in line] == [3, 3]
+
+
+@pytest.mark.parametrize("layout", WITH_DROPOUT)
+def test_dropout_is_the_same_where_activations_are_computed_again(layout: str, runs: Runs, expected: Expected) -> None:
+    """A recomputation that draws other random numbers has wrong gradients, and nobody says so."""
+    kept, again = (steps_of(runs(layout, "full", 2, variant)) for variant in ("dropout", "dropout-checkpointed"))
+    assert [line["loss"] for line in again] == pytest.approx([line["loss"] for line in kept], rel=1e-6)
+    assert [line["grad_norm"] for line in again] == pytest.approx([line["grad_norm"] for line in kept], rel=1e-5)
+    without = [loss for loss, _ in expected["full"]]
+    assert [line["loss"] for line in kept] != pytest.approx(without, rel=1e-4), "dropout does nothing"
+
+
+@pytest.mark.slow
+def test_bf16_ends_where_fp32_does_after_a_hundred_steps(folder: Path, recipes: dict[str, Path]) -> None:
+    long = folder / "hundred.yaml"
+    long.write_text(recipes["full"].read_text().replace(f"max_steps: {STEPS}", "max_steps: 100"))
+    layouts = ("full_shard", "shard_grad_op", "FULL_SHARD", "ddp")
+    runs = {layout: folder / f"hundred-{layout}" for layout in layouts}
+    configs = {layout: write_config(folder, layout, "bf16", checkpointing=True) for layout in layouts}
+    train_all(
+        folder, [(long, configs[layout], [f"output_dir={runs[layout]}"]) for layout in layouts], ranks=2, timeout=500
+    )
+    last = reference.train(long)[-1][0]
+    for layout, run in runs.items():
+        assert steps_of(run)[-1]["loss"] == pytest.approx(last, rel=1e-2), layout

@@ -1,0 +1,43 @@
+"""The keys that make a run faster, through the script that the launcher starts."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from safetensors import safe_open
+
+from tests.ranks import ROOT, launch_ranks
+
+
+def losses(run: Path) -> dict[int, float]:
+    """The training loss by step."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+
+
+def test_bf16_moments_resume_exactly_on_two_ranks_and_profiled_steps_leave_a_trace(
+    tmp_path: Path, tiny_recipe: Callable[..., Path]
+) -> None:
+    recipe = tiny_recipe(optim="adamw_bf16_moments", save_steps=2, profile_steps=[2, 3], export_at_end=False)
+    arguments = ["--config", "fsdp_full_shard.yaml", "--recipe", str(recipe)]
+    launch_ranks(ROOT / "finetune" / "run.py", arguments, timeout=180).check()
+    run = tmp_path / "run"
+    whole = losses(run)
+    assert len(whole) == 4
+
+    for rank in (0, 1):
+        trace = json.loads((run / "profile" / f"trace-rank{rank}.json").read_text())
+        steps = sum("AdamWBf16Moments.step" in event.get("name", "") for event in trace["traceEvents"])
+        assert steps == 2
+
+    pieces = list((run / "checkpoints" / "step-00000002" / "optimizer").glob("*.safetensors"))
+    dtypes = set()
+    for piece in pieces:
+        with safe_open(piece, "pt") as file:
+            dtypes |= {str(file.get_slice(name).get_dtype()) for name in file.keys() if ".exp_avg" in name}  # noqa: SIM118
+    assert dtypes == {"BF16"}
+
+    shutil.rmtree(run / "checkpoints" / "step-00000004")
+    launch_ranks(ROOT / "finetune" / "run.py", arguments, timeout=180).check()
+    assert losses(run) == whole

@@ -1,0 +1,89 @@
+"""What is seen of a run while it goes: plain lines, samples, early stopping, the best checkpoint, trackers, a dry run."""
+
+import json
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.errors import UserError
+from finetune.recipe.reader import read_recipe
+from finetune.sharding.config import Sharding
+from finetune.sharding.world import World
+from finetune.trackers import PACKAGES
+from finetune.training.beforehand import out_of_memory_answered
+from tests.ranks import ROOT, launch_ranks
+
+RUN = ROOT / "finetune" / "run.py"
+
+
+def _lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The learning rate is so small that no weight changes, and the second held-out loss cannot be lower than the first."""
+    recipe = tiny_recipe(
+        eval_split_size=4,
+        eval_steps=1,
+        early_stopping_patience=2,
+        keep_best_checkpoint=True,
+        save_total_limit=1,
+        max_steps=8,
+        learning_rate=1e-30,
+        sample_prompts=["How much is 1 plus 1?", "And 2?"],
+        exact_match_samples=1,
+        report_to="tensorboard" if find_spec("tensorboard") else "none",
+        accelerate_config="fsdp_full_shard",
+    )
+    ended = launch_ranks(RUN, ["--recipe", str(recipe)], timeout=240).check()
+    run, said = tmp_path / "run", ended.outputs[0]
+    assert "step 3: stopped early; the held-out loss was lowest at step 1" in said
+    assert next(line for line in said.splitlines() if line.startswith("step 1/8  loss ")).endswith(" left")
+    assert ended.outputs[1] == ""  # the other rank says nothing
+    assert {path.name for path in (run / "checkpoints").glob("step-*")} == {"step-00000001", "step-00000003"}
+    samples = [s for s in _lines(run / "samples.jsonl") if "How much is 1 plus 1?" in str(s["prompt"])]
+    assert [s["step"] for s in samples] == [0, 1, 2, 3, 3]
+    assert [line["step"] for line in _lines(run / "metrics.jsonl") if "eval_loss" in line] == [0, 1, 2, 3, 3]
+    assert "checkpoints/step-00000001" in (run / "export" / "README.md").read_text() or "best    step 1" in said
+    assert json.loads((run / "data_report.json").read_text())["examples"] == 20
+    if find_spec("tensorboard"):
+        assert list((run / "tensorboard").rglob("events.out.tfevents.*"))
+
+
+def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = tiny_recipe(accelerate_config="fsdp_full_shard")
+    said = launch_ranks(RUN, ["--recipe", str(recipe), "--dry-run"], timeout=120).check().outputs
+    assert "2 ranks x 2 micro-batches x 1 row" in said[0]
+    assert "2 x LlamaDecoderLayer" in said[0]
+    assert "4 in all" in said[0]
+    assert "attention  causal SDPA, document by document" in said[0]
+    assert said[1] == ""
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_loaded(
+    tiny_recipe: Callable[..., Path],
+) -> None:
+    missing = next((name for name, package in PACKAGES.items() if find_spec(package) is None), None)
+    if missing is None:
+        pytest.skip("every tracker is installed")
+    ended = launch_ranks(RUN, ["--recipe", str(tiny_recipe(report_to=missing))], ranks=1, timeout=120)
+    assert ended.returncodes == (2,)
+    assert f'pip install "finetune[{missing}]"' in ended.outputs[0]
+    assert "Traceback" not in ended.outputs[0]
+
+
+def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = read_recipe(str(tiny_recipe(per_device_train_batch_size=4)))
+    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="fsdp2", activation_checkpointing=True), None)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as answered, out_of_memory_answered(recipe, world):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    said = str(answered.value).splitlines()
+    assert said[0] == "rank 0: out of memory: CUDA out of memory"
+    assert "activations" in said[-2]
+    assert said[-1].startswith("next       per_device_train_batch_size=1")
