@@ -1,0 +1,89 @@
+"""The weights of the result: dealt out over files, streamed to disk a block at a time."""
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import torch
+
+from finetune.checkpoint.files import write_file
+from finetune.export.values import Value, row_blocks, written
+from finetune.safetensors_header import header_bytes
+from finetune.tensors import INDEX_FILE, SINGLE_FILE
+
+BLOCKS_AHEAD = 2  # computed while the one before them is being written
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of the result."""
+
+    name: str
+    values: tuple[Value, ...]
+
+    @property
+    def header(self) -> bytes:
+        return header_bytes(((v.name, v.dtype, v.shape) for v in self.values), {"format": "pt"})
+
+    @property
+    def byte_count(self) -> int:
+        return len(self.header) + sum(value.byte_count for value in self.values)
+
+
+def shards_of(values: Sequence[Value], max_shard_bytes: int, single: str = SINGLE_FILE) -> list[Shard]:
+    """`values` in order, each file filled up to `max_shard_bytes` of values; a larger tensor gets a file of its own."""
+    groups: list[list[Value]] = [[]]
+    filled = 0
+    for value in values:
+        if groups[-1] and filled + value.byte_count > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(value)
+        filled += value.byte_count
+    stem = single.removesuffix(".safetensors")
+    names = [f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else [single]
+    # Wide elements first, so that each tensor begins where its dtype may: mixed dtypes are rare, and order is kept otherwise.
+    return [
+        Shard(name, tuple(sorted(group, key=lambda value: -value.dtype.itemsize)))
+        for name, group in zip(names, groups, strict=True)
+    ]
+
+
+def write_weights(folder: Path, shards: Sequence[Shard], advance: Callable[[int], object]) -> None:
+    """Writes every shard and, where there are several, their index. `advance` is told the bytes as they are written."""
+    for shard in shards:
+        write_file(folder / shard.name, _chunks(shard, advance))
+    if len(shards) > 1:
+        total = sum(value.byte_count for shard in shards for value in shard.values)
+        weight_map = {value.name: shard.name for shard in shards for value in shard.values}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(folder / INDEX_FILE, [f"{json.dumps(index, indent=2)}\n".encode()])
+
+
+def _chunks(shard: Shard, advance: Callable[[int], object]) -> Iterator[bytes | memoryview]:
+    """The bytes of one file, in order."""
+    yield shard.header
+    parts = ((value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape))
+    for block in computed_ahead(parts):
+        if block.numel():
+            yield block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            advance(block.nbytes)
+
+
+def computed_ahead(parts: Iterable[tuple[Value, int, int]]) -> Iterator[torch.Tensor]:
+    """Each part (value, start, stop) as it is written, in order, computed in another thread a few ahead."""
+    remaining = iter(parts)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting: list[Future[torch.Tensor]] = [pool.submit(written, *part) for part in islice(remaining, BLOCKS_AHEAD)]
+        try:
+            while waiting:
+                block = waiting.pop(0).result()
+                waiting += [pool.submit(written, *part) for part in islice(remaining, 1)]
+                yield block
+        finally:
+            for future in waiting:
+                future.cancel()

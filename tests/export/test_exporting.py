@@ -1,0 +1,155 @@
+"""Exports as a person makes them, through the command line, from folders on disk."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.cli import main
+
+MakeModel = Callable[..., Path]
+
+
+def digests(folder: Path) -> dict[str, str]:
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_a_folder_is_exported_whole_verified_and_twice_the_same(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama()
+    assert main(["export", str(model), "--output", str(tmp_path / "one"), "--max-shard-size", "100KB"]) == 0
+    assert "verified: every value, and identical logits" in capsys.readouterr().out
+    assert main(["export", str(model), "--output", str(tmp_path / "two" / "one"), "--max-shard-size", "100KB"]) == 0
+    assert digests(tmp_path / "one") == digests(tmp_path / "two" / "one")
+    index = json.loads((tmp_path / "one" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in weights(tmp_path / "one").values())
+    assert all(path.stat().st_size < 110_000 for path in (tmp_path / "one").glob("model-*.safetensors"))
+    ids = torch.arange(40).reshape(2, 20)
+    before, after = (AutoModelForCausalLM.from_pretrained(f)(ids).logits for f in (model, tmp_path / "one"))
+    assert torch.equal(before, after)
+    tokenizers = [AutoTokenizer.from_pretrained(folder) for folder in (model, tmp_path / "one")]
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template != None  # noqa: E711
+    assert list(tmp_path.glob(".*")) == []
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_the_config_states_the_dtype_of_the_files(dtype: str, tiny_llama: MakeModel, tmp_path: Path) -> None:
+    model, out = tiny_llama(dtype="bfloat16"), tmp_path / "out"
+    assert main(["export", str(model), "--output", str(out), "--dtype", dtype, "--no-verify"]) == 0
+    assert json.loads((out / "config.json").read_text())["dtype"] == dtype
+    expected = {name: tensor.to(getattr(torch, dtype)) for name, tensor in weights(model).items()}
+    found = weights(out)
+    assert found.keys() == expected.keys()
+    assert all(
+        torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype for name, tensor in expected.items()
+    )
+    assert AutoModelForCausalLM.from_pretrained(out).dtype == getattr(torch, dtype)
+
+
+def test_a_rounded_export_is_within_the_bound(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
+    assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "logits within 0.00" in capsys.readouterr().out
+
+
+def test_tied_weights_are_written_once(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
+    model, out = tiny_llama(tie_word_embeddings=True), tmp_path / "out"
+    tensors = weights(model)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert main(["export", str(model), "--output", str(out)]) == 0
+    assert "lm_head.weight" not in weights(out)
+    tensors["lm_head.weight"][3, 5] += 1
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    assert main(["export", str(model), "--output", str(out), "--overwrite"]) == 2
+    assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
+    assert weights(out)  # what stood there stands there still
+
+
+def test_an_existing_destination_is_kept(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
+    model, out = tiny_llama(), tmp_path / "out"
+    out.mkdir()
+    (out / "diary.txt").write_text("mine")
+    assert main(["export", str(model), "--output", str(out), "--no-verify"]) == 2
+    assert "exists; choose another --output" in capsys.readouterr().err
+    assert main(["export", str(model), "--output", str(out), "--no-verify", "--overwrite"]) == 2
+    assert "is no exported model" in capsys.readouterr().err
+    assert [path.name for path in out.iterdir()] == ["diary.txt"]
+    assert main(["export", str(model), "--output", str(model), "--overwrite"]) == 2
+    assert "holds what is exported" in capsys.readouterr().err
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], object], str]] = {
+    "missing": (lambda _, t: t.pop("model.norm.weight"), "model.norm.weight: missing; LlamaForCausalLM"),
+    "unexpected": (
+        lambda _, t: t.update(extra=torch.ones(1)),
+        "tiny-llama/model.safetensors: extra: unexpected; LlamaForCausalLM",
+    ),
+    "shape": (
+        lambda _, t: t.update({"model.norm.weight": torch.ones(7)}),
+        "tiny-llama/model.safetensors: model.norm.weight: has the shape [7], but LlamaForCausalLM of this config needs [64]",
+    ),
+    "code": (
+        lambda c, _: c.update(model_type="mystery", auto_map={"AutoConfig": "evil.Config"}),
+        "auto_map: this model brings code of its own (mystery); read it, then allow it with --trust-remote-code",
+    ),
+    "quantised": (lambda c, _: c.update(quantization_config={"bits": 4}), "quantization_config: quantised weights"),
+    "layers": (lambda c, _: c.update(num_hidden_layers=10**9), "num_hidden_layers: 1000000000 is no number of layers"),
+    "no model": (lambda c, _: c.update(model_type="t5"), "config.json: describes no causal language model"),
+    "infinite": (
+        lambda _, t: t["model.norm.weight"].fill_(float("nan")),
+        "the checkpoint's logits are not finite: the training has diverged",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_told_and_nothing_is_left(
+    case: str, tiny_llama: MakeModel, tmp_path: Path, capsys: Any
+) -> None:
+    model = tiny_llama()
+    change, message = WRONG[case]
+    config, tensors = json.loads((model / "config.json").read_text()), weights(model)
+    change(config, tensors)
+    (model / "config.json").write_text(json.dumps(config))
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    (model / "evil.py").write_text("raise SystemExit('code of a stranger ran')")
+    assert main(["export", str(model), "--output", str(tmp_path / "results" / "out")]) == 2
+    assert message in capsys.readouterr().err
+    assert list((tmp_path / "results").glob("*")) == []
+
+
+def test_a_tokenizer_that_is_damaged_or_runs_code_is_told_with_its_file(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any
+) -> None:
+    model, out = tiny_llama(), tmp_path / "results" / "out"
+    path = model / "tokenizer_config.json"
+    sound = path.read_text()
+    hostile = {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "tokenizer_class": "EvilTokenizer"}
+    command = ["export", str(model), "--output", str(out), "--no-verify"]
+    path.write_text(json.dumps(json.loads(sound) | hostile))
+    assert main(command) == 2
+    assert f"{path}: auto_map: this tokenizer brings code of its own (EvilTokenizer)" in capsys.readouterr().err
+    path.write_text(sound)
+    (model / "tokenizer.json").write_text("{")
+    assert main(command) == 2
+    assert f"{model / 'tokenizer.json'}: not JSON; the file is damaged" in capsys.readouterr().err
+    assert list(out.parent.glob("*")) == []
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+    assert main(command) == 0
+    assert "without a tokenizer, since there was none" in capsys.readouterr().out

@@ -1,0 +1,121 @@
+"""An export appears whole or not at all, whatever happens to it on the way."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import main
+from finetune.errors import UserError
+from finetune.export.command import stopped_by_signals
+from finetune.export.publishing import refuse_full_disk, staged
+from finetune.safetensors_header import header_bytes
+from finetune.tensors import read_folder
+from tests.ranks import ROOT, environment
+
+VOCABULARY = 1_000_000  # of the large model, whose embeddings take a second to write
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of half a gigabyte of zeros, which takes no room on the disk."""
+    from tests.conftest import make_model
+
+    folder = make_model(tmp_path_factory.mktemp("large") / "model")
+    config = json.loads((folder / "config.json").read_text()) | {"vocab_size": VOCABULARY}
+    (folder / "config.json").write_text(json.dumps(config))
+    shapes = {
+        name: (VOCABULARY, *tensor.shape[1:]) if "embed_tokens" in name or "lm_head" in name else tensor.shape
+        for name, tensor in read_folder(folder).items()
+    }
+    dtype = next(iter(read_folder(folder).values())).dtype
+    header = header_bytes((name, dtype, shape) for name, shape in shapes.items())
+    file = folder / "model.safetensors"
+    file.write_bytes(header)
+    with file.open("r+b") as opened:
+        size = sum(shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values()) * dtype.itemsize
+        opened.truncate(len(header) + size)
+    return folder
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_an_export_that_is_stopped_leaves_nothing(
+    number: signal.Signals, large: Path, tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    out = tmp_path / "results" / "out"
+    command = [sys.executable, "-m", "finetune", "export", str(large), "--output", str(out), "--no-verify"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    half_made = out.parent / ".out.exporting" / "model.safetensors"
+    deadline = time.monotonic() + 60
+    while not (half_made.exists() and half_made.stat().st_size > 10_000_000):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.005)
+    with pytest.raises(UserError, match="another process is exporting to it"), staged(out):
+        pass
+    process.send_signal(number)
+    process.wait(timeout=30)
+    assert process.returncode != 0
+    assert not out.exists()
+    if number != signal.SIGKILL:  # after which nobody can clear away; the next export does
+        assert list(out.parent.iterdir()) == []
+    assert main(["export", str(tiny_llama()), "--output", str(out), "--no-verify"]) == 0
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+    assert read_folder(out)
+
+
+def test_a_full_disk_is_told_before_and_while(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(UserError, match=r"the export takes 1,000,000 TB, but the disk has"):
+        refuse_full_disk(tmp_path, 10**18)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000, before[1]))  # a write beyond it fails, as on a full disk
+    try:
+        assert main(["export", str(large), "--output", str(tmp_path / "out"), "--no-verify"]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "cannot be written: File too large; nothing is left of the export" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_overwriting_keeps_the_old_until_the_new_stands(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(tiny_llama("one")), "--output", str(out), "--no-verify"]) == 0
+    (out / "mark").write_text("old")
+    with pytest.raises(RuntimeError), staged(out, overwrite=True) as staging:
+        (staging / "config.json").write_text("{}")
+        raise RuntimeError
+    assert (out / "mark").read_text() == "old"
+    assert main(["export", str(tmp_path / "one"), "--output", str(out), "--no-verify", "--overwrite"]) == 0
+    assert not (out / "mark").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out"]
+
+
+def test_a_place_that_cannot_be_written_is_told(
+    tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "file" / "out")]) == 2
+    assert "cannot be written: Not a directory; choose another --output" in capsys.readouterr().err
+
+
+def test_a_link_is_not_replaced(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_llama()
+    (tmp_path / "out").symlink_to(model)
+    other = tiny_llama("other")
+    assert main(["export", str(other), "--output", str(tmp_path / "out"), "--no-verify", "--overwrite"]) == 2
+    assert (model / "config.json").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_is_the_exit_even_where_a_library_makes_another_error_of_it(number: signal.Signals) -> None:
+    with pytest.raises(SystemExit) as stopped, stopped_by_signals():
+        try:
+            signal.raise_signal(number)
+        except SystemExit:
+            raise ValueError("could not determine the shape of a storage") from None  # as torch does now and then
+    assert stopped.value.code == 128 + number

@@ -1,0 +1,187 @@
+"""Folders that torch wrote with pickle: their tensors are found without running anything, and damage is told."""
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+from finetune.cli import main
+from finetune.errors import UserError
+from finetune.export.torch_files import read_dcp_folder, read_torch_file
+from finetune.tensors import read
+
+TENSORS = {
+    "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+    "b": torch.tensor(7),
+    "c": torch.arange(6).bfloat16()[2:5],  # a part of a storage
+    "d": torch.zeros(0, 3),
+}
+FUZZ_EXAMPLES = int(os.environ.get("FINETUNE_FUZZ_EXAMPLES", "150"))
+
+
+class Hostile:
+    """A pickle of this runs a command when it is read as pickles are."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {self.target}",)
+
+
+def save_dcp(folder: Path, state: dict[str, Any]) -> Path:
+    dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
+    metadata = pickle.loads((folder / ".metadata").read_bytes())  # noqa: S301  # written a line above
+    change(metadata)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def test_a_dcp_folder_and_a_torch_file_read_back(tmp_path: Path) -> None:
+    torch.save(TENSORS | {"note": "text"}, tmp_path / "model.bin")
+    folder = save_dcp(tmp_path / "dcp", {"model": TENSORS, "step": 3, "lists": [1, {"x": torch.ones(2)}]})
+    found = read_torch_file(tmp_path / "model.bin")
+    stored = read_dcp_folder(folder)
+    for name, tensor in TENSORS.items():
+        assert torch.equal(read(found[name]), tensor)
+        assert torch.equal(read(stored[f"model.{name}"]), tensor)
+
+
+def test_a_folder_of_python_3_11_0_whose_enumerations_are_written_by_getattr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_getattr: Any = lambda member, _: (getattr, (type(member), member.name))  # noqa: E731
+    monkeypatch.setattr(_MEM_FORMAT_ENCODING, "__reduce_ex__", by_getattr)
+    folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert torch.equal(read(read_dcp_folder(folder)["a"]), TENSORS["a"])
+
+    class Reaching:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return getattr, (_MEM_FORMAT_ENCODING.__base__, "__subclasses__")
+
+    (folder / ".metadata").write_bytes(pickle.dumps(Reaching()))
+    with pytest.raises(UserError, match=r"\.metadata: wants to import"):
+        read_dcp_folder(folder)
+
+
+def test_a_hostile_pickle_is_refused_unread(tmp_path: Path) -> None:
+    trap = tmp_path / "trap"
+    folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
+    (folder / ".metadata").write_bytes(pickle.dumps(Hostile(trap)))
+    with pytest.raises(UserError, match=r"\.metadata: wants to import posix\.system"):
+        read_dcp_folder(folder)
+    torch.save({"a": Hostile(trap)}, tmp_path / "model.bin")
+    with pytest.raises(UserError, match=r"model\.bin: holds more than weights"):
+        read_torch_file(tmp_path / "model.bin")
+    assert not trap.exists()
+
+
+def _storage(metadata: Any) -> Any:
+    return next(info for index, info in metadata.storage_data.items() if index.fqn == "a")
+
+
+WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing file": (lambda f: (f / "__0_0.distcp").unlink(), r"__0_0\.distcp: a: its file is missing"),
+    "truncated file": (lambda f: os.truncate(f / "__0_0.distcp", 900), r"__0_0\.distcp: a: not a torch file"),
+    "traversal": (
+        lambda f: change_metadata(f, lambda m: setattr(_storage(m), "relative_path", "../../etc/passwd")),
+        r"a: its file '\.\./\.\./etc/passwd' leads out of the folder",
+    ),
+    "negative place": (
+        lambda f: change_metadata(f, lambda m: setattr(_storage(m), "offset", -5)),
+        r"a: its place in __0_0\.distcp is no place",
+    ),
+    "other shape": (
+        lambda f: change_metadata(f, lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([9, 4]))),
+        r"a: of shape \[9, 4\] by its metadata, but the files hold pieces of shape \[3, 4\]",
+    ),
+    "extensions": (
+        lambda f: change_metadata(f, lambda m: setattr(_storage(m), "transform_descriptors", ["zstd"])),
+        r"a: written through \['zstd'\]",
+    ),
+    "truncated metadata": (lambda f: os.truncate(f / ".metadata", 60), r"\.metadata: damaged"),
+    "no metadata": (lambda f: (f / ".metadata").write_bytes(pickle.dumps([1])), "does not describe a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_damaged_dcp_folder_is_told(case: str, tmp_path: Path) -> None:
+    folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
+    change, message = WRONG[case]
+    change(folder)
+    with pytest.raises(UserError, match=message):
+        read_dcp_folder(folder)
+
+
+def test_weights_are_found_behind_any_prefix_and_beside_an_optimizer(
+    tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tiny_llama()
+    weights = load_file(model / "model.safetensors")
+    moments = {f"state.{name}.exp_avg": tensor for name, tensor in weights.items()}
+    save_dcp(tmp_path / "one", {"app": {"net": weights, "optimizer": moments}, "step": 7})
+    command = ["export", "--base-model", str(model), "--no-verify"]
+    assert main([*command, str(tmp_path / "one"), "--output", str(tmp_path / "out")]) == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in weights.items())
+    halves = sorted(weights)[::2], sorted(weights)[1::2]
+    for number, names in enumerate(halves, start=1):
+        (tmp_path / "bin").mkdir(exist_ok=True)
+        torch.save({n: weights[n] for n in names}, tmp_path / "bin" / f"pytorch_model-0000{number}-of-00002.bin")
+    assert main([*command, str(tmp_path / "bin"), "--output", str(tmp_path / "out-bin")]) == 0
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "out-bin" / "model.safetensors"
+    ).read_bytes()
+    save_dcp(tmp_path / "two", {"model": weights, "ema": weights})
+    assert main([*command, str(tmp_path / "two"), "--output", str(tmp_path / "out2")]) == 2
+    assert "holds the model more than once, under ema. and model." in capsys.readouterr().err
+    assert main(["export", str(tmp_path / "one"), "--output", str(tmp_path / "out3")]) == 2
+    assert "has no config.json; name the model that was trained" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("sound")
+    save_dcp(folder, {"a": TENSORS["a"], "b": TENSORS["b"]})
+    torch.save({"a": TENSORS["a"]}, folder / "model.bin")
+    return folder
+
+
+@settings(max_examples=FUZZ_EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    file=st.sampled_from([".metadata", "__0_0.distcp", "model.bin"]),
+    changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
+)
+def test_no_changed_byte_crashes_the_reader(
+    file: str, changes: list[tuple[int, int]], sound: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("fuzz") / "dcp"
+    shutil.copytree(sound, folder)
+    content = bytearray((folder / file).read_bytes())
+    for position, value in changes:
+        content[position % len(content)] = value
+    (folder / file).write_bytes(content)
+    for reader in (lambda: read_dcp_folder(folder), lambda: read_torch_file(folder / "model.bin")):
+        try:
+            tensors = reader()
+        except UserError as error:
+            assert str(folder) in str(error) or "hold" in str(error)
+        else:
+            for tensor in tensors.values():
+                assert read(tensor).shape == tensor.shape
+    shutil.rmtree(folder)

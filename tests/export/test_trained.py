@@ -1,0 +1,244 @@
+"""Checkpoints of two ranks in every layout, of ours and of Accelerate's, exported: the logits are those of the training."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from finetune.cli import main
+from finetune.export.exporting import export_run
+from tests.conftest import make_chat, make_model
+from tests.export.trained import IDS
+from tests.ranks import ROOT, launch_ranks
+
+LAYOUTS = ("fsdp2", "fsdp1", "ddp")
+FULL: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "tied": {"tie_word_embeddings": True},
+    "bf16": {"dtype": "bfloat16"},
+}
+LORA: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "dora": {"use_dora": True, "use_rslora": True, "lora_target_modules": ["q_proj", "down_proj"]},
+}
+ACCELERATE = (
+    {"name": "accelerate-fsdp2", "layout": "fsdp2"},
+    {"name": "accelerate-fsdp2-full", "layout": "fsdp2", "state_dict_type": "FULL_STATE_DICT"},
+    {"name": "accelerate-fsdp1", "layout": "fsdp1"},
+    {"name": "accelerate-ddp", "layout": "ddp"},
+)
+GENERATION = {"eos_token_id": [1, 2], "temperature": 0.5, "do_sample": True}  # as no config.json would imply
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder of runs, one for each layout and kind, all written by one start of two ranks."""
+    folder = tmp_path_factory.mktemp("trained")
+    chat = make_chat(folder / "chat.jsonl", rows=8)
+    models = {name: make_model(folder / f"model-{name}", **config) for name, config in FULL.items()}
+    (models["untied"] / "generation_config.json").write_text(json.dumps(GENERATION))
+    runs = []
+    for layout in LAYOUTS:
+        for kind, keys in (FULL | LORA).items():
+            recipe = {
+                "model_name_or_path": str(models.get(kind, models["untied"])),
+                "datasets": [{"path": str(chat)}],
+                "output_dir": str(folder / f"{layout}-{kind}"),
+                "use_peft": kind in LORA,
+                "eval_split_size": 0.25,
+            }
+            recipe |= {"lora_r": 4} | keys if kind in LORA else {}
+            recipe |= {"export_dtype": "float16"} if (layout, kind) == ("fsdp1", "tied") else {}
+            path = folder / f"{layout}-{kind}.yaml"
+            path.write_text(yaml.safe_dump(recipe))
+            runs.append({"name": f"{layout}-{kind}", "layout": layout, "recipe": str(path)})
+    given = {
+        "folder": str(folder),
+        "layouts": LAYOUTS,
+        "runs": runs,
+        "accelerate": ACCELERATE,
+        "model": str(models["tied"]),
+    }
+    launch_ranks(ROOT / "tests" / "export" / "trained.py", [json.dumps(given)], timeout=240).check()
+    yield folder
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        logits: torch.Tensor = model(IDS, use_cache=False).logits.float()
+    return logits
+
+
+def in_training(trained: Path, name: str) -> torch.Tensor:
+    """The logits of the training process, which must be the same on both ranks."""
+    ranks = [load_file(trained / f"{name}.{rank}")["logits"] for rank in (0, 1)]
+    assert torch.equal(*ranks)
+    return ranks[0]
+
+
+@pytest.mark.parametrize("kind", FULL)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_float32_the_logits_are_those_of_the_training(layout: str, kind: str, trained: Path, tmp_path: Path) -> None:
+    run, out = trained / f"{layout}-{kind}", tmp_path / "out"
+    assert main(["export", str(run), "--output", str(out), "--dtype", "float32", "--no-verify"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.float32
+    assert torch.equal(logits_of(model), in_training(trained, run.name))
+    assert ("lm_head.weight" in load_file(out / "model.safetensors")) == (kind != "tied")
+
+
+@pytest.mark.parametrize("kind", LORA)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_merged_adapter_has_the_logits_of_the_training(layout: str, kind: str, trained: Path, tmp_path: Path) -> None:
+    run, out = trained / f"{layout}-{kind}", tmp_path / "out"
+    assert main(["export", str(run), "--output", str(out), "--no-verify"]) == 0
+    expected, untrained = in_training(trained, run.name), AutoModelForCausalLM.from_pretrained(trained / "model-untied")
+    merged = logits_of(AutoModelForCausalLM.from_pretrained(out))
+    distance = (expected - logits_of(untrained)).norm()
+    assert distance > 0.01 * expected.norm()  # the adapter does something
+    torch.testing.assert_close(merged, expected)
+    adapted = PeftModel.from_pretrained(untrained, out / "adapter")
+    torch.testing.assert_close(logits_of(adapted), expected)
+    torch.testing.assert_close(merged, logits_of(adapted.merge_and_unload()))
+
+
+@pytest.mark.parametrize("name", [kind["name"] for kind in ACCELERATE])
+def test_what_accelerate_saved_has_the_logits_of_the_training(name: str, trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    base = ["--base-model", str(trained / "model-tied")]
+    assert main(["export", str(trained / name / "state"), "--output", str(out), "--no-verify", *base]) == 0
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(trained, name))
+    assert AutoTokenizer.from_pretrained(out).chat_template is not None
+    assert "lm_head.weight" not in load_file(out / "model.safetensors")
+
+
+def test_the_dtype_is_the_base_models(trained: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(trained / "fsdp2-bf16"), "--output", str(out), "--no-verify"]) == 0
+    assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_verification_runs_the_adapter_beside_its_base(kind: str, trained: Path, tmp_path: Path, capsys: Any) -> None:
+    run = str(trained / f"fsdp2-{kind}")
+    assert main(["export", run, "--output", str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    assert "verified: every value, and logits within 0.00" in capsys.readouterr().out
+
+
+def test_adapter_only_is_a_peft_folder(trained: Path, tmp_path: Path) -> None:
+    run, out = trained / "fsdp2-lora", tmp_path / "out"
+    assert main(["export", str(run), "--output", str(out), "--adapter-only"]) == 0
+    files = {path.name for path in out.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json", "README.md", "tokenizer.json"} <= files
+    assert not [name for name in files if name.startswith("model")]
+    again = tmp_path / "again"
+    assert main(["export", str(out), "--output", str(again), "--no-verify"]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(again)
+    torch.testing.assert_close(logits_of(merged), in_training(trained, run.name))
+
+
+def test_the_card_tells_what_was_done(trained: Path, tmp_path: Path) -> None:
+    run, out = trained / "fsdp2-lora", tmp_path / "my-model"
+    lines = [{"step": 1, "loss": 2.5, "eval_loss": 3.0}, {"step": 1, "eval_loss": 1.25}, {"step": 2, "loss": 1.125}]
+    lines += [{"step": 2, "eval_loss": 1.5}, {"step": 3, "loss": 0.5, "eval_loss": 0.25}]  # after what is exported
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = {"sources": [{"formats": ["sharegpt", "text"], "examples": 1234}]}
+    (run / "data_report.json").write_text(json.dumps(told))
+    licence = {"license": "other", "license_name": "tiny", "license_link": "LICENSE"}
+    (trained / "model-untied" / "README.md").write_text(f"---\n{yaml.safe_dump(licence)}---\n# Base\n")
+    assert main(["export", str(run), "--output", str(out), "--no-verify"]) == 0
+    card = (out / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1]).items() >= licence.items()
+    for part in (
+        "# my-model",
+        "model-untied",
+        "chat.jsonl",
+        "2.5000 → 1.1250",
+        "3.0000 → 1.5000",
+        "1.2500 at step 1",
+        "| training | chat.jsonl | train | sharegpt, text | 1.0 | 1,234 |",
+        "Held out from these: 25.000% of the rows.",
+        "`lora_r`",
+        "| Steps | 2 |",
+    ):
+        assert part in card, part
+    assert str(trained) not in card
+
+
+@pytest.mark.parametrize("kind", ["tied", "lora"])
+def test_the_end_of_a_run_leaves_export_and_adapter(kind: str, trained: Path) -> None:
+    run = trained / f"ddp-{kind}"
+    for _ in range(2):  # a run that is resumed after its end exports again
+        export_run(run, verify=False)
+    assert (run / "adapter" / "adapter_config.json").exists() == (kind == "lora")
+    assert not (run / "export" / "adapter").exists()
+    merged = AutoModelForCausalLM.from_pretrained(run / "export")
+    torch.testing.assert_close(logits_of(merged), in_training(trained, run.name))
+
+
+def test_generation_config_and_model_stand_without_the_base(trained: Path, tmp_path: Path, capsys: Any) -> None:
+    run, out = trained / "fsdp2-untied", tmp_path / "out"
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    shutil.copytree(checkpoint, tmp_path / checkpoint.name)
+    shutil.rmtree(tmp_path / checkpoint.name / "optimizer")  # nothing of it is exported
+    command = ["export", str(tmp_path / checkpoint.name), "--output", str(out), "--no-verify"]
+    assert main([*command, "--base-model", str(tmp_path / "moved")]) == 2
+    assert "moved: the base model's folder is gone; say where it is with --base-model" in capsys.readouterr().err
+    base = (trained / "model-untied").rename(tmp_path / "base")
+    try:
+        assert main(command) == 0
+    finally:
+        base.rename(trained / "model-untied")
+    assert json.loads((out / "generation_config.json").read_text()) == GENERATION
+    assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(trained, run.name))
+
+
+def test_the_recipe_can_name_the_dtype(trained: Path) -> None:
+    export_run(trained / "fsdp1-tied", verify=False)
+    found = load_file(trained / "fsdp1-tied" / "export" / "model.safetensors")
+    assert {tensor.dtype for tensor in found.values()} == {torch.float16}
+
+
+def test_a_damaged_checkpoint_is_not_exported(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, out = tmp_path / "run", tmp_path / "out"
+    shutil.copytree(trained / "fsdp2-untied" / "checkpoints", run / "checkpoints")
+    (checkpoint,) = (run / "checkpoints").glob("step-*")
+    piece = next((checkpoint / "model").glob("*.safetensors"))
+    content = bytearray(piece.read_bytes())
+    content[-1] ^= 1
+    piece.write_bytes(content)
+    for source in (run, checkpoint):
+        assert main(["export", str(source), "--output", str(out), "--no-verify"]) == 2
+        assert f"model/{piece.name} does not match its checksum" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.slow
+def test_stories260k_of_two_ranks_has_the_logits_of_the_training_in_every_layout(shared: Path, tmp_path: Path) -> None:
+    chat, runs = make_chat(tmp_path / "chat.jsonl", rows=8), []
+    for layout in LAYOUTS:
+        recipe = {
+            "model_name_or_path": str(shared / "models" / "stories260k"),
+            "datasets": [{"path": str(chat)}],
+            "chat_template": "chatml",
+            "output_dir": str(tmp_path / layout),
+        }
+        (tmp_path / f"{layout}.yaml").write_text(yaml.safe_dump(recipe))
+        runs.append({"name": layout, "layout": layout, "recipe": str(tmp_path / f"{layout}.yaml")})
+    given = {"folder": str(tmp_path), "layouts": LAYOUTS, "runs": runs, "accelerate": []}
+    launch_ranks(ROOT / "tests" / "export" / "trained.py", [json.dumps(given)], timeout=240).check()
+    for layout in LAYOUTS:
+        out = tmp_path / f"{layout}-export"
+        assert main(["export", str(tmp_path / layout), "--output", str(out), "--dtype", "float32"]) == 0
+        assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(tmp_path, layout))

@@ -1,0 +1,43 @@
+"""Each way in which the hub can fail is one sentence that says what to do. The hub itself is played here."""
+
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from huggingface_hub import errors
+
+from finetune.errors import UserError
+from finetune.hub import hub_file
+
+
+def _answered(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
+    return kind("no", response=SimpleNamespace(status_code=status, headers={}, request=None))
+
+
+CASES: list[tuple[Exception, str]] = [
+    (_answered(errors.GatedRepoError, 403), "gated; accept its licence at huggingface.co/a/b"),
+    (_answered(errors.RepositoryNotFoundError, 404), "the hub knows no such repository, or it is private"),
+    (_answered(errors.RevisionNotFoundError, 404), "no revision v2; correct model_revision"),
+    (_answered(errors.RemoteEntryNotFoundError, 404), "has no config.json; name a repository of a transformers model"),
+    (errors.LocalEntryNotFoundError("away"), "config.json is not on this machine and HF_HUB_OFFLINE is set"),
+    (errors.OfflineModeIsEnabled("offline"), "is not on this machine"),
+    (_answered(errors.HfHubHTTPError, 401), "the hub answered 401 for config.json; log in again"),
+    (_answered(errors.HfHubHTTPError, 503), "the hub answered 503 for config.json; try again later"),
+    (errors.HFValidationError("form"), "neither a local folder nor the form of a hub name"),
+    (OSError("disk full\nmore"), "config.json cannot be had (disk full)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"), CASES, ids=lambda value: type(value).__name__ if not isinstance(value, str) else ""
+)
+def test_a_hub_that_fails_is_one_sentence(raised: Exception, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def download(*_: object, **__: object) -> str:
+        raise raised
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    with pytest.raises(UserError) as told:
+        hub_file("a/b", "config.json", "v2")
+    assert str(told.value).startswith("a/b: ")
+    assert said in str(told.value)
+    assert "\n" not in str(told.value)
