@@ -1,0 +1,155 @@
+"""The `finetune` command: one subcommand for each thing a person does, each answered by its own room.
+
+Nothing heavy is imported before a subcommand has been chosen and its arguments have been read.
+"""
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from finetune import __version__
+from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
+from finetune.quiet import quieten
+from finetune.recipe.overrides import read_overrides
+
+# Subcommand -> the function that answers it, by name: importing it would import torch.
+COMMANDS = {
+    "launch": "finetune.launch:launch_command",
+    "plan": "finetune.plan.command:plan_command",
+    "inspect": "finetune.data.inspect:inspect_command",
+    "export": "finetune.export.command:export_command",
+    "report": "finetune.report.command:report_command",
+    "checkpoints": "finetune.checkpoint.command:checkpoints_command",
+    "convert": "finetune.convert:convert_command",
+}
+TAKES_A_RECIPE = ("launch", "plan", "inspect")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one subcommand and returns its exit code: 0, 2 for a mistake of the user's, 75 for a run that was preempted."""
+    quieten()
+    try:
+        options = read_arguments(sys.argv[1:] if arguments is None else arguments)
+        module, _, function = COMMANDS[options.command].partition(":")
+        code: int = getattr(importlib.import_module(module), function)(options)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    except Preempted as stop:
+        print(stop, file=sys.stderr)
+        return EXIT_PREEMPTED
+    except KeyboardInterrupt:
+        return 130  # the shell's own for SIGINT
+    except BrokenPipeError:
+        sys.stderr.close()  # the reader of our output has gone (`| head`); there is nobody left to tell
+        return 0
+    return code
+
+
+def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The command line, read; for the subcommands that take a recipe, `overrides` holds its `key=value` texts."""
+    parser = build_parser()
+    options, rest = parser.parse_known_args(arguments)
+    if options.command in TAKES_A_RECIPE:
+        options.overrides = read_overrides(rest, vars(options).keys() - {"command"})
+    elif rest:
+        parser.error(
+            f"{options.command} takes no {' '.join(rest)}; finetune {options.command} --help lists what it does"
+        )
+    return options
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Every subcommand with its options."""
+    parser = argparse.ArgumentParser(
+        prog="finetune", description="Fine-tune Llama-style models on Hugging Face Accelerate.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"finetune {__version__}")
+    subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    launch = _add(subcommands, "launch", "start a run on this machine's GPUs, or on CPU ranks")
+    _add_recipe(launch)
+    _add_config(launch)
+    _add_processes(launch, "ranks on this machine; left out, one for each GPU, or one on the CPU")
+    launch.add_argument("--dry-run", action="store_true", help="print the plan of the run and stop")
+
+    plan = _add(subcommands, "plan", "memory and time of a run, before it: no GPU, no weights")
+    _add_recipe(plan)
+    _add_config(plan)
+    _add_processes(plan, "ranks of the run; left out, a table over many")
+    plan.add_argument(
+        "--gpu-memory", metavar="SIZE", help="say whether the run fits, and what would make it fit; 80GiB"
+    )
+    plan.add_argument("--mfu", type=float, metavar="SHARE", help="assumed share of the peak FLOP/s; 0.4")
+    plan.add_argument("--json", action="store_true", help="print JSON")
+
+    inspect = _add(subcommands, "inspect", "the data as the model will see it, and what is wrong with it")
+    _add_recipe(inspect)
+    inspect.add_argument("--rows", type=int, default=3, metavar="N", help="examples to show (default: 3)")
+    inspect.add_argument("--json", action="store_true", help="print JSON")
+
+    export = _add(subcommands, "export", "turn a checkpoint into a verified Hugging Face folder")
+    export.add_argument(
+        "source", metavar="RUN_OR_CHECKPOINT", help="a run's folder (its newest checkpoint), or a checkpoint"
+    )
+    export.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; left out, the base checkpoint's"
+    )
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
+    export.add_argument(
+        "--no-verify", dest="verify", action="store_false", help="do not read the result back and compare"
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace DIR where it exists")
+    export.add_argument("--adapter-only", action="store_true", help="LoRA: the PEFT folder alone, nothing merged")
+    export.add_argument(
+        "--base-model",
+        metavar="MODEL",
+        help="what was trained, where the checkpoint does not say: a folder or hub name",
+    )
+    export.add_argument("--push-to-hub", metavar="REPO", help="upload the verified folder to this hub repository")
+    export.add_argument("--trust-remote-code", action="store_true", help="run code that the base model brings along")
+
+    report = _add(subcommands, "report", "one HTML file on one run, or on several side by side")
+    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
+    report.add_argument(
+        "--output",
+        metavar="FILE",
+        help="the file to write, and its .png; left out, report.html and loss.png in the first RUN",
+    )
+
+    checkpoints = _add(subcommands, "checkpoints", "what a run could be resumed or exported from")
+    checkpoints.add_argument("run", metavar="RUN", help="a run's folder")
+    checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
+    checkpoints.add_argument("--json", action="store_true", help="print JSON")
+
+    convert = _add(subcommands, "convert", "write our recipe from TRL's, Axolotl's, LLaMA-Factory's or torchtune's")
+    convert.add_argument("source", metavar="THEIR.yaml", help="the other tool's file")
+    convert.add_argument("--output", metavar="FILE", help="the recipe to write; left out, it is printed")
+    return parser
+
+
+def _add(
+    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str
+) -> argparse.ArgumentParser:
+    parser = subcommands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
+    if name in TAKES_A_RECIPE:
+        parser.epilog = "key=value (also --key value) overrides any key of the recipe; docs/recipes.md lists them."
+    return parser
+
+
+def _add_recipe(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--recipe", default="quickstart", metavar="R", help="a file, or a name in recipes/ (default: quickstart)"
+    )
+
+
+def _add_config(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--config", metavar="C", help="an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)"
+    )
+
+
+def _add_processes(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--num-processes", type=int, metavar="N", help=what)

@@ -1,0 +1,29 @@
+"""docs/coming-from.md, made from the tables: `python -m finetune.convert.page > docs/coming-from.md`."""
+
+from finetune.recipe.foreign import TOOLS
+
+
+def coming_from_page() -> str:
+    """docs/coming-from.md, from the tables."""
+    lines = [
+        "# Coming from TRL, Axolotl, LLaMA-Factory or torchtune",
+        "",
+        "`finetune convert THEIR.yaml --output recipe.yaml` writes our recipe from theirs, and lists what has no counterpart. A",
+        "key of theirs in a recipe of ours is an error that names ours. This page is made from the same tables",
+        "(`finetune/recipe/foreign.py`): `python -m finetune.convert.page > docs/coming-from.md`.",
+        "",
+        "Sharding, computing precision and activation checkpointing stand in the Accelerate file that `accelerate_config` (or",
+        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are left out of the tables.",
+    ]
+    for tool, pairs in TOOLS.items():
+        lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]
+        lines += [
+            f"| `{pair.theirs}` | {f'`{pair.ours}`' if pair.ours else '–'} | {pair.note} |"
+            for pair in pairs
+            if pair.ours != pair.theirs or pair.note
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(coming_from_page(), end="")

@@ -1,0 +1,142 @@
+"""What the forward keeps for the backward, in bytes per token: every tensor that autograd saves, by the operation.
+
+Counted from the forward of transformers' models and checked against a trace of torch's saved tensors
+(tests/plan/test_activations.py). Korthikanti et al. 2022 (section 4) count the same way for GPT.
+"""
+
+from dataclasses import dataclass
+
+from finetune.plan.architecture import Architecture
+from finetune.plan.state import FP32
+from finetune.recipe.schema import Lora
+
+# Of fp32 logits in a chunk of the loss: finetune/modeling/loss.py's CHUNK_BYTES, which a test compares.
+LOSS_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
+LOSS_CHUNK_LEAST_TOKENS = 64
+TOKEN_ID = 8  # bytes of an int64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Computation:
+    """How a forward is run, as far as its memory depends on it."""
+
+    itemsize: int  # bytes of the computing type
+    autocast: bool = (
+        False  # fp32 parameters and residual stream, cast at each product (DDP, single); else parameters are cast
+    )
+    checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: none
+    lora: Lora | None = None
+    document_length: int = 0  # tokens; matters where a family's scores [tokens, tokens] are written out
+    cpu: bool = False  # documents are attended to one by one and laid end to end again
+    grouped_attention: bool = True  # the kernel takes fewer key-value heads than query heads (torch 2.12 and later)
+
+    @property
+    def drops_inputs(self) -> bool:
+        """Whether a frozen layer's input is kept only as its adapter's dropout left it."""
+        return self.lora is not None and self.lora.lora_dropout > 0
+
+    @property
+    def residual_itemsize(self) -> int:
+        """Bytes of a number of the residual stream."""
+        return FP32 if self.autocast else self.itemsize
+
+
+def layer_bytes(a: Architecture, run: Computation) -> dict[str, int]:
+    """Bytes per token that one decoder layer keeps, by what keeps them."""
+    return {
+        "norms": _norms(a, run),
+        "attention": _attention(a, run),
+        "mlp": _mlp(a, run),
+        "adapters": _adapters(a, run),
+    }
+
+
+def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
+    """Bytes per token that the whole trunk keeps between forward and backward."""
+    layer = sum(layer_bytes(a, run).values())
+    every = run.checkpoint_every
+    recomputed = 0 if every is None else -(-a.layers // every)
+    rotary = 2 * a.head_size * run.residual_itemsize
+    final_norm = _norm(a.hidden, a, run) + a.hidden * run.residual_itemsize
+    return {
+        "layers": (a.layers - recomputed) * layer,
+        "checkpoints": recomputed * a.hidden * run.residual_itemsize,
+        "ends": TOKEN_ID + rotary + final_norm,
+    }
+
+
+def recomputed_bytes(a: Architecture, run: Computation) -> int:
+    """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
+    return sum(layer_bytes(a, run).values()) if run.checkpoint_every is not None else 0
+
+
+def working_bytes(a: Architecture, run: Computation) -> int:
+    """Bytes per token that a layer's backward needs beside what was kept: the MLP's two inner gradients are there while
+    its own are not yet gone, and the gradient of the residual stream twice (before and after the norm)."""
+    return 2 * a.intermediate * run.itemsize + 2 * a.hidden * run.residual_itemsize
+
+
+def evaluation_bytes(a: Architecture, run: Computation) -> int:
+    """Bytes per token of a forward that keeps nothing: the MLP's widest moment beside the residual stream."""
+    return 3 * a.intermediate * run.itemsize + 3 * a.hidden * run.residual_itemsize
+
+
+def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
+    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back."""
+    budget = LOSS_CHUNK_BYTES["cpu" if run.cpu else "cuda"]
+    most = max(budget // (FP32 * vocabulary), LOSS_CHUNK_LEAST_TOKENS)
+    chunks = max(-(-tokens // most), 1)
+    casts = 0 if run.itemsize == FP32 else FP32 if run.cpu else run.itemsize  # a CPU's softmax casts its input first
+    return -(-tokens // chunks) * vocabulary * (run.itemsize + FP32 + casts)
+
+
+def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1) -> int:
+    """RMSNorm works in fp32: it keeps its input so (the residual itself where that is fp32), the reciprocal root, and
+    the normalised input where a trained weight's gradient needs it (in fp32 where the product is, as Gemma's)."""
+    normalised = FP32 if a.family.norm_keeps_fp32 else itemsize or run.residual_itemsize
+    return FP32 * width + FP32 * heads + (normalised * width if run.lora is None else 0)
+
+
+def _norms(a: Architecture, run: Computation) -> int:
+    # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual stream. Autocast
+    # casts an fp32 input anew for each of q, k, v and for gate and up.
+    inputs = 0 if run.drops_inputs else 5 if run.autocast and not a.family.fused else 2
+    return len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
+
+
+def _attention(a: Architecture, run: Computation) -> int:
+    query, key_value, size = a.query_width, a.key_value_width, run.itemsize
+    attended = query + 2 * (key_value if run.grouped_attention else query)
+    output = query * (2 if run.cpu and not run.drops_inputs else 1)
+    total = size * (attended + output) + FP32 * a.heads
+    if a.family.query_key_norm is not None:
+        by_head = a.family.query_key_norm == "head"
+        total += _norm(query, a, run, itemsize=size, heads=a.heads if by_head else 1)
+        total += _norm(key_value, a, run, itemsize=size, heads=a.key_value_heads if by_head else 1)
+    if a.family.caps_scores:  # key and value repeated for each head; tanh, softmax in fp32, and its cast
+        total += 2 * size * (query - key_value) + a.heads * run.document_length * (
+            size + FP32 + (size if size < FP32 else 0)
+        )
+        total -= FP32 * a.heads  # a fused kernel's sums of exponents
+    if a.family.fused:
+        total += size * (query + key_value)  # the value is a view of the whole fused product
+    return total
+
+
+def _mlp(a: Architecture, run: Computation) -> int:
+    """down(act(gate) * up): gate, act(gate), up, and their product."""
+    return (3 if run.drops_inputs else 4) * a.intermediate * run.itemsize
+
+
+def _adapters(a: Architecture, run: Computation) -> int:
+    """What lies between A and B; with dropout also the dropped input and its mask, for each adapted layer."""
+    if run.lora is None:
+        return 0
+    wanted = run.lora.lora_target_modules
+    total = 0
+    for linear in a.linears():
+        if wanted == "all-linear" or linear.name.removesuffix(".weight").endswith(tuple(wanted)):
+            total += run.lora.lora_r * run.itemsize
+            if run.lora.lora_dropout > 0:
+                total += linear.shape[1] * (run.itemsize + (run.itemsize if run.cpu else 1))
+    return total

@@ -1,0 +1,163 @@
+"""A model's tensors, counted from its config.json: names, shapes, and the unit that each belongs to."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from finetune.errors import UserError
+from finetune.plan.families import FAMILIES, Family
+
+NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorShape:
+    """One parameter: transformers' name and its shape."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """How many numbers it holds."""
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """The sizes of a Llama-style model. Source: `read_architecture`."""
+
+    model_type: str
+    hidden: int
+    intermediate: int
+    layers: int
+    heads: int
+    key_value_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool
+    query_key_value_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    family: Family
+
+    @property
+    def query_width(self) -> int:
+        """Width of all query heads together, which is also that of the attention's output."""
+        return self.heads * self.head_size
+
+    @property
+    def key_value_width(self) -> int:
+        """Width of all key heads together, and of all value heads together."""
+        return self.key_value_heads * self.head_size
+
+    @property
+    def embedding(self) -> TensorShape:
+        """The input embedding."""
+        return TensorShape("model.embed_tokens.weight", (self.vocabulary, self.hidden))
+
+    @property
+    def tail(self) -> tuple[TensorShape, ...]:
+        """The final norm, and the output head where it is a tensor of its own."""
+        norm = TensorShape("model.norm.weight", (self.hidden,))
+        return (norm,) if self.tied else (norm, TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
+
+    def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
+        """The weights [out, in] of the linear layers of decoder layer `layer`."""
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        if self.family.fused:
+            qkv = {f"{attention}.qkv_proj": (self.query_width + 2 * self.key_value_width, self.hidden)}
+            gate_up = {f"{mlp}.gate_up_proj": (2 * self.intermediate, self.hidden)}
+        else:
+            qkv = {
+                f"{attention}.q_proj": (self.query_width, self.hidden),
+                f"{attention}.k_proj": (self.key_value_width, self.hidden),
+                f"{attention}.v_proj": (self.key_value_width, self.hidden),
+            }
+            gate_up = {
+                f"{mlp}.gate_proj": (self.intermediate, self.hidden),
+                f"{mlp}.up_proj": (self.intermediate, self.hidden),
+            }
+        output = {f"{attention}.o_proj": (self.hidden, self.query_width)}
+        down = {f"{mlp}.down_proj": (self.hidden, self.intermediate)}
+        return tuple(TensorShape(f"{name}.weight", shape) for name, shape in (qkv | output | gate_up | down).items())
+
+    def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
+        """Every parameter of decoder layer `index`, in the order of the modules."""
+        attention = [
+            t for linear in self.linears(index) if ".self_attn." in linear.name for t in self._with_bias(linear)
+        ]
+        mlp = [t for linear in self.linears(index) if ".mlp." in linear.name for t in self._with_bias(linear)]
+        return (*attention, *self._query_key_norms(index), *mlp, *self._norms(index))
+
+    def tensors(self) -> Iterator[TensorShape]:
+        """Every parameter once; a tied head is the embedding."""
+        yield self.embedding
+        for index in range(self.layers):
+            yield from self.layer(index)
+        yield from self.tail
+
+    def _with_bias(self, linear: TensorShape) -> Iterator[TensorShape]:
+        yield linear
+        is_output, is_mlp = linear.name.endswith("o_proj.weight"), ".mlp." in linear.name
+        if self.output_bias if is_output else self.mlp_bias if is_mlp else self.query_key_value_bias:
+            yield TensorShape(linear.name.removesuffix("weight") + "bias", (linear.shape[0],))
+
+    def _query_key_norms(self, index: int) -> Iterator[TensorShape]:
+        if self.family.query_key_norm is None:
+            return
+        per_head = self.family.query_key_norm == "head"
+        widths = (self.head_size,) * 2 if per_head else (self.query_width, self.key_value_width)
+        for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
+            yield TensorShape(f"model.layers.{index}.self_attn.{name}.weight", (width,))
+
+    def _norms(self, index: int) -> Iterator[TensorShape]:
+        for norm in self.family.norms:
+            yield TensorShape(f"model.layers.{index}.{norm}.weight", (self.hidden,))
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in the whole model; a tied head is counted once."""
+        layer = sum(tensor.numel for tensor in self.layer())
+        return self.embedding.numel + self.layers * layer + sum(tensor.numel for tensor in self.tail)
+
+
+def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
+    """The architecture that a config.json describes; `where` is named in errors.
+
+    >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5,
+    ...           "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": True}
+    >>> read_architecture(config, "stories260k/config.json").parameters
+    260032
+    """
+    model_type = config.get("model_type")
+    family = FAMILIES.get(str(model_type))
+    if family is None:
+        raise UserError(
+            f"{where}: model_type {model_type!r} is not one that can be planned; these are: {', '.join(FAMILIES)}"
+        )
+    sizes = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
+    missing = [key for key in NEEDED if not isinstance(sizes.get(key), int)]
+    if missing:
+        raise UserError(f"{where}: {', '.join(missing)}: missing or not a number; a config.json of transformers has it")
+    heads = sizes["num_attention_heads"]
+
+    def flag(fact: bool | str) -> bool:
+        return bool(config.get(fact, False)) if isinstance(fact, str) else fact
+
+    return Architecture(
+        model_type=str(model_type),
+        hidden=sizes["hidden_size"],
+        intermediate=sizes["intermediate_size"],
+        layers=sizes["num_hidden_layers"],
+        heads=heads,
+        key_value_heads=sizes.get("num_key_value_heads") or heads,
+        head_size=sizes.get("head_dim") or sizes["hidden_size"] // heads,
+        vocabulary=sizes["vocab_size"],
+        tied=bool(config.get("tie_word_embeddings", family.tied)),
+        query_key_value_bias=flag(family.query_key_value_bias),
+        output_bias=flag(family.output_bias),
+        mlp_bias=flag(family.mlp_bias),
+        family=family,
+    )

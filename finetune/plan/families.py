@@ -1,0 +1,151 @@
+"""What distinguishes one Llama-style family from the next, as far as counting goes.
+
+Source: the model and configuration classes of transformers 5; tests/plan builds every family there on the meta device
+and compares names and shapes, so that a release which changes one is noticed.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """The facts of one `model_type` that its config.json does not spell out."""
+
+    decoder_layer: str  # the class that FSDP wraps
+    defaults: dict[str, int] = field(default_factory=dict)  # what a config.json may leave out
+    tied: bool = False  # tie_word_embeddings where the config does not say
+    query_key_value_bias: bool | Literal["attention_bias"] = False
+    output_bias: bool | Literal["attention_bias"] = False
+    mlp_bias: bool | Literal["mlp_bias"] = False
+    query_key_norm: Literal["head", "all"] | None = None  # over each head, or over all heads together
+    caps_scores: bool = False  # attn_logit_softcapping: no fused kernel caps, so the scores are written out
+    fused: bool = False  # one qkv_proj and one gate_up_proj
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
+    norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself
+    norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalised input is kept in fp32
+
+
+SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
+AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
+GEMMA_2_SIZES = {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+}
+SIZES_7B = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "vocab_size": 32000,
+}
+QWEN_SIZES = SIZES_7B | {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
+
+FAMILIES: dict[str, Family] = {
+    "llama": Family(
+        decoder_layer="LlamaDecoderLayer",
+        defaults=SIZES_7B,
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "mistral": Family(
+        decoder_layer="MistralDecoderLayer",
+        defaults=SIZES_7B | {"intermediate_size": 14336, "num_key_value_heads": 8},
+    ),
+    "qwen2": Family(decoder_layer="Qwen2DecoderLayer", defaults=QWEN_SIZES, query_key_value_bias=True),
+    "qwen3": Family(
+        decoder_layer="Qwen3DecoderLayer",
+        defaults=QWEN_SIZES | {"head_dim": 128},
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        query_key_norm="head",
+    ),
+    "gemma": Family(
+        decoder_layer="GemmaDecoderLayer",
+        defaults={
+            "hidden_size": 3072,
+            "intermediate_size": 24576,
+            "num_hidden_layers": 28,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "head_dim": 256,
+            "vocab_size": 256000,
+        },
+        tied=True,
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        norm_keeps_fp32=True,
+    ),
+    "gemma2": Family(
+        decoder_layer="Gemma2DecoderLayer",
+        caps_scores=True,
+        defaults=GEMMA_2_SIZES | {"vocab_size": 256000},
+        tied=True,
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        norms=SANDWICH,
+        norm_keeps_fp32=True,
+    ),
+    "gemma3_text": Family(
+        decoder_layer="Gemma3DecoderLayer",
+        defaults=GEMMA_2_SIZES | {"vocab_size": 262208},
+        tied=True,
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        query_key_norm="head",
+        norms=SANDWICH,
+        norm_keeps_fp32=True,
+    ),
+    "phi3": Family(
+        decoder_layer="Phi3DecoderLayer",
+        defaults=SIZES_7B | {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064},
+        fused=True,
+    ),
+    "granite": Family(
+        decoder_layer="GraniteDecoderLayer",
+        defaults=SIZES_7B,
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "smollm3": Family(
+        decoder_layer="SmolLM3DecoderLayer",
+        defaults={
+            "hidden_size": 2048,
+            "intermediate_size": 11008,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 4,
+            "vocab_size": 128256,
+        },
+        tied=True,
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        mlp_bias="mlp_bias",
+    ),
+    "olmo2": Family(
+        decoder_layer="Olmo2DecoderLayer",
+        defaults=SIZES_7B | {"vocab_size": 50304},
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        query_key_norm="all",
+        norms=AFTER,
+        norm_after=True,
+        norm_keeps_fp32=True,
+    ),
+    "olmo3": Family(
+        decoder_layer="Olmo3DecoderLayer",
+        defaults=SIZES_7B | {"vocab_size": 50304},
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        query_key_norm="all",
+        norms=AFTER,
+        norm_after=True,
+        norm_keeps_fp32=True,
+    ),
+}

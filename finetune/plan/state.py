@@ -1,0 +1,182 @@
+"""Parameters, gradients and optimizer state: the exact bytes that one rank holds under each layout."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from finetune.plan.architecture import Architecture, TensorShape
+from finetune.recipe.schema import Lora, Model, Optimisation
+from finetune.sharding.config import Sharding
+
+FP32 = 4  # bytes
+ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
+COMPUTING_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # Accelerate's mixed_precision -> the type
+MOMENTS = 2  # of AdamW, for each trained number
+# Bytes of a number in a checkpoint, and in memory unless it is quantised; any other optimizer's have the parameter's type.
+MOMENT_ITEMSIZE = {"adamw_bf16_moments": 2, "adamw_8bit": 4}
+QUANTISED_FROM, QUANTISED_BLOCK, CODES = 4096, 256, 256  # numbers: torchao's (optim/adam.py, subclass_8bit.py)
+# Bytes; FSDP1 starts every tensor inside a flat parameter there (_flat_param.py, _get_aligned_numel).
+FLAT_ALIGNMENT = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One parameter in memory: its unit of sharding, the bytes of one number, and whether it is trained."""
+
+    name: str
+    shape: tuple[int, ...]
+    unit: str  # embedding, layer 0, layer 1, ..., tail
+    itemsize: int
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """Bytes on one rank. `optimizer` holds both moments and the step counters."""
+
+    trained: int
+    frozen: int
+    gradients: int
+    optimizer: int
+
+    @property
+    def total(self) -> int:
+        return self.trained + self.frozen + self.gradients + self.optimizer
+
+
+def state_tensors(architecture: Architecture, model: Model, lora: Lora, sharding: Sharding) -> tuple[StateTensor, ...]:
+    """Every parameter of the model as it is trained: all of them, or adapters (fp32) beside a frozen base."""
+    itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else trained_dtype(sharding, model)]
+    units: list[tuple[str, tuple[TensorShape, ...]]] = [("embedding", (architecture.embedding,))]
+    units += [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
+    units += [("tail", architecture.tail)]
+    found = []
+    for unit, tensors in units:
+        for tensor in tensors:
+            found.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, not lora.use_peft))
+            if lora.use_peft and _is_adapted(tensor, unit, lora):
+                found += _adapter(tensor, unit, lora)
+    return tuple(found)
+
+
+def trained_dtype(sharding: Sharding, model: Model) -> str:
+    """The recipe's dtype; but Accelerate raises what FSDP trains in mixed precision to fp32 (fsdp2_prepare_model)."""
+    return "float32" if sharding.is_fsdp and sharding.mixed_precision != "no" else model.dtype
+
+
+def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
+    """A frozen base is kept in the computing type; but FSDP1 with DoRA needs one type in a unit, the adapters' fp32."""
+    in_one_type = sharding.layout == "fsdp1" and lora.use_dora
+    return "float32" if in_one_type else COMPUTING_DTYPE[sharding.mixed_precision]
+
+
+def _is_adapted(tensor: TensorShape, unit: str, lora: Lora) -> bool:
+    """`all-linear` is every matrix of a decoder layer."""
+    if len(tensor.shape) != 2 or not unit.startswith("layer"):
+        return False
+    wanted = lora.lora_target_modules
+    return wanted == "all-linear" or tensor.name.removesuffix(".weight").endswith(tuple(wanted))
+
+
+def _adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
+    """W + B A: A is [rank, in], B is [out, rank] (Hu et al. 2021); DoRA adds a magnitude [out] (Liu et al. 2024)."""
+    name, (width_out, width_in) = linear.name.removesuffix(".weight"), linear.shape
+    yield StateTensor(f"{name}.lora_A.default.weight", (lora.lora_r, width_in), unit, FP32, True)
+    yield StateTensor(f"{name}.lora_B.default.weight", (width_out, lora.lora_r), unit, FP32, True)
+    if lora.use_dora:
+        yield StateTensor(f"{name}.lora_magnitude_vector.default.weight", (width_out,), unit, FP32, True)
+
+
+def shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:
+    """Over how many ranks a parameter is cut."""
+    if not sharding.is_fsdp or sharding.strategy == "NO_SHARD":
+        return 1
+    if sharding.strategy == "HYBRID_SHARD":
+        return min(ranks, sharding.shard_size or ranks_per_node)
+    return ranks
+
+
+def state_of_rank(
+    tensors: Sequence[StateTensor], sharding: Sharding, pieces: int, optim: Optimisation, rank: int = 0
+) -> State:
+    """What `rank` holds of parameters cut into `pieces`. Rank 0 is the fullest.
+
+    Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 + 4 + 4 bytes a
+    parameter (Rajbhandari et al. 2020, section 3.1, whose K = 12 counts the fp32 copies), here without a bf16 copy.
+    """
+    held = list(
+        _flat(tensors, pieces, rank % pieces, ITEMSIZE[COMPUTING_DTYPE[sharding.mixed_precision]])
+        if sharding.layout == "fsdp1"
+        else _by_rows(tensors, pieces, rank % pieces)
+    )
+    return State(
+        trained=sum(part.stored for part in held if part.trained),
+        frozen=sum(part.stored for part in held if not part.trained),
+        gradients=sum(part.stored for part in held if part.trained),
+        optimizer=sum(
+            MOMENTS * moment_bytes(optim.optim, part.stepped_numel, part.itemsize) + FP32 * part.stepped
+            for part in held
+        ),
+    )
+
+
+def moment_bytes(optim: str, numel: int, itemsize: int) -> int:
+    """One moment of a rank's part of a tensor; in 8 bits that is a byte a number, a scale a block, and what the codes mean."""
+    if optim == "adamw_8bit" and numel >= QUANTISED_FROM and numel % QUANTISED_BLOCK == 0:
+        return numel + FP32 * (numel // QUANTISED_BLOCK + CODES)
+    return MOMENT_ITEMSIZE.get(optim, itemsize) * numel
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one rank holds of a tensor, or of a flat parameter made of several."""
+
+    stored: int  # bytes, padding included
+    itemsize: int
+    trained: bool
+    stepped_numel: int  # trained numbers, padding not included
+    stepped: int  # tensors for which the optimizer counts steps
+
+
+def _by_rows(tensors: Iterable[StateTensor], pieces: int, rank: int) -> Iterator[_Part]:
+    """FSDP2 cuts each tensor along its first dimension into equal blocks; the last ones are padded to the same size."""
+    for tensor in tensors:
+        rows, width = tensor.shape[0], prod(tensor.shape[1:])
+        block = -(-rows // pieces)
+        real = min(block, max(0, rows - rank * block)) * width if tensor.trainable else 0
+        yield _Part(block * width * tensor.itemsize, tensor.itemsize, tensor.trainable, real, int(tensor.trainable))
+
+
+def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, computing_itemsize: int) -> Iterator[_Part]:
+    """FSDP1 lays the tensors of a unit end to end, each aligned as computed with, and cuts the whole into equal parts.
+
+    A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
+    """
+    tensors = list(tensors)
+    dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
+    units: dict[str, list[StateTensor]] = {}
+    for tensor in tensors:
+        units.setdefault(_flat_unit(tensor, adapters_apart=not dora), []).append(tensor)
+    for unit in units.values():
+        align, spans, end = FLAT_ALIGNMENT // computing_itemsize, [], 0
+        for tensor in unit:
+            start = -(-end // align) * align
+            end = start + tensor.numel
+            spans.append((start, end, tensor.trainable))
+        share = -(-end // pieces)
+        mine = [max(0, min(stop, (rank + 1) * share) - max(start, rank * share)) for start, stop, _ in spans]
+        trained = [numel for numel, (_, _, trainable) in zip(mine, spans, strict=True) if trainable and numel]
+        any_trained = any(trainable for _, _, trainable in spans)
+        itemsize = unit[0].itemsize
+        yield _Part(share * itemsize, itemsize, any_trained, sum(trained), len(trained))
+
+
+def _flat_unit(tensor: StateTensor, adapters_apart: bool) -> str:
+    """A layer is a unit, an adapter's matrix is one of its own (but with DoRA), and all else belongs to the root."""
+    if adapters_apart and ".default." in tensor.name:
+        return tensor.name
+    return tensor.unit if tensor.unit.startswith("layer") else "root"

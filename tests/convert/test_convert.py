@@ -1,0 +1,253 @@
+"""`finetune convert` on files as each tool's own documentation shows them, and the tables behind it."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.convert.page import coming_from_page
+from finetune.recipe.foreign import TOOLS, foreign_names
+from finetune.recipe.keys import recipe_keys
+from finetune.recipe.reader import read_recipe
+from tests.ranks import ROOT, run_command
+
+AXOLOTL = """
+base_model: NousResearch/Meta-Llama-3.1-8B
+datasets:
+  - path: tatsu-lab/alpaca
+    type: alpaca
+  - path: org/chats
+    type: chat_template
+    field_messages: conversation
+    split: train[:10%]
+val_set_size: 0.05
+sequence_len: 4096
+sample_packing: true
+train_on_inputs: false
+adapter: lora
+lora_target_linear: true
+lora_r: 32
+micro_batch_size: 2
+num_epochs: 3
+learning_rate: 2e-5
+optimizer: adamw_torch_fused
+lr_scheduler: cosine
+bf16: auto
+deepspeed: deepspeed_configs/zero2.json
+load_in_8bit: false
+neftune_noise_alpha: 5
+wandb_project: fun
+"""
+LLAMA_FACTORY = """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: sft
+finetuning_type: lora
+lora_rank: 8
+lora_target: all
+dataset: questions
+template: llama3
+cutoff_len: 2048
+train_on_prompt: true
+eval_strategy: epoch
+learning_rate: 1.0e-4
+"""
+TORCHTUNE = """
+tokenizer:
+  _component_: torchtune.models.llama3.llama3_tokenizer
+  max_seq_len: 4096
+dataset:
+  _component_: torchtune.datasets.instruct_dataset
+  source: org/pairs
+  packed: true
+model:
+  _component_: torchtune.models.llama3_1.lora_llama3_1_8b
+  lora_attn_modules: [q_proj, output_proj]
+  lora_rank: 8
+checkpointer:
+  _component_: torchtune.training.FullModelHFCheckpointer
+  checkpoint_dir: org/Llama-3.1-8B
+optimizer:
+  _component_: torch.optim.AdamW
+  lr: 2e-5
+lr_scheduler:
+  num_warmup_steps: 100
+epochs: 1
+batch_size: 4
+clip_grad_norm: null
+fsdp_cpu_offload: true
+dtype: bf16
+"""
+TRL = """
+model_name_or_path: Qwen/Qwen3-0.6B
+dataset_name: trl-lib/Capybara
+dataset_test_split: test
+max_seq_length: 1024
+packing: true
+use_peft: true
+lora_target_modules: [q_proj, v_proj]
+eval_strategy: steps
+eval_steps: 100
+bf16: true
+report_to: [wandb]
+push_to_hub: true
+"""
+
+
+@pytest.fixture
+def converted(tmp_path: Path) -> Callable[[str], tuple[dict[str, object], str, Path]]:
+    """Runs the command on a text; returns our recipe as a mapping, what was said on stderr, and the file."""
+
+    def convert(text: str) -> tuple[dict[str, object], str, Path]:
+        source, output = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+        source.write_text(text)
+        ended = run_command(["python", "-m", "finetune", "convert", str(source), "--output", str(output)])
+        assert ended.returncode == 0, ended.stderr
+        return yaml.safe_load(output.read_text()), ended.stderr, output
+
+    return convert
+
+
+def test_axolotl(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+    ours, said, path = converted(AXOLOTL)
+    assert ours["datasets"] == [
+        {"path": "tatsu-lab/alpaca", "type": "alpaca"},
+        {"path": "org/chats", "split": "train[:10%]", "messages_column": "conversation"},
+    ]
+    expected = {
+        "model_name_or_path": "NousResearch/Meta-Llama-3.1-8B",
+        "eval_split_size": 0.05,
+        "max_length": 4096,
+        "assistant_only_loss": True,
+        "use_peft": True,
+        "lora_target_modules": "all-linear",
+        "per_device_train_batch_size": 2,
+        "accelerate_config": "fsdp_shard_grad_op",
+        "report_to": "wandb",
+    }
+    assert {key: ours[key] for key in expected} == expected
+    assert said.splitlines() == ["neftune_noise_alpha: 5   (not supported)"]
+    assert read_recipe(str(path)).optimisation.learning_rate == 2e-5
+
+
+def test_axolotl_columns_named_in_the_type(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+    kind = "{field_instruction: question, field_output: answer, field_system: persona}"
+    ours, said, path = converted(AXOLOTL.replace("type: alpaca", f"type: {kind}"))
+    (source, _) = read_recipe(str(path)).data.datasets
+    assert ours["datasets"][0] == {  # type: ignore[index]
+        "path": "tatsu-lab/alpaca",
+        "prompt_column": "question",
+        "completion_column": "answer",
+    }
+    assert (source.prompt_column, source.completion_column) == ("question", "answer")
+    assert 'type.field_system: "persona" is left out' in said and "field_output" not in said
+
+
+@pytest.mark.parametrize(
+    ("theirs", "noted"),
+    [
+        (AXOLOTL.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true"), 'adapter: "qlora"'),
+        (LLAMA_FACTORY + "quantization_bit: 4\n", "quantization_bit: 4"),
+        (LLAMA_FACTORY.replace("finetuning_type: lora", "quantization_bit: 4"), "quantization_bit: 4"),
+        (TRL + "load_in_4bit: true\n", "load_in_4bit: true"),
+        (TORCHTUNE.replace("lora_llama3_1_8b", "qlora_llama3_1_8b"), "model._component_: "),
+    ],
+)
+def test_lora_on_four_bits_is_lora_on_bf16(
+    converted: Callable[[str], tuple[dict[str, object], str, Path]], theirs: str, noted: str
+) -> None:
+    ours, said, path = converted(theirs)
+    assert ours["use_peft"] is True
+    (line,) = (line for line in said.splitlines() if line.startswith(noted))
+    assert "4-bit" in line and "not supported" in line and "bf16 here" in line
+    assert line in path.read_text()
+
+
+def test_llama_factory(converted: Callable[[str], tuple[dict[str, object], str, Path]], tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "questions.json").write_text('[{"q": "a", "a": "b"}]')
+    info = '{"questions": {"file_name": "questions.json", "columns": {"prompt": "q", "response": "a"}}}'
+    (tmp_path / "data" / "dataset_info.json").write_text(info)
+    ours, said, path = converted(LLAMA_FACTORY)
+    (source,) = read_recipe(str(path)).data.datasets
+    assert (source.type, source.prompt_column, source.completion_column) == ("prompt_completion", "q", "a")
+    assert Path(source.path).name == "questions.json"
+    expected = {"use_peft": True, "lora_r": 8, "chat_template": "llama3", "assistant_only_loss": False}
+    assert {key: ours[key] for key in expected} == expected
+    assert 'eval_strategy: "epoch"   (given in steps here' in said
+
+
+def test_torchtune(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+    ours, said, path = converted(TORCHTUNE)
+    expected = {
+        "model_name_or_path": "org/Llama-3.1-8B",
+        "max_length": 4096,
+        "packing": True,
+        "use_peft": True,
+        "lora_r": 8,
+        "lora_target_modules": ["q_proj", "o_proj"],
+        "learning_rate": 2e-5,
+        "warmup_steps": 100,
+        "num_train_epochs": 1,
+        "per_device_train_batch_size": 4,
+        "accelerate_config": "fsdp_cpu_offload",
+        "datasets": [{"path": "org/pairs", "type": "prompt_completion"}],
+    }
+    assert {key: ours[key] for key in expected} == expected
+    assert "to mend" not in said
+    read_recipe(str(path))
+
+
+def test_trl(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+    ours, said, path = converted(TRL)
+    assert ours["datasets"] == [{"path": "trl-lib/Capybara"}]
+    assert ours["eval_datasets"] == [{"path": "trl-lib/Capybara", "split": "test"}]
+    expected = {"max_length": 1024, "eval_steps": 100, "report_to": "wandb", "accelerate_config": "fsdp_full_shard"}
+    assert {key: ours[key] for key in expected} == expected
+    assert said.splitlines()[0].startswith("push_to_hub: true")
+    read_recipe(str(path))
+
+
+def test_a_misspelt_key_is_asked_about(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+    _, said, path = converted(AXOLOTL + "sequence_length: 2048\nlearning_rat: 1e-5\nzzz: 1\n")
+    asked = [
+        "sequence_length: 2048   (not known here; did you mean sequence_len?)",
+        'learning_rat: "1e-5"   (not known here; did you mean learning_rate?)',
+        "zzz: 1   (not known here)",
+    ]
+    assert [line for line in said.splitlines() if "not known" in line] == asked
+    assert all(f"#   {line}\n" in path.read_text() for line in asked)
+
+
+def test_what_is_nobodys_file_is_one_sentence(tmp_path: Path) -> None:
+    for text in ("a: 1\n", "- 1\n", "a: [\n"):
+        source = tmp_path / "theirs.yaml"
+        source.write_text(text)
+        ended = run_command(["python", "-m", "finetune", "convert", str(source)])
+        assert (ended.returncode, len(ended.stderr.strip().splitlines())) == (2, 1), ended.stderr
+        assert str(source) in ended.stderr
+
+
+def test_every_counterpart_is_a_key_of_ours_and_named_once() -> None:
+    for tool, pairs in TOOLS.items():
+        names = [pair.theirs for pair in pairs]
+        assert len(names) == len(set(names)), (tool, sorted(name for name in names if names.count(name) > 1))
+        assert {pair.ours for pair in pairs} - {None} <= recipe_keys().keys()
+        assert all(pair.note for pair in pairs if pair.ours is None or pair.carry == "data")
+    assert {"base_model", "cutoff_len", "lr", "torch_dtype"} <= foreign_names().keys()
+
+
+def test_the_page_is_made_from_the_tables() -> None:
+    assert (ROOT / "docs" / "coming-from.md").read_text() == coming_from_page()
+
+
+def test_their_eight_bit_adamw_is_ours(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+    ours, _, _ = converted(AXOLOTL.replace("adamw_torch_fused", "adamw_bnb_8bit"))
+    assert ours["optim"] == "adamw_8bit"
+
+
+def test_what_is_only_nearly_the_same_is_told(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+    exact, told, _ = converted(LLAMA_FACTORY + "bf16: true\n")
+    assert exact["accelerate_config"] == "fsdp_full_shard" and "mixed_precision" not in told
+    half, told, _ = converted(LLAMA_FACTORY + "fp16: true\n")
+    assert half["accelerate_config"] == "fsdp_full_shard" and "mixed_precision: fp16" in told

@@ -1,0 +1,120 @@
+"""The planned activations and loss against what torch really keeps and allocates, over families and recipes."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.modeling import loss as loss_module
+from finetune.modeling.attention import install as install_attention
+from finetune.modeling.checkpointing import checkpoint_activations
+from finetune.modeling.lora import add_adapters
+from finetune.modeling.loss import install_loss, linear_cross_entropy
+from finetune.plan import activations
+from finetune.plan.activations import Computation, kept_bytes, loss_chunk_bytes
+from finetune.plan.architecture import read_architecture
+from finetune.plan.families import FAMILIES
+from finetune.recipe.schema import Lora
+from tests.plan.traced import LiveBytes, saved_for_backward
+
+CONFIG = {
+    "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+HEAD = {name: {"head_dim": 16} for name in FAMILIES if name not in ("phi3", "granite", "smollm3", "olmo2", "olmo3")}
+DOCUMENTS = (100, 60, 96)  # tokens of the packed row
+TOLERANCE = 0.10
+RECIPES: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": torch.bfloat16},
+    "fp32": {"dtype": torch.float32},
+    "autocast": {"dtype": torch.float32, "autocast": True},
+    "lora": {"dtype": torch.bfloat16, "lora": Lora(use_peft=True, lora_r=8)},
+    "lora with dropout": {"dtype": torch.bfloat16, "lora": Lora(use_peft=True, lora_r=8, lora_dropout=0.1)},
+    "checkpointing": {"dtype": torch.bfloat16, "every": 1},
+    "checkpointing every second": {"dtype": torch.bfloat16, "every": 2},
+}
+
+
+def test_activations_of_every_family_are_planned_within_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
+    errors: dict[tuple[str, str], float] = {}
+    for family in FAMILIES:
+        for name, recipe in RECIPES.items():
+            measured, planned = _measured_and_planned(family, **recipe)
+            errors[family, name] = planned / measured - 1
+    worst = max(errors, key=lambda case: abs(errors[case]))
+    with capsys.disabled():
+        print(f"\nactivations: worst error {errors[worst]:+.1%} ({', '.join(worst)}) of {len(errors)} cases")
+    assert abs(errors[worst]) < TOLERANCE, {case: f"{e:+.1%}" for case, e in errors.items() if abs(e) > TOLERANCE / 2}
+
+
+def _measured_and_planned(
+    family: str,
+    dtype: torch.dtype,
+    autocast: bool = False,
+    lora: Lora | None = None,
+    every: int | None = None,
+) -> tuple[int, int]:
+    """Bytes that the trunk keeps for the backward of one packed row."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG | HEAD.get(family, {})
+    torch.manual_seed(0)
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=dtype)
+    install_attention(model)
+    install_loss(model)
+    if lora is not None:
+        add_adapters(model, lora, dtype)
+        model.to(dtype)  # as FSDP's mixed precision computes with the fp32 adapters
+    if every is not None:
+        checkpoint_activations(model, every)
+    model.train()
+    tokens = sum(DOCUMENTS)
+    inputs = {
+        "input_ids": torch.randint(3, 256, (1, tokens)),
+        "position_ids": torch.cat([torch.arange(n) for n in DOCUMENTS])[None],
+        "cu_seq_lens": torch.tensor([0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()], dtype=torch.int32),
+        "max_document_length": max(DOCUMENTS),
+    }
+    weights = [*model.parameters(), *model.buffers()]
+    with saved_for_backward(iter(weights)) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.model(**inputs, use_cache=False)
+    itemsize = 2 if autocast else dtype.itemsize
+    length = sum(n * n for n in DOCUMENTS) // tokens  # what a token sees on average of its own document
+    run = Computation(
+        itemsize=itemsize, autocast=autocast, checkpoint_every=every, lora=lora, cpu=True, document_length=length
+    )
+    a = read_architecture({"model_type": family, **config}, "config.json")
+    parts = kept_bytes(a, run)
+    # Not autograd's: the output goes to the loss; under checkpointing cos and sin are held by the layers' arguments.
+    elsewhere = a.hidden * run.residual_itemsize + (2 * a.head_size * run.residual_itemsize if every == 1 else 0)
+    casts = 0
+    if autocast:  # held_by_layout counts them as gathered weights
+        casts = run.itemsize * a.layers * sum(tensor.numel for tensor in a.linears())
+    return sum(kept.values()), tokens * (sum(parts.values()) - elsewhere) + casts
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("trained_head", [True, False], ids=["full", "lora"])
+def test_the_loss_is_planned_within_a_tenth(
+    dtype: torch.dtype, trained_head: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    errors = {}
+    for vocabulary, hidden, tokens in ((4096, 64, 1024), (32768, 64, 256), (1000, 128, 4096), (8192, 256, 512)):
+        weight = torch.randn(vocabulary, hidden, dtype=dtype).requires_grad_(trained_head)
+        states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+        labels = torch.randint(0, vocabulary, (tokens,))
+        with LiveBytes() as counted:
+            counted.ignore(iter((weight, states, labels)))
+            linear_cross_entropy(states, weight, labels)
+        run = Computation(itemsize=dtype.itemsize, cpu=True)
+        head = 4 * vocabulary * hidden if trained_head else 0
+        planned = head + 2 * dtype.itemsize * hidden * tokens + loss_chunk_bytes(vocabulary, tokens, run)
+        errors[vocabulary, hidden, tokens] = planned / counted.peak - 1
+    worst = max(errors, key=lambda case: abs(errors[case]))
+    with capsys.disabled():
+        print(f"\nloss: worst error {errors[worst]:+.1%} (vocabulary, hidden, tokens {worst})")
+    assert abs(errors[worst]) < TOLERANCE, errors
+
+
+def test_the_chunk_of_the_loss_has_one_size() -> None:
+    assert activations.LOSS_CHUNK_BYTES == loss_module.CHUNK_BYTES

@@ -1,0 +1,55 @@
+"""The counted architecture against the model that transformers builds from the same config."""
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.plan.architecture import read_architecture
+from finetune.plan.families import FAMILIES
+
+TINY = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+VARIANTS = [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False, "head_dim": 24}]
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+def _built(model_type: str, config: dict[str, object]) -> tuple[dict[str, tuple[int, ...]], set[str]]:
+    from accelerate import init_empty_weights
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**config), attn_implementation="eager")
+    model.tie_weights()
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}, set(model._no_split_modules)
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_every_family_has_the_names_and_shapes_that_transformers_builds(model_type: str) -> None:
+    for variant in [*VARIANTS, BIASES]:
+        config = {"model_type": model_type, **TINY, **variant}
+        shapes, wrapped = _built(model_type, {**TINY, **variant})
+        architecture = read_architecture(config, "config.json")
+        assert {tensor.name: tensor.shape for tensor in architecture.tensors()} == shapes, variant
+        assert architecture.parameters == sum(tensor.numel for tensor in architecture.tensors())
+        assert architecture.family.decoder_layer in wrapped
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_a_config_that_leaves_sizes_out_is_read_as_transformers_reads_it(model_type: str) -> None:
+    bare = {"num_hidden_layers": 1, "vocab_size": 1000}  # the tokens' ids of some classes lie above a smaller one
+    shapes, _ = _built(model_type, {**bare, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0})
+    architecture = read_architecture({"model_type": model_type, **bare}, "config.json")
+    assert {tensor.name: tensor.shape for tensor in architecture.tensors()} == shapes
+
+
+def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
+    with pytest.raises(UserError, match=r"config\.json: model_type 'mamba' .* llama"):
+        read_architecture({"model_type": "mamba"}, "config.json")

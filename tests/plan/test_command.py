@@ -1,0 +1,94 @@
+"""`finetune plan` as a person runs it."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune.plan.command import make_plan
+from finetune.plan.storage import CPU_PROCESS_BYTES
+from finetune.recipe.reader import read_recipe
+from finetune.sharding.config import read_sharding
+from tests.ranks import run_command
+
+
+def _plan(*arguments: str) -> tuple[int, str, str]:
+    ended = run_command(["python", "-m", "finetune", "plan", *arguments])
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_a_plan_needs_no_torch_and_prints_every_phase(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = tiny_recipe(accelerate_config="fsdp_full_shard")
+    code, shown, errors = _plan("--recipe", str(recipe), "--num-processes", "2")
+    assert (code, errors) == (0, "")
+    for phase in ("load", "first step", "steady step", "evaluation", "save", "resume", "export"):
+        assert f"\n{phase} " in shown
+    assert "4 rows x 64 tokens a step = 256 tokens: 2 ranks x 2 micro-batches x 1 row" in shown
+    probe = "import sys; from finetune.cli import main; main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    assert run_command(["python", "-c", probe, "plan", "--recipe", str(recipe)]).returncode == 0
+
+
+def test_json_holds_the_same_plan(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = tiny_recipe(accelerate_config="fsdp_full_shard", use_peft=True)
+    code, shown, _ = _plan("--recipe", str(recipe), "--num-processes", "2", "--json", "--mfu", "0.5")
+    plan = json.loads(shown)
+    assert code == 0
+    assert plan["time"]["mfu"] == 0.5
+    assert plan["time"]["steps"] == 4
+    assert plan["trained_parameters"] < plan["parameters"]
+    steady = plan["memory_bytes"]["steady step"]
+    assert plan["peak_bytes"] >= steady["total"] > steady["allocated"] > 0
+
+
+def test_what_does_not_fit_is_answered_with_settings_that_do(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = tiny_recipe(accelerate_config="fsdp_shard_grad_op", per_device_train_batch_size=4, max_length=4096)
+    arguments = ("--recipe", str(recipe), "--num-processes", "1", "--json", "--gpu-memory")
+    _, shown, _ = _plan(*arguments, "80GiB")
+    needed = json.loads(shown)["peak_bytes"]
+    code, shown, _ = _plan(*arguments, str(needed - (1 << 20)))
+    assert (code, json.loads(shown)["fits"]) == (1, False)
+    changes = json.loads(shown)["changes"]
+    assert changes
+    pasted = [change for change in changes if "=" in change]
+    again, shown, errors = _plan(*arguments, str(needed - (1 << 20)), *" ".join(pasted).split())
+    assert (again, errors) == (0, ""), shown
+
+
+def test_a_model_that_cannot_be_had_is_one_sentence(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    for name, said in (
+        ("nobody/nothing", "nobody/nothing: config.json is not on this machine and HF_HUB_OFFLINE is set; download it"),
+        (str(tmp_path / "absent"), "absent: no such file or folder"),
+        (str(tmp_path), "no config.json"),
+        ("a/b/c", "a/b/c: neither a local folder nor the form of a hub name"),
+    ):
+        code, _, errors = _plan("--recipe", str(tiny_recipe(model_name_or_path=name)))
+        assert (code, len(errors.strip().splitlines())) == (2, 1)
+        assert said in errors
+
+
+def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = str(tiny_recipe())
+    assert _plan("--recipe", recipe, "--gpu-memory", "80 apples")[0] == 2
+    assert _plan("--recipe", recipe, "--mfu", "1.5")[0] == 2
+
+
+def test_what_is_assumed_or_guessed_says_so(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = str(tiny_recipe(accelerate_config="fsdp_full_shard", max_steps=None, num_train_epochs=2))
+    _, shown, _ = _plan("--recipe", recipe)
+    assert "\nranks      8 assumed; --num-processes N plans for N" in shown
+    _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8")
+    assert "\nranks " not in shown
+    assert "\ntime       no guess: " in shown  # so small a model is not a matter of FLOP
+    steps = json.loads(_plan("--recipe", recipe, "--json")[1])["time"]["steps"]
+    assert f"; about {steps} steps by the files' size\n" in shown
+    rows = [json.loads(row)["messages"] for row in (tmp_path / "chat.jsonl").read_text().splitlines()]
+    text = sum(len(turn["role"]) + len(turn["content"]) for turns in rows for turn in turns)
+    assert steps == round(2 * (text // 4) / (4 * 64))  # two epochs of 4 bytes a token, the punctuation of JSON left out
+    _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8", "max_steps=7")
+    assert "; 7 steps\n" in shown
+
+
+def test_a_cpu_rank_holds_in_host_memory_what_a_gpu_would(tiny_recipe: Callable[..., Path]) -> None:
+    recipe = read_recipe(str(tiny_recipe(accelerate_config="fsdp_full_shard")))
+    sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": "2"})
+    plan = make_plan(recipe, sharding, 2, on_cpu=True)
+    assert plan.host.processes == 2 * (CPU_PROCESS_BYTES + max(phase.peak.total for phase in plan.phases))

@@ -1,0 +1,116 @@
+"""The planned bytes of parameters, gradients and optimizer state against the real tensors of every layout."""
+
+import json
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.plan.command import make_plan
+from finetune.plan.state import state_of_rank
+from finetune.recipe.reader import read_recipe
+from finetune.sharding.config import read_sharding
+from tests.conftest import make_chat, make_model
+from tests.ranks import launch_ranks
+
+# Sizes that no number of ranks divides.
+UNEVEN = {
+    "vocab_size": 509, "hidden_size": 72, "intermediate_size": 100, "num_hidden_layers": 3,
+    "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12,
+}  # fmt: skip
+EVEN = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}  # so that 8-bit moments come in whole blocks
+RECIPES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "tied": {"tied": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "lora": {"use_peft": True, "lora_r": 4},
+    "dora": {"use_peft": True, "use_dora": True, "lora_target_modules": ["q_proj", "down_proj"]},
+    "8-bit": {"optim": "adamw_8bit", "even": True},
+}
+
+
+def _fsdp(version: int, mixed_precision: str = "bf16", **keys: Any) -> dict[str, Any]:
+    fsdp_config = {"fsdp_version": version} | {f"fsdp_{key}": value for key, value in keys.items()}
+    return {"distributed_type": "FSDP", "mixed_precision": mixed_precision, "fsdp_config": fsdp_config}
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp2": _fsdp(2),
+    "fsdp2 fp32": _fsdp(2, mixed_precision="no"),
+    "fsdp2 shard-grad-op": _fsdp(2, reshard_after_forward=False),
+    "fsdp2 no wrap": _fsdp(2, auto_wrap_policy="NO_WRAP"),
+    "fsdp2 offload": _fsdp(2, offload_params=True),
+    "fsdp1": _fsdp(1),
+    "fsdp1 shard-grad-op": _fsdp(1, sharding_strategy="SHARD_GRAD_OP"),
+    "fsdp1 no shard": _fsdp(1, sharding_strategy="NO_SHARD"),
+    "ddp": {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"},
+    "hybrid": _fsdp(2)
+    | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}},
+    "single": {"distributed_type": "NO", "mixed_precision": "bf16"},
+}
+# FSDP1 leaves freed memory behind the frozen parameters of NO_SHARD, which cannot be counted.
+TWO_RANKS = [
+    (layout, recipe)
+    for layout in LAYOUTS
+    for recipe in ("full", "lora")
+    if layout not in ("hybrid", "single") and (layout, recipe) != ("fsdp1 no shard", "lora")
+] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora")]
+NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "pairs"),
+    [
+        pytest.param(2, TWO_RANKS, id="2 ranks"),
+        pytest.param(2, [("fsdp2", "8-bit"), ("ddp", "8-bit")], id="8-bit, 2 ranks", marks=NEEDS_TORCHAO),
+        pytest.param(
+            1, [("single", "full"), ("single", "lora"), ("fsdp2", "full")], id="1 rank", marks=pytest.mark.slow
+        ),
+        pytest.param(4, [("hybrid", "full"), ("hybrid", "lora")], id="4 ranks", marks=pytest.mark.slow),
+        pytest.param(3, [("fsdp2", "dora"), ("fsdp1", "tied")], id="3 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_the_planned_state_is_that_of_the_real_tensors(
+    ranks: int, pairs: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    scenarios = [
+        (f"{layout}, {recipe}", _recipe(tmp_path, recipe), _layout(tmp_path, layout)) for layout, recipe in pairs
+    ]
+    (tmp_path / "scenarios.json").write_text(json.dumps(scenarios))
+    script = Path(__file__).with_name("state_on_ranks.py")
+    launch_ranks(script, [str(tmp_path / "scenarios.json"), str(tmp_path)], ranks=ranks, timeout=240).check()
+    worst = 0  # bytes
+    for rank in range(ranks):
+        measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for name, recipe_path, config in scenarios:
+            recipe, sharding = read_recipe(recipe_path), read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+            job = make_plan(recipe, sharding, ranks).job
+            state = state_of_rank(job.tensors, sharding, job.pieces, recipe.optimisation, rank)
+            planned = {
+                "parameters": state.trained + state.frozen,
+                "gradients": state.gradients,
+                "optimizer": state.optimizer,
+            }
+            worst = max(worst, *(abs(planned[part] - measured[name][part]) for part in planned))
+            assert planned == measured[name], (name, rank)
+    print(f"\nstate: worst error {worst} bytes, of {len(pairs)} layouts and recipes on {ranks} ranks")
+
+
+def _recipe(folder: Path, name: str) -> str:
+    keys = dict(RECIPES[name])
+    tied, even = keys.pop("tied", False), keys.pop("even", False)
+    model = folder / f"model-{'tied' if tied else 'untied'}-{'even' if even else 'uneven'}"
+    if not model.exists():
+        make_model(model, **(EVEN if even else UNEVEN), tie_word_embeddings=tied)
+    path = folder / f"{name}.yaml"
+    data = make_chat(folder / "chat.jsonl", rows=4)
+    path.write_text(yaml.safe_dump({"model_name_or_path": str(model), "datasets": [{"path": str(data)}], **keys}))
+    return str(path)
+
+
+def _layout(folder: Path, name: str) -> str:
+    path = folder / f"accelerate-{name.replace(' ', '-')}.yaml"
+    path.write_text(yaml.safe_dump(LAYOUTS[name]))
+    return str(path)

@@ -1,0 +1,72 @@
+"""Run folders as a run leaves them, for the report's tests."""
+
+import json
+import math
+from pathlib import Path
+
+import yaml
+
+STEPS = 60
+
+
+def make_run(folder: Path, recipe: Path, *, learning_rate: float = 1e-3) -> Path:
+    """A finished run of STEPS steps on two CPU ranks, with every file that DESIGN names but weights."""
+    from finetune.recipe.reader import read_recipe, write_recipe
+
+    folder.mkdir(parents=True)
+    lines: list[dict[str, object]] = [{"step": 0, "epoch": 0.0, "eval_loss": 5.5}, {"step": 0, "exact_match": 0.0}]
+    for step in range(1, STEPS + 1):
+        lines.append(
+            {
+                "step": step,
+                "epoch": step / 30,
+                "loss": 0.4 + 5 * math.exp(-step / 15) + 0.1 * math.sin(step),
+                "learning_rate": learning_rate * (1 - step / STEPS),
+                "grad_norm": 1 + math.cos(step) / 3,
+                "tokens": step * 512,
+                "trained_tokens": step * 200,
+                "tokens_per_second": 5000 + 100 * math.sin(step),
+                "mfu": 0.4,
+                "peak_memory_bytes": 2**30 + step,
+                "data_wait_seconds": 0.01,
+            }
+        )
+    lines += [{"step": STEPS, "epoch": 2.0, "eval_loss": 0.45}, {"step": STEPS, "exact_match": 0.5}]
+    _write_lines(folder / "metrics.jsonl", lines)
+    asked = [("What is <b>two</b> & three?", "5"), ("Six?", "6")]
+    _write_lines(
+        folder / "samples.jsonl",
+        [
+            {"step": step, "prompt": prompt, "answer": "" if step == 0 else "5", "expected": expected}
+            for step in (0, STEPS)
+            for prompt, expected in asked
+        ],
+    )
+    write_recipe(read_recipe(str(recipe), [f"learning_rate={learning_rate}"]), folder / "recipe.yaml")
+    sharding = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": {"fsdp_version": 2}}
+    (folder / "accelerate.yaml").write_text(yaml.safe_dump(sharding))
+    _write(
+        folder / "environment.json",
+        {"ranks": 2, "device": "CPU, 2 cores", "layout": "fsdp2", "packages": {"torch": "2"}},
+    )
+    finding = {"severity": "warning", "rows": 3, "of": 24, "what": "are duplicates", "where": ["chat.jsonl:7"]}
+    source = {"path": "data/chat.jsonl", "rows_read": 2417, "examples": 2400, "tokens": 9000}
+    report = {
+        "rows": 24,
+        "sources": [source],
+        "lengths": {"median": 31},
+        "findings": [finding],
+    }
+    _write(folder / "data_report.json", report)
+    manifest = folder / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
+    manifest.parent.mkdir(parents=True)
+    _write(manifest, {"step": STEPS, "files": {"model/a": {"size": 3_000_000}, "optimizer/b": {"size": 6_000_000}}})
+    return folder
+
+
+def _write(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))
+
+
+def _write_lines(path: Path, lines: list[dict[str, object]]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))

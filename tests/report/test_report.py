@@ -1,0 +1,117 @@
+"""`finetune report` on folders as runs leave them, read as text and looked at in a browser."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import make_chat
+from tests.ranks import run_command
+from tests.report.browser import look
+from tests.report.runs import STEPS, make_run
+
+PLOTS = {
+    "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds", "exact_match",
+}  # fmt: skip
+# Of every line: its plot, its extent in pixels, its colour; and whether the page is wider than its frame.
+MEASURED = """{
+  overflow: w.document.documentElement.scrollWidth - w.innerWidth,
+  background: w.getComputedStyle(w.document.body).backgroundColor,
+  lines: [...w.document.querySelectorAll('.plot path:not(.grid)')].map((p) => ({
+    plot: p.closest('figure').id, width: p.getBoundingClientRect().width, height: p.getBoundingClientRect().height,
+    colour: w.getComputedStyle(p).stroke})),
+  tiles: [...w.document.querySelectorAll('.tile')].map((t) => t.getBoundingClientRect().top),
+  labels: [...w.document.querySelectorAll('.x, .y')].map((l) => l.getBoundingClientRect().height),
+  tip: (() => { const plot = w.document.querySelector('#loss .plot'); plot.focus();
+    return plot.querySelector('.tip').innerText; })(),
+}"""
+
+
+def _report(*arguments: str) -> tuple[int, str, str]:
+    ended = run_command(["python", "-m", "finetune", "report", *arguments])
+    return ended.returncode, ended.stdout, ended.stderr
+
+
+def test_every_plot_is_seen_at_desk_and_phone_in_dark_and_light(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    recipe = tiny_recipe(accelerate_config="fsdp_full_shard")
+    run = make_run(tmp_path / "runs" / "first", recipe)
+    code, shown, _ = _report(str(run))
+    assert code == 0
+    assert shown.splitlines()[0] == str(run / "report.html")
+    for width, dark in ((1280, False), (390, True)):
+        seen, picture = look(run / "report.html", tmp_path, width=width, height=900, dark=dark, script=MEASURED)
+        assert seen["overflow"] <= 0
+        assert {line["plot"] for line in seen["lines"]} == PLOTS
+        drawn = [line for line in seen["lines"] if line["plot"] not in ("exact_match",)]
+        assert all(line["width"] > width / 6 for line in drawn)
+        assert any(line["height"] > 80 for line in drawn if line["plot"] == "loss")
+        assert len(seen["tiles"]) == 7
+        assert seen["tiles"].count(max(seen["tiles"])) >= 2, "no tile is alone in the last row"
+        assert min(seen["labels"]) > 8  # pixels: text is as tall on a phone
+        brightness = sum(map(int, re.findall(r"\d+", seen["background"])[:3]))
+        assert brightness < 120 if dark else brightness > 700
+        assert seen["tip"].startswith(f"step {STEPS}")
+        assert _has_colour(picture, seen["lines"][0]["colour"])
+
+
+def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    sources: dict[str, list[dict[str, object]]] = {
+        name: [{"path": str(make_chat(tmp_path / "chat.jsonl", rows=24))}] for name in ("one", "two")
+    }
+    sources["two"][0]["weight"] = 0.5
+    runs = [
+        make_run(tmp_path / name, tiny_recipe(name, datasets=sources[name]), learning_rate=rate)
+        for name, rate in (("one", 1e-3), ("two", 2e-3))
+    ]
+    page = tmp_path / "both.html"
+    assert _report(*map(str, runs), "--output", str(page))[0] == 0
+    text = page.read_text()
+    assert re.search(r"<code>learning_rate</code></td><td><code>0.001</code></td><td><code>0.002</code>", text)
+    differing = text.partition('aria-label="What differs"')[2].partition("</section>")[0]
+    assert re.search(r"<code>datasets\[0\].weight</code></td><td><code>1.0</code></td><td><code>0.5</code>", differing)
+    assert "{" not in differing and "path" not in differing
+    assert text.count('class="line run-1"') >= 5
+    assert not re.search(r"https?://", text.replace("http://www.w3.org", ""))  # nothing is fetched
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run</script><b>", tiny_recipe())
+    assert _report(str(run))[0] == 0
+    text = (run / "report.html").read_text()
+    assert "What is &lt;b&gt;two&lt;/b&gt; &amp; three?" in text
+    assert "run</script><b>" not in text
+    assert "in 3 of 24 rows are duplicates (chat.jsonl:7)" in text
+    assert "9.00 MB" in text
+    assert re.search(r"<td>chat.jsonl</td><td class=\"number\">2,417</td>", text)
+
+
+def test_a_run_that_is_going_on_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
+    assert _report(str(run))[0] == 0
+    assert "2.5000" in (run / "report.html").read_text()
+
+
+@pytest.mark.parametrize("made", ["nothing", "an empty folder", "a broken file"])
+def test_what_is_not_a_run_is_one_sentence(made: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    if made != "nothing":
+        run.mkdir()
+    if made == "a broken file":
+        (run / "metrics.jsonl").write_text('{"step": 1}\n???\n{"step": 2}\n')
+    code, _, errors = _report(str(run))
+    assert (code, len(errors.strip().splitlines())) == (2, 1)
+    assert str(run) in errors
+
+
+def _has_colour(picture: Path, css: str) -> bool:
+    import matplotlib.image
+
+    wanted = [int(part) / 255 for part in re.findall(r"\d+", css)[:3]]
+    pixels = matplotlib.image.imread(picture)[..., :3]
+    return bool((abs(pixels - wanted).max(-1) < 0.02).sum() > 100)

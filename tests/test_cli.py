@@ -1,0 +1,184 @@
+"""The `finetune` command and run.py as a person meets them: help, mistakes, exit codes, ranks on the CPU."""
+
+import json
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import COMMANDS
+from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
+from tests.ranks import ROOT, environment, run_command
+
+FINETUNE = ("python", "-m", "finetune")
+RUN = ("python", "finetune/run.py")
+CPU_SECONDS = 0.5  # for an answer that needs no torch; CPU time, which a busy machine does not stretch
+
+
+def cpu_seconds() -> float:
+    """What the children of this process have used so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def answer(*command: str) -> tuple[int, str]:
+    """The exit code and the message of a command that has to answer without torch, and in no time."""
+    before = cpu_seconds()
+    finished = run_command(command, timeout=60)
+    assert cpu_seconds() - before < CPU_SECONDS, finished.stderr
+    assert "Traceback" not in finished.stderr
+    return finished.returncode, finished.stdout + finished.stderr
+
+
+@pytest.mark.parametrize("command", [(*FINETUNE,), *((*FINETUNE, name) for name in COMMANDS), RUN], ids=" ".join)
+def test_help_answers_at_once(command: tuple[str, ...]) -> None:
+    code, said = answer(*command, "--help")
+    assert code == 0
+    assert said.startswith("usage: ")
+
+
+def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("model_name_or_path: some/model\ndatasets: [{path: some/data}]\n")
+    config = str(ROOT / "accelerate_configs" / "ddp.yaml")
+    mistakes = [
+        (["learning_rat=1"], "command line: learning_rat: no such key; did you mean learning_rate?"),
+        (["--max_steps", "soon"], 'command line: max_steps: "soon" does not fit; a whole number is expected'),
+        (
+            ["datasets=[{path: ./missing.jsonl}]"],
+            "command line: path: ./missing.jsonl: no such file or folder, here or ",
+        ),
+        (
+            ["--config", str(recipe)],
+            f"{recipe}: this is a recipe; pass it as --recipe, and an Accelerate config as --config",
+        ),
+        (
+            ["--recipe", config],
+            f"{config}: this is an Accelerate config; pass it as --config, and a recipe as --recipe",
+        ),
+        (["--recipe", "quickstar"], "quickstar: no such recipe; did you mean quickstart? give a path, or one of: "),
+        (["--config", "fsdp_ful"], "fsdp_ful: no such Accelerate config; did you mean "),
+        (["--recipie", "mine"], "command line: --recipie: no such option; did you mean --recipe?"),
+        (["--dryrun"], "command line: --dryrun: no such option; did you mean --dry-run?"),
+        (["quickstart"], "command line: quickstart: an override is written key=value; --recipe names a recipe, "),
+    ]
+    for arguments, message in mistakes:
+        for command in ((*FINETUNE, "launch"), RUN):
+            given = [*arguments] if "--recipe" in arguments else ["--recipe", str(recipe), *arguments]
+            code, said = answer(*command, *given)
+            assert (code, said.count("\n")) == (EXIT_USER_ERROR, 1), said
+            assert said.startswith(message)
+    assert answer(*FINETUNE, "launch", "--num-processes", "0") == (
+        2,
+        "--num-processes 0: a run has at least one rank\n",
+    )
+    code, said = answer(*FINETUNE, "launch", "--num-processes", "2", "--config", "single")
+    assert code == 2
+    assert "one process is asked for, but 2 were launched" in said
+
+
+def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "rank, code = int(os.environ['RANK']), int(sys.argv[1])\n"
+        "os.write(1, f'threads {os.environ[\"OMP_NUM_THREADS\"]} rank {rank}\\n'.encode())\n"  # a line in one piece
+        "sys.exit(code if rank == 1 else 0)\n"
+    )
+    program = (
+        "import sys, os; from finetune.launch import _launch, _cores\n"
+        "os.environ.pop('OMP_NUM_THREADS')\n"
+        f"codes = [_launch(2, None, [{str(script)!r}, code]) for code in ('0', '2', '75', '1', '7')]\n"
+        "print('cores', _cores(), 'codes', codes, flush=True)\n"
+    )
+    finished = run_command(("python", "-c", program))
+    lines = finished.stdout.splitlines()
+    assert lines[-1].endswith("codes [0, 2, 75, 1, 7]"), finished.stderr
+    cores = int(lines[-1].split()[1])
+    assert sorted(lines[:2]) == [f"threads {max(1, cores // 2)} rank {rank}" for rank in range(2)]
+    assert finished.stderr == "rank 1 was the first to end, with exit code 7\n", (
+        "the rest the ranks have told themselves"
+    )
+
+
+def test_a_bad_row_is_told_alone(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"mess\n')
+    recipe = tiny_recipe(datasets=[{"path": str(data)}])
+    finished = run_command((*FINETUNE, "launch", "--recipe", str(recipe), "--num-processes", "2"))
+    assert finished.returncode == EXIT_USER_ERROR
+    assert finished.stderr.count("\n") == 1, finished.stderr
+    assert finished.stderr.startswith(f"{data}:2: ")
+
+
+def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
+    tmp_path: Path, tiny_recipe: Callable[..., Path]
+) -> None:
+    recipe = tiny_recipe(max_steps=60)
+    command = [sys.executable, "-m", "finetune", "launch", "--config", "fsdp_full_shard", "--num-processes", "2"]
+    command += ["--recipe", str(recipe)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 90
+    while time.monotonic() < deadline and not (metrics.exists() and '"loss"' in metrics.read_text()):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    try:
+        stdout, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == EXIT_PREEMPTED, stdout + stderr
+    assert "Traceback" not in stderr
+    checkpoints = list((tmp_path / "run" / "checkpoints").glob("step-*"))
+    assert len(checkpoints) == 1
+    stopped_at = int(checkpoints[0].name.removeprefix("step-"))
+
+    assert f"stopped by a signal after step {stopped_at} of 60" in stderr
+
+    finished = run_command(command)
+    assert finished.returncode == 0, finished.stderr
+    steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
+    assert steps == list(range(1, 61)), "nothing repeated, nothing lost"
+
+
+def test_a_mistake_in_an_export_is_told_at_once(tmp_path: Path) -> None:
+    model, file = tmp_path / "model", tmp_path / "file"
+    model.mkdir()
+    file.write_text("")
+    out = tmp_path / "not" / "yet" / "there"
+    mistakes = [
+        (
+            [str(tmp_path / "gone")],
+            out,
+            [],
+            f"{tmp_path / 'gone'}: no such folder; give a run's folder or a checkpoint",
+        ),
+        ([str(file)], out, [], f"{file}: a file; give the folder that holds it"),
+        ([str(model)], model, [], f"{model}: holds what is exported; choose another --output"),
+        ([str(tmp_path / "model")], file, [], f"{file}: exists; choose another --output"),
+        ([str(model)], file, ["--overwrite"], f"{file}: is no exported model, so --overwrite does not replace it"),
+        (
+            [str(model)],
+            file / "out",
+            [],
+            f"{file / 'out'}: cannot be written: Not a directory; choose another --output",
+        ),
+        ([str(model)], Path("/proc/out"), [], "/proc/out: cannot be written: "),
+        ([str(model)], out, ["--max-shard-size", "lots"], "--max-shard-size: lots: not a size; write a number"),
+        ([str(model)], out, ["--max-shard-size", "0GB"], "--max-shard-size: 0GB: not a size"),
+    ]
+    for source, output, options, message in mistakes:
+        code, said = answer(*FINETUNE, "export", *source, "--output", str(output), *options)
+        assert (code, said.count("\n")) == (EXIT_USER_ERROR, 1), said
+        assert said.startswith(message)
+    code, said = answer(*FINETUNE, "export", str(model), "--output", str(out), "--dtype", "float8")
+    assert code == EXIT_USER_ERROR
+    assert "--dtype: invalid choice: 'float8'" in said
+    assert sorted(tmp_path.iterdir()) == [file, model]
