@@ -1,0 +1,330 @@
+"""What each layout costs: state per rank, peak memory, tokens per second and communication calls, measured.
+
+    python benchmarks/layouts.py --ranks 1 2 4 --output benchmarks/results/layouts
+
+Trains a small Llama from random weights for a few steps under every layout, on the GPUs at hand or on CPU ranks, with
+the project's own loading, loop and optimizer. State is counted from the tensors that a rank really holds. Writes
+layouts.json, layouts.md (a table) and layouts.png (needs matplotlib: `pip install .[benchmarks]`).
+"""
+
+import argparse
+import json
+import os
+import socket
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # asking for GPUs must not open them before the fork
+
+import torch
+import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, before ranks are forked)
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.errors import exit_code
+from finetune.modeling.load import load_model
+from finetune.optim import build_optimizer
+from finetune.recipe.schema import Lora, Model, Optimisation
+from finetune.sharding.config import Sharding
+from finetune.sharding.layouts import clip_gradients
+from finetune.sharding.world import World, join, leave
+from finetune.training.loop import accumulate_gradients
+
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 1024,
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": False,
+}
+LENGTH, GLOBAL_BATCH_SIZE, WARM_STEPS = 256, 4, 1  # tokens in a row; rows in a step over all ranks; steps not timed
+
+LAYOUTS: dict[str, Sharding] = {
+    "single": Sharding(layout="single"),
+    "DDP": Sharding(layout="ddp"),
+    "FSDP2 full shard": Sharding(layout="fsdp2"),
+    "FSDP2 shard grad op": Sharding(layout="fsdp2", strategy="SHARD_GRAD_OP"),
+    "FSDP2 hybrid 2 x 2": Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2),
+    "FSDP2 full shard, CPU offload": Sharding(layout="fsdp2", cpu_offload=True),
+    "FSDP1 FULL_SHARD": Sharding(layout="fsdp1"),
+    "FSDP1 SHARD_GRAD_OP": Sharding(layout="fsdp1", strategy="SHARD_GRAD_OP"),
+    "FSDP1 NO_SHARD": Sharding(layout="fsdp1", strategy="NO_SHARD"),
+    "FSDP1 HYBRID_SHARD 2 x 2": Sharding(layout="fsdp1", strategy="HYBRID_SHARD"),
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One layout on one number of ranks. Bytes are those of the rank that holds most."""
+
+    layout: str
+    ranks: int
+    device: str
+    parameters: int  # of the whole model, counted
+    parameter_bytes: int  # between steps
+    gathered_bytes: int  # parameters that stand whole between forward and backward
+    gradient_bytes: int  # when the optimizer steps
+    optimizer_bytes: int
+    peak_memory_bytes: int  # CPU: the growth of the resident set over the imports; CUDA: allocated
+    tokens_per_second: float  # over all ranks
+    calls: dict[str, int]  # of one step on rank 0, by kind
+
+
+def possible_on(name: str, ranks: int) -> bool:
+    """Whether the layout can be made of so many ranks."""
+    if name == "single":
+        return ranks == 1
+    return ranks == 4 if "2 x 2" in name else True
+
+
+def shards(name: str, ranks: int) -> int:
+    """The ranks over which a tensor is cut: what the theory of each strategy divides by."""
+    if name in ("single", "DDP", "FSDP1 NO_SHARD"):
+        return 1
+    return 2 if "2 x 2" in name else ranks
+
+
+def measure(name: str, model_config: dict[str, Any], steps: int, world: World) -> Measured | None:
+    """Trains on this rank; all ranks call it, and rank 0 gets the result."""
+    started_at = reset_peak(world.device)
+    model, size = load_model(Model(model_config=model_config), Lora(), 0, 1, world)
+    optimizer = build_optimizer(model, Optimisation())
+    batch = step_batch(world, model_config["vocab_size"])
+    gathered = []
+    handle = model.register_forward_hook(lambda *_: gathered.append(gathered_bytes(model)))
+    for _ in range(WARM_STEPS):
+        gradients, _ = train_step(model, optimizer, batch, world)
+    handle.remove()
+    world.barrier()
+    begun = time.perf_counter()
+    for _ in range(steps):
+        train_step(model, optimizer, batch, world)
+    world.barrier()
+    seconds = time.perf_counter() - begun
+    mine = {
+        "parameter_bytes": sum(held_bytes(p) for p in model.parameters()),
+        "gathered_bytes": max(gathered),
+        "gradient_bytes": gradients,
+        "optimizer_bytes": sum(
+            held_bytes(t) for moments in optimizer.state.values() for t in moments.values() if torch.is_tensor(t)
+        ),
+        "peak_memory_bytes": peak(world.device) - started_at,
+    }
+    every = world.gather(mine)
+    calls = communication_calls(model, optimizer, batch, world)
+    if not world.is_main:
+        return None
+    return Measured(
+        layout=name,
+        ranks=world.size,
+        device=world.device.type,
+        parameters=size.total,
+        tokens_per_second=steps * batch.tokens / seconds,
+        calls=calls,
+        **{key: max(rank[key] for rank in every) for key in mine},
+    )
+
+
+def train_step(model: nn.Module, optimizer: Any, batch: StepBatch, world: World) -> tuple[int, float]:
+    """One step; returns the bytes of this rank's gradients, and their norm."""
+    accumulate_gradients(model, batch, world)
+    norm = float(clip_gradients(model, 1.0))
+    gradients = sum(held_bytes(p.grad) for p in model.parameters() if p.grad is not None)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return gradients, norm
+
+
+def held_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of the part that this rank holds. FSDP1 shows a parameter as its piece of the flat one already."""
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def gathered_bytes(model: nn.Module) -> int:
+    """The bytes of parameters that are whole at this moment although they are sharded between steps."""
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+
+    if isinstance(model, FSDPModule):
+        return sum(held_bytes(p) for p in model.parameters() if not isinstance(p, DTensor))
+    if isinstance(model, Fsdp1):
+        flat = [h.flat_param for h in model._all_handles if h.uses_sharded_strategy]
+        return sum(p._full_param_padded.untyped_storage().size() for p in flat)  # type: ignore[attr-defined]
+    return 0
+
+
+def communication_calls(model: nn.Module, optimizer: Any, batch: StepBatch, world: World) -> dict[str, int]:
+    """The collectives of one step on this rank, by kind, as the profiler sees them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train_step(model, optimizer, batch, world)
+    kinds = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
+    counts: Counter[str] = Counter()
+    for event in profile.events() or ():
+        for part, kind in kinds.items():
+            if event.name.startswith("c10d::") and part in event.name:
+                counts[kind] += 1
+    return dict(counts)
+
+
+def step_batch(world: World, vocabulary: int) -> StepBatch:
+    """This rank's rows of a step of random tokens, the same in every layout."""
+    ids = torch.randint(vocabulary, (GLOBAL_BATCH_SIZE, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    rows = ids[world.rank :: world.size]
+    micro_batches = [
+        MicroBatch(
+            input_ids=row[None, :-1],
+            labels=row[None, 1:],
+            position_ids=torch.arange(LENGTH)[None],
+            trained_positions=torch.arange(LENGTH),
+            cu_seq_lens=None,
+            max_document_length=LENGTH,
+            example_ids=(),
+        )
+        for row in rows
+    ]
+    tokens = GLOBAL_BATCH_SIZE * LENGTH
+    return StepBatch(step=0, epoch=0.0, micro_batches=tuple(micro_batches), tokens=tokens, trained_tokens=tokens)
+
+
+def reset_peak(device: torch.device) -> int:
+    """Begins a new measurement of the peak; returns where it begins, in bytes."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device)
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark of the resident set
+    return _status("VmRSS")
+
+
+def peak(device: torch.device) -> int:
+    """The most bytes held since `reset_peak`."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else _status("VmHWM")
+
+
+def _status(key: str) -> int:
+    lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(lines[key].split()[0]) * 1024
+
+
+def run(names: list[str], counts: list[int], model_config: dict[str, Any], steps: int) -> Iterator[Measured]:
+    """Every layout on every number of ranks that can make it, each on ranks forked for it."""
+    for ranks in counts:
+        for name in names:
+            if possible_on(name, ranks):
+                yield _on_ranks(name, ranks, model_config, steps)
+
+
+def _on_ranks(name: str, ranks: int, model_config: dict[str, Any], steps: int) -> Measured:
+    with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        listener.close()
+        result = Path(folder) / "result.json"
+        children = []
+        for rank in range(ranks):
+            child = os.fork()
+            if child == 0:
+                os.environ |= _environment(name, rank, ranks, port)
+                os._exit(
+                    exit_code(partial(_rank, name, ranks, model_config, steps, result))
+                )  # no clean-up of the parent
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        assert codes == [0] * ranks, f"{name} on {ranks} ranks ended with {codes}"
+        return Measured(**json.loads(result.read_text()))
+
+
+def _environment(name: str, rank: int, ranks: int, port: int) -> dict[str, str]:
+    local = 2 if name == "FSDP1 HYBRID_SHARD 2 x 2" else ranks  # FSDP1 shards within what the launch calls a node
+    values = {"RANK": rank, "WORLD_SIZE": ranks, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": local, "MASTER_PORT": port}
+    return {key: str(value) for key, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
+
+
+def _rank(name: str, ranks: int, model_config: dict[str, Any], steps: int, result: Path) -> None:
+    torch.set_num_threads(1)  # the same for every number of ranks, and ranks do not spin for each other's cores
+    world = join(replace(LAYOUTS[name], use_cpu=not torch.cuda.is_available()))
+    measured = measure(name, model_config, steps, world)
+    if measured is not None:
+        result.write_text(json.dumps(asdict(measured)))
+    leave(world)
+
+
+def table(results: list[Measured]) -> str:
+    """The results as Markdown."""
+
+    def mib(count: int) -> str:
+        return f"{count / 2**20:.1f}"
+
+    lines = [
+        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward | Peak memory "
+        "| Tokens/s | Calls a step |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for r in results:
+        state = r.parameter_bytes + r.gradient_bytes + r.optimizer_bytes
+        calls = ", ".join(f"{count} {kind}" for kind, count in sorted(r.calls.items())) or "none"
+        lines.append(
+            f"| {r.ranks} | {r.layout} | {mib(r.parameter_bytes)} | {mib(r.gradient_bytes)} | {mib(r.optimizer_bytes)} "
+            f"| {state / (16 * r.parameters):.0%} | {mib(r.gathered_bytes)} | {mib(r.peak_memory_bytes)} "
+            f"| {r.tokens_per_second:,.0f} | {calls} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def plot(results: list[Measured], path: Path) -> None:
+    """State per rank as stacked bars, and tokens per second, of the largest number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    most = max(r.ranks for r in results)
+    shown = [r for r in results if r.ranks == most or r.layout == "single"][::-1]
+    names = [r.layout for r in shown]
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 0.45 * len(shown) + 1.6), sharey=True)
+    start = [0.0] * len(shown)
+    for part, label in (("parameter", "parameters"), ("gradient", "gradients"), ("optimizer", "optimizer state")):
+        sizes = [getattr(r, f"{part}_bytes") / 2**20 for r in shown]
+        left.barh(names, sizes, left=start, label=label)
+        start = [a + b for a, b in zip(start, sizes, strict=True)]
+    left.set_xlabel("state per rank, MiB")
+    left.legend(loc="lower right")
+    right.barh(names, [r.tokens_per_second for r in shown], color="tab:gray")
+    right.set_xlabel("tokens per second, all ranks together")
+    figure.suptitle(f"{shown[0].parameters / 1e6:.1f}M parameters, fp32, {most} ranks on {shown[0].device}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--model", type=json.loads, default=MODEL, help="another model_config, as JSON")
+    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/layouts"))
+    options = parser.parse_args()
+    results = []
+    for measured in run(options.layouts, options.ranks, options.model, options.steps):
+        results.append(measured)
+        print(f"{measured.ranks} ranks, {measured.layout}: {measured.tokens_per_second:,.0f} tokens/s", flush=True)
+    options.output.mkdir(parents=True, exist_ok=True)
+    (options.output / "layouts.json").write_text(json.dumps([asdict(r) for r in results], indent=1) + "\n")
+    (options.output / "layouts.md").write_text(table(results))
+    plot(results, options.output / "layouts.png")
+    print(table(results))
+
+
+if __name__ == "__main__":
+    main()

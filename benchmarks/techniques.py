@@ -1,0 +1,145 @@
+"""What each technique gains on a CPU: the same model and batches with one technique taken away at a time, in turns.
+
+    python benchmarks/techniques.py --data gsm8k_train.jsonl --tokenizer stories260k [--compile]
+
+One thread, CPU seconds: what other jobs on the machine take is not counted. The loss's memory is that of a process of
+its own at a vocabulary of 128,256.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[0] = str(ROOT)
+
+
+def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
+    """Name -> (model, optimizer). Everything on is the first; the others lack what their name says."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from finetune.modeling.attention import install
+    from finetune.modeling.fusing import compile_layers
+    from finetune.modeling.loss import install_loss
+    from finetune.optim import build_optimizer
+    from finetune.recipe.schema import Optimisation
+
+    def make(
+        attention: str = "auto", loss: str = "ours", optim: str = "adamw_torch_fused", compile_: bool = False
+    ) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32).train()
+        install(model, attention)
+        install_loss(model)
+        if loss == "whole":
+            _whole_logits(model)
+        if compile_:
+            compile_layers(model)
+        return model, build_optimizer(model, Optimisation(optim=optim, learning_rate=1e-3))  # type: ignore[arg-type]
+
+    made = {
+        "everything": make(),
+        "attention under transformers' O(tokens^2) mask": make(attention="sdpa"),
+        "whole logits of all positions": make(loss="whole"),
+        "foreach AdamW (adamw_torch)": make(optim="adamw_torch"),
+        "bf16 moments (adamw_bf16_moments)": make(optim="adamw_bf16_moments"),
+    }
+    return made | ({"everything, and torch_compile": make(compile_=True)} if compiled else {})
+
+
+def _whole_logits(model: Any) -> None:
+    """The loss as transformers computes it."""
+    import torch.nn.functional as F
+
+    def forward(hidden: Any, labels: Any, _: Any) -> Any:
+        logits = F.linear(hidden, head.weight).float()
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+    head = model.get_output_embeddings()
+    head.forward = forward
+
+
+def step_of(model: Any, optimizer: Any) -> Callable[[Any], None]:
+    """One optimizer step on one step batch."""
+    import torch
+
+    def step(batch: Any) -> None:
+        for micro_batch in batch.micro_batches:
+            (model(**micro_batch.inputs) / batch.trained_tokens).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens: int = 2048) -> None:
+    """Prints the most memory, in bytes, that a loss and its gradients take beyond their inputs."""
+    import torch
+    import torch.nn.functional as F
+
+    from finetune.modeling.loss import linear_cross_entropy
+
+    torch.set_num_threads(1)
+    states = torch.randn(tokens, hidden, requires_grad=True)
+    weight = (torch.randn(vocabulary, hidden) / 50).requires_grad_()
+    labels = torch.randint(0, vocabulary, (tokens,))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    if kind == "chunked":
+        linear_cross_entropy(states, weight, labels).backward()
+    else:
+        F.cross_entropy(F.linear(states, weight), labels, reduction="sum").backward()
+    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--compile", action="store_true", help="also torch_compile, which takes a minute to start")
+    parser.add_argument("--loss-memory", choices=["chunked", "whole"], help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.loss_memory:
+        loss_memory(options.loss_memory)
+        return
+    import torch
+
+    from benchmarks.contestant import step_batches
+    from benchmarks.speed import MODEL, prepare
+
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(prefix="finetune-techniques-") as folder:
+        workspace = Path(folder)
+        prepare(workspace, options.data, options.tokenizer, MODEL)
+        batches = step_batches(workspace)
+        steps = {name: step_of(*made) for name, made in variants(workspace, options.compile).items()}
+        seconds: dict[str, list[float]] = {name: [] for name in steps}
+        for index in range(options.steps + 3):
+            batch = batches.step_batch(index)
+            for name, step in steps.items():
+                began = time.process_time()
+                step(batch)
+                if index >= 3:
+                    seconds[name].append(time.process_time() - began)
+    base = seconds["everything"]
+    print("| step with | CPU s, median | x everything (median of the steps' ratios) |\n|---|---|---|")
+    for name, measured in seconds.items():
+        ratio = statistics.median(m / b for m, b in zip(measured, base, strict=True))
+        print(f"| {name} | {statistics.median(measured):.3f} | {ratio:.3f} |")
+    for kind in ("chunked", "whole"):
+        command = [sys.executable, __file__, "--loss-memory", kind]
+        taken = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+        print(f"| loss of 2,048 tokens, vocabulary 128,256, {kind}: peak memory | {taken / 2**20:,.0f} MiB | |")
+
+
+if __name__ == "__main__":
+    main()

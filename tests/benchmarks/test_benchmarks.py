@@ -1,0 +1,40 @@
+"""The benchmark scripts run, at a size where their numbers mean nothing."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, run_command
+
+
+@pytest.mark.slow
+def test_the_gpu_benchmark_walks_all_of_ours_on_this_machine(tmp_path: Path) -> None:
+    script = str(ROOT / "benchmarks" / "gpu.py")
+    command = [sys.executable, script, "--smoke", "--without-trl", "--output", str(tmp_path)]
+    done = run_command(command, timeout=400)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((tmp_path / "gpu-smoke.json").read_text())
+    assert len(results) == 4
+    assert all(r["failure"] is None and r["tokens_per_second"] > 0 and r["loss"] > 0 for r in results), results
+
+
+@pytest.mark.slow
+def test_the_cpu_benchmark_sets_ours_beside_the_bare_loop(tmp_path: Path, shared: Path) -> None:
+    pytest.importorskip("matplotlib")
+    script = str(ROOT / "benchmarks" / "speed.py")
+    inputs = [
+        "--data",
+        str(shared / "data" / "gsm8k_train.jsonl"),
+        "--tokenizer",
+        str(shared / "models" / "stories260k"),
+    ]
+    size = ["--precision", "fp32", "--steps", "2", "--warm-up", "1", "--layers", "1", "--only", "bare", "one process"]
+    done = run_command([sys.executable, script, *inputs, *size, "--output", str(tmp_path)], timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "| fp32 | bare loop |" in done.stdout and "| fp32 | finetune, one process |" in done.stdout
+    assert (tmp_path / "speed.png").exists()
+    steps = json.loads((tmp_path / "speed.json").read_text())["fp32"]
+    same_tokens = [[step[-1] for step in steps[title]] for title in ("bare loop", "finetune, one process")]
+    assert same_tokens[0] == same_tokens[1]

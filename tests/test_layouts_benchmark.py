@@ -1,0 +1,69 @@
+"""Given the comparison of layouts on four ranks, when the tensors that a rank holds are counted, then parameters,
+gradients and optimizer state are what the theory of each strategy says, to 2%."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import ROOT, run_command
+
+RANKS = 4
+SHARDS = {  # the ranks over which each tensor is cut; Rajbhandari et al. 2020 (ZeRO), figure 1
+    "DDP": 1,
+    "FSDP1 NO_SHARD": 1,
+    "FSDP2 full shard": RANKS,
+    "FSDP2 shard grad op": RANKS,
+    "FSDP1 FULL_SHARD": RANKS,
+    "FSDP1 SHARD_GRAD_OP": RANKS,
+    "FSDP2 hybrid 2 x 2": 2,
+    "FSDP1 HYBRID_SHARD 2 x 2": 2,
+}
+MODEL = {
+    "model_type": "llama",
+    "vocab_size": 512,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+FP32 = 4  # bytes
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The benchmark's own output, by layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    command = ["python", "benchmarks/layouts.py", "--ranks", str(RANKS), "--steps", "1", "--output", str(folder)]
+    done = run_command([*command, "--model", json.dumps(MODEL), "--layouts", *SHARDS], timeout=400, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert (folder / "layouts.png").stat().st_size > 0
+    assert all(name in (folder / "layouts.md").read_text() for name in SHARDS)
+    return {result["layout"]: result for result in json.loads((Path(folder) / "layouts.json").read_text())}
+
+
+@pytest.mark.parametrize("layout", SHARDS)
+def test_a_rank_holds_what_the_theory_says(layout: str, measured: dict[str, dict[str, Any]]) -> None:
+    found, shards = measured[layout], SHARDS[layout]
+    share = found["parameters"] * FP32 / shards
+    assert found["parameter_bytes"] == pytest.approx(share, rel=0.02)
+    assert found["gradient_bytes"] == pytest.approx(share, rel=0.02)
+    assert found["optimizer_bytes"] == pytest.approx(2 * share, rel=0.02)  # two moments
+
+
+def test_shard_grad_op_keeps_parameters_whole_until_backward_and_gathers_once(
+    measured: dict[str, dict[str, Any]],
+) -> None:
+    for kept, freed in (("FSDP2 shard grad op", "FSDP2 full shard"), ("FSDP1 SHARD_GRAD_OP", "FSDP1 FULL_SHARD")):
+        whole = measured[kept]["parameters"] * FP32
+        assert measured[kept]["gathered_bytes"] == pytest.approx(whole, rel=0.02)
+        assert measured[freed]["gathered_bytes"] < 0.7 * whole
+        assert measured[kept]["calls"]["all-gather"] < measured[freed]["calls"]["all-gather"]
+
+
+def test_replicas_meet_by_all_reduce_alone_and_hybrid_by_both(measured: dict[str, dict[str, Any]]) -> None:
+    assert set(measured["DDP"]["calls"]) == {"all-reduce"}
+    calls = measured["FSDP2 hybrid 2 x 2"]["calls"]
+    assert calls["all-reduce"] >= calls["reduce-scatter"] > 0
