@@ -1,0 +1,83 @@
+"""The README's commands, recipe and messages, as they stand there. Its Python block runs in test_quickstart.py."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.cli import read_arguments
+from finetune.errors import UserError
+from finetune.recipe.reader import RECIPES, find_file, read_recipe
+from finetune.sharding.config import ACCELERATE_CONFIGS, read_sharding
+from tests.ranks import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    """The fenced blocks of README.md in `language` ("" for none)."""
+    return [text for name, text in re.findall(r"^```(\w*)\n(.*?)^```$", README, re.M | re.S) if name == language]
+
+
+def commands(program: str) -> list[list[str]]:
+    """The README's shell commands that start with `program`, as arguments."""
+    lines = [shlex.split(line, comments=True) for block in blocks("sh") for line in block.splitlines()]
+    return [words[1:] for words in lines if words and words[0] == program]
+
+
+def test_its_finetune_commands_are_read() -> None:
+    found = commands("finetune")
+    assert {words[0] for words in found} == {"plan", "inspect", "launch", "report", "checkpoints", "export"}
+    for words in found:
+        options = read_arguments(words)
+        if getattr(options, "recipe", "my_recipe.yaml") != "my_recipe.yaml":
+            read_recipe(options.recipe, options.overrides)
+
+
+def test_its_launcher_commands_name_files_that_there_are() -> None:
+    found = commands("accelerate") + commands("torchrun")
+    assert len(found) == 3
+    for words in found:
+        after = words[words.index("finetune/run.py") + 1 :]
+        options = read_arguments(["launch", *after])
+        assert not [word for word in options.overrides if not word.partition("=")[1]]
+        read_recipe(options.recipe, options.overrides)
+        config = options.config or words[words.index("--config_file") + 1]
+        read_sharding(config, None, {})
+
+
+def test_make_does_what_stands_under_it() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    assert [words[0] for words in commands("make")] == ["quickstart", "test", "check"]
+    for target in ("quickstart", "test", "check"):
+        assert f"\n{target}: " in makefile
+    assert "\taccelerate launch finetune/run.py --config fsdp_full_shard.yaml\n" in makefile
+    assert shlex.join(commands("accelerate")[0]) == "launch finetune/run.py --config fsdp_full_shard.yaml"
+
+
+def test_its_recipe_is_read_and_its_mistakes_are_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (text,) = blocks("yaml")
+    (said,) = [block for block in blocks("") if block.startswith("my_recipe.yaml:")]
+    for source in yaml.safe_load(text)["datasets"]:
+        Path(source["path"]).touch()
+    recipe = Path("my_recipe.yaml")
+    recipe.write_text(text)
+    read_recipe("my_recipe.yaml")
+
+    wrong = text.replace("eval_split_size", "eval_split").replace("max_length", "sequence_len")
+    recipe.write_text(wrong.replace("learning_rate: 1e-5", "learning_rate: fast"))
+    with pytest.raises(UserError) as error:
+        read_recipe("my_recipe.yaml")
+    assert str(error.value) == said.rstrip("\n")
+
+
+def test_its_tables_name_every_recipe_and_config_that_ships() -> None:
+    for folder in (RECIPES, ACCELERATE_CONFIGS):
+        for file in folder.glob("*.yaml"):
+            assert f"| `{file.stem}` |" in README
+            assert find_file(file.stem, folder, "file") == folder.relative_to(Path.cwd()) / file.name
+    for link in re.findall(r"\]\((?!http)([^)#]+)", README):
+        assert (ROOT / link).exists(), link
