@@ -17,13 +17,14 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 def attention(
     module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, scaling: float, lengths: list[int], **_: Any
 ) -> tuple[Tensor, None]:
-    """Causal SDPA for each document. query: [1, heads, tokens, head size]."""
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    documents = zip(*(torch.split(x, lengths, dim=2) for x in (query, key, value)), strict=True)
-    outs = [
-        F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True) for q, k, v in documents
-    ]
-    return torch.cat([out.transpose(1, 2) for out in outs], dim=1), None
+    """Causal SDPA for each document, in float32. query: [1, heads, tokens, head size]."""
+    documents = zip(*(torch.split(x.float(), lengths, dim=2) for x in (query, key, value)), strict=True)
+    with torch.autocast("cpu", enabled=False):
+        outs = [
+            F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=True)
+            for q, k, v in documents
+        ]
+    return torch.cat([out.transpose(1, 2) for out in outs], dim=1).to(value.dtype), None
 
 
 def train(folder: Path, batches: Sequence[Any], bf16: bool, done: Callable[[int], None]) -> None:

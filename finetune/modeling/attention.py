@@ -4,7 +4,8 @@
 the documents' boundaries in the one packed row) and `max_document_length` (int), or neither where every row is one
 document padded on the right. Generation, which brings an attention mask or a cache, runs as transformers' SDPA.
 
-On CUDA one varlen kernel (torch's own flash attention) serves all documents; on CPU each document is a causal SDPA.
+On CUDA one varlen kernel (torch's own flash attention) serves all documents. On a CPU each document is a causal SDPA in
+float32 whatever the precision: torch's backward there takes twice as long in bf16, and compiles a kernel for every length.
 """
 
 import inspect
@@ -133,19 +134,17 @@ def packed_attention(
     scores = Scores(scaling, sliding_window, softcap, dropout)
     if attention_mask is None or attention_mask.numel() > 0:
         return _generation(module, query, key, value, attention_mask, scores), None
-    query, key, value = _same_dtype(query, key, value)
-    if _varlen_serves(query, value, scores):
-        return _varlen(query, key, value, cu_seq_lens, max_document_length, scores), None
-    if cu_seq_lens is None:
-        return _document(query, key, value, scores).transpose(1, 2), None
-    return _each_document(query, key, value, cu_seq_lens, scores), None
-
-
-def _same_dtype(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type."""
+    # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    return query.to(dtype), key.to(dtype), value.to(dtype)
+    computing_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
+    query, key, value = (states.to(computing_dtype) for states in (query, key, value))
+    with torch.autocast(device, enabled=False):
+        if _varlen_serves(query, value, scores):
+            return _varlen(query, key, value, cu_seq_lens, max_document_length, scores), None
+        if cu_seq_lens is None:
+            return _document(query, key, value, scores).transpose(1, 2).to(dtype), None
+        return _each_document(query, key, value, cu_seq_lens, scores).to(dtype), None
 
 
 def _varlen_serves(query: Tensor, value: Tensor, scores: Scores) -> bool:

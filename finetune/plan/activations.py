@@ -106,20 +106,22 @@ def _norms(a: Architecture, run: Computation) -> int:
 
 def _attention(a: Architecture, run: Computation) -> int:
     query, key_value, size = a.query_width, a.key_value_width, run.itemsize
+    inside = max(size, FP32) if run.cpu else size  # of the scores' own type: on a CPU the kernel works in fp32
     attended = query + 2 * (key_value if run.grouped_attention else query)
-    output = query * (2 if run.cpu and not run.drops_inputs else 1)
-    total = size * (attended + output) + FP32 * a.heads
+    total = inside * (attended + query) + FP32 * a.heads
+    if run.cpu and not run.drops_inputs:
+        total += size * query  # the documents laid end to end, which the projection of the output reads
     if a.family.query_key_norm is not None:
         by_head = a.family.query_key_norm == "head"
         total += _norm(query, a, run, itemsize=size, heads=a.heads if by_head else 1)
         total += _norm(key_value, a, run, itemsize=size, heads=a.key_value_heads if by_head else 1)
     if a.family.caps_scores:  # key and value repeated for each head; tanh, softmax in fp32, and its cast
-        total += 2 * size * (query - key_value) + a.heads * run.document_length * (
-            size + FP32 + (size if size < FP32 else 0)
+        total += 2 * inside * (query - key_value) + a.heads * run.document_length * (
+            inside + FP32 + (inside if inside < FP32 else 0)
         )
         total -= FP32 * a.heads  # a fused kernel's sums of exponents
-    if a.family.fused:
-        total += size * (query + key_value)  # the value is a view of the whole fused product
+    if a.family.fused and inside == size:
+        total += size * (query + key_value)  # the value is a view of the whole fused product, which no cast let go
     return total
 
 

@@ -106,6 +106,22 @@ def test_under_autocast_the_kernel_sees_one_dtype_and_the_loss_stays_fp32() -> N
     loss.backward()
 
 
+def test_in_bf16_a_cpu_rounds_once_after_attending_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 50, 16, generator=generator).bfloat16() for heads in (4, 2, 2))
+    boundaries = torch.tensor([0, 17, 50], dtype=torch.int32)
+    none = torch.empty((0, 0, 0, 0), dtype=torch.bool)
+
+    def attended(*states: torch.Tensor) -> torch.Tensor:
+        return attention.packed_attention(torch.nn.Module(), *states, none, cu_seq_lens=boundaries)[0]
+
+    exact = attended(query.float(), key.float(), value.float())
+    assert exact.dtype == torch.float32
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            torch.testing.assert_close(attended(query, key, value), exact.bfloat16(), rtol=0, atol=0)
+
+
 def test_what_cannot_be_kept_apart_is_refused_in_one_sentence() -> None:
     model = build("llama")
     strange = copy.deepcopy(model)
