@@ -44,7 +44,7 @@ def train(folder: Path, batches: Sequence[Any], bf16: bool, done: Callable[[int]
                     use_cache=False,
                     lengths=lengths,
                 ).last_hidden_state
-                trained = micro_batch.labels[0] != -100
+                trained = micro_batch.trained_positions
                 logits = model.lm_head(hidden[0][trained])
             loss = F.cross_entropy(logits.float(), micro_batch.labels[0][trained], reduction="sum")
             (loss / batch.trained_tokens).backward()

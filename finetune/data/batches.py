@@ -18,6 +18,9 @@ from finetune.data.order import Arrangement, EpochRows, epoch_rows
 from finetune.data.store import IGNORE
 
 Ids = NDArray[np.int64]
+# The packed row is filled up to a multiple of it, and so are the positions that the loss looks at. A new length costs: a CPU
+# compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
+ROUND_TOKENS = 64
 
 
 class Ranks(Protocol):
@@ -37,15 +40,16 @@ class Ranks(Protocol):
 class MicroBatch:
     """The rows of one forward pass on one rank.
 
-    Packed, all rows lie one after another in a single row without padding, and `cu_seq_lens` says where each document
-    begins. Unpacked, each row is one document, padded on the right; attention is causal and padding comes last without
+    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
+    ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the right; attention is causal and padding comes last without
     labels, so that no mask is needed. A rank that has no row left in a step gets one token without a label.
     """
 
     input_ids: Tensor  # int64[rows, tokens]
     labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE
     position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
-    # int64[trained tokens]: where the flattened labels are. Found on the host: a GPU's search would make the host wait.
+    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found on
+    # the host: a GPU's search would make the host wait.
     trained_positions: Tensor
     cu_seq_lens: Tensor | None  # int32[documents + 1]: where documents begin in the packed row, and its end
     max_document_length: int
@@ -181,14 +185,20 @@ class Batches:
             return filler(packed=True)
         examples = [self.examples[example_id] for example_id in ids]
         lengths = self.examples.lengths[ids].astype(np.int64)
+        tokens = int(lengths.sum())
+        padding = -tokens % ROUND_TOKENS
+        input_ids = np.full(tokens + padding, self.pad_token_id, np.int64)
+        labels = np.full(tokens + padding, IGNORE, np.int64)
+        np.concatenate([example.input_ids for example in examples], out=input_ids[:tokens])
+        np.concatenate([example.labels for example in examples], out=labels[:tokens])
+        lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which nothing sees
         ends = np.cumsum(lengths)
         positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        labels = np.concatenate([example.labels for example in examples])
         return MicroBatch(
-            input_ids=_tensor(np.concatenate([example.input_ids for example in examples]))[None],
-            labels=_tensor(labels)[None],
-            position_ids=_tensor(positions)[None],
-            trained_positions=torch.from_numpy(np.flatnonzero(labels != IGNORE)),
+            input_ids=torch.from_numpy(input_ids)[None],
+            labels=torch.from_numpy(labels)[None],
+            position_ids=torch.from_numpy(positions)[None],
+            trained_positions=_trained_positions(labels),
             cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
             max_document_length=int(lengths.max()),
             example_ids=tuple(ids.tolist()),
@@ -209,7 +219,7 @@ class Batches:
             input_ids=torch.from_numpy(input_ids),
             labels=torch.from_numpy(labels),
             position_ids=torch.arange(longest).repeat(len(ids), 1),
-            trained_positions=torch.from_numpy(np.flatnonzero(labels != IGNORE)),
+            trained_positions=_trained_positions(labels),
             cu_seq_lens=None,
             max_document_length=longest,
             example_ids=tuple(ids.tolist()),
@@ -231,6 +241,13 @@ def batches_of(
     return replace(batches, steps=batches.steps_per_epoch)
 
 
+def _trained_positions(labels: Ids) -> Tensor:
+    """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
+    trained = np.flatnonzero(labels != IGNORE)
+    others = np.flatnonzero(labels == IGNORE)[: -len(trained) % ROUND_TOKENS]
+    return torch.from_numpy(np.concatenate((trained, others)))
+
+
 def filler(packed: bool) -> MicroBatch:
     """One token without a label, for a rank that has no row: it takes part in the step's collectives and adds nothing."""
     return MicroBatch(
@@ -242,7 +259,3 @@ def filler(packed: bool) -> MicroBatch:
         max_document_length=1,
         example_ids=(),
     )
-
-
-def _tensor(values: np.ndarray[Any, Any]) -> Tensor:
-    return torch.from_numpy(values.astype(np.int64))

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.batches import Batches, MicroBatch, batches_of
+from finetune.data.batches import ROUND_TOKENS, Batches, MicroBatch, batches_of
 from finetune.data.order import Arrangement
 from finetune.data.store import IGNORE
 from tests.data.world import Rank, examples_of
@@ -106,7 +106,9 @@ def documents(micro_batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
         length = max(i for i, token in enumerate(ids) if i == 0 or token) + 1  # the padding is 0
         assert labels[length:] == [IGNORE] * (len(ids) - length)
         found.append((ids[:length], labels[:length]))
-    return found
+    padding = found[len(micro_batch.example_ids) :]
+    assert padding in ([], [([0], [IGNORE])])
+    return found[: len(micro_batch.example_ids)]
 
 
 @pytest.mark.parametrize("packing", [True, False])
@@ -114,11 +116,23 @@ def test_a_micro_batch_holds_its_documents_whole_with_shifted_labels(packing: bo
     batches = loader(packing=packing)
     for step in batches.batches():
         for micro_batch in step.micro_batches:
-            assert micro_batch.labels.flatten()[micro_batch.trained_positions].ne(IGNORE).all()
-            assert len(micro_batch.trained_positions) == int((micro_batch.labels != IGNORE).sum())
+            trained = (micro_batch.labels != IGNORE).sum()
+            looked_at = micro_batch.labels.flatten()[micro_batch.trained_positions]
+            assert looked_at[:trained].ne(IGNORE).all() and looked_at[trained:].eq(IGNORE).all()
+            assert len(looked_at) == len(micro_batch.trained_positions.unique())
             for example_id, (ids, labels) in zip(micro_batch.example_ids, documents(micro_batch), strict=True):
                 assert ids == [1000 * example_id + t for t in range(LENGTHS[example_id])]
                 assert labels == [*ids[1:], IGNORE]
+
+
+def test_lengths_of_packed_rows_and_of_their_trained_positions_are_round() -> None:
+    lengths = np.random.default_rng(2).integers(1, 65, size=500).tolist()
+    for step in loader(lengths, packing=True).batches():
+        for micro_batch in step.micro_batches:
+            assert micro_batch.input_ids.numel() % ROUND_TOKENS == 0
+            assert len(micro_batch.trained_positions) % ROUND_TOKENS == 0
+            rows_tokens = sum(lengths[i] for i in micro_batch.example_ids)
+            assert 0 <= micro_batch.input_ids.numel() - rows_tokens < ROUND_TOKENS
 
 
 def test_rows_of_one_step_are_of_similar_length_where_they_are_padded() -> None:
@@ -180,10 +194,9 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
                     )
                     for p in range(length)
                 ]
-                kept = torch.ones_like(micro_batch.labels, dtype=torch.bool)
-                if not packing:
-                    widths = torch.tensor(examples.lengths[list(micro_batch.example_ids)].tolist())
-                    kept = torch.arange(kept.shape[1]) < widths[:, None]
+                widths = torch.tensor(examples.lengths[list(micro_batch.example_ids)].tolist())
+                width = micro_batch.labels.shape[1]
+                kept = torch.arange(width) < (widths.sum() if packing else widths[:, None])
                 found |= dict(zip(places, each[kept.flatten()].tolist(), strict=True))
         return found
 

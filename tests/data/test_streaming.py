@@ -49,9 +49,9 @@ def texts(batches: Iterator[streaming.StepBatch]) -> list[list[str]]:
         rows = []
         for micro_batch in batch.micro_batches:
             assert micro_batch.cu_seq_lens is not None
-            bounds = micro_batch.cu_seq_lens.tolist()
+            bounds = micro_batch.cu_seq_lens.tolist()[: len(micro_batch.example_ids) + 1]  # padding may come after
             ids = micro_batch.input_ids[0].tolist()
-            rows += [tokenizer.decode(ids[a:b]) for a, b in pairwise(bounds) if micro_batch.example_ids]
+            rows += [tokenizer.decode(ids[a:b]) for a, b in pairwise(bounds)]
         steps.append(rows)
     return steps
 
