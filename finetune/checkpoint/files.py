@@ -5,7 +5,7 @@ A file's bytes are on disk only after its own fsync, and its name only after the
 
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import xxhash
@@ -68,11 +68,12 @@ def remove_tree(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def checksum(path: Path) -> dict[str, object]:
-    """The `size` and checksum of a file, as `write_file` returned them."""
+def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> dict[str, object]:
+    """The `size` and checksum of a file, as `write_file` returned them. `advance` is told the bytes as they are read."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
+            advance(len(chunk))
     return {"size": size, CHECKSUM: digest.hexdigest()}

@@ -106,11 +106,13 @@ def problems_of(
     checksums: bool = True,
     mine: Callable[[int], bool] = lambda _: True,
     parts: Collection[str] = PARTS,
+    advance: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
     """What is wrong with a published checkpoint, one sentence each; nothing, where it can be relied on.
 
     `checksums=False` looks at names and sizes only. `mine(index)` picks the files whose bytes are read, so that ranks
-    can share the work; `parts` are those that must be right, beside state.json.
+    can share the work; `parts` are those that must be right, beside state.json. `advance` is told the bytes as they are
+    read, by several threads.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -123,11 +125,16 @@ def problems_of(
     match = _NAME.fullmatch(checkpoint.name)
     if match and int(match[1]) != manifest.step:
         return [f"{MANIFEST} is of step {manifest.step}"]
-    return list(_file_problems(checkpoint, manifest, checksums, mine, parts))
+    return list(_file_problems(checkpoint, manifest, checksums, mine, parts, advance))
 
 
 def _file_problems(
-    checkpoint: Path, manifest: Manifest, checksums: bool, mine: Callable[[int], bool], parts: Collection[str]
+    checkpoint: Path,
+    manifest: Manifest,
+    checksums: bool,
+    mine: Callable[[int], bool],
+    parts: Collection[str],
+    advance: Callable[[int], object],
 ) -> Iterator[str]:
     others = set(PARTS) - set(parts)
     expected = {checkpoint / n: entry for n, entry in manifest.files.items() if PurePosixPath(n).parts[0] not in others}
@@ -144,24 +151,30 @@ def _file_problems(
         elif checksums and mine(index):
             to_read.append((path, entry))
     with ThreadPoolExecutor(max_workers=4) as pool:
-        for (path, _), problem in zip(to_read, pool.map(lambda item: _damage(*item), to_read), strict=True):
+        for (path, _), problem in zip(to_read, pool.map(lambda item: _damage(advance, *item), to_read), strict=True):
             if problem:
                 yield f"{path.relative_to(checkpoint)} {problem}"
 
 
-def _damage(path: Path, entry: dict[str, Any]) -> str | None:
+def _damage(advance: Callable[[int], object], path: Path, entry: dict[str, Any]) -> str | None:
     try:
-        return None if files.checksum(path) == entry else "does not match its checksum"
+        return None if files.checksum(path, advance) == entry else "does not match its checksum"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
 
 def newest_valid(
-    run_folder: Path, tell: Callable[[str], object] = lambda _: None, *, parts: Collection[str] = PARTS
+    run_folder: Path,
+    tell: Callable[[str], object] = lambda _: None,
+    *,
+    verify: Callable[[Path], list[str]] = problems_of,
 ) -> Path | None:
-    """The checkpoint with the highest step that verifies, or None. Each damaged one above it is named through `tell`."""
+    """The checkpoint with the highest step that verifies, or None. Each damaged one above it is named through `tell`.
+
+    `verify(checkpoint)` says what is wrong with one, as `problems_of` does.
+    """
     for _, checkpoint in reversed(published(run_folder)):
-        problems = problems_of(checkpoint, parts=parts)
+        problems = verify(checkpoint)
         if not problems:
             return checkpoint
         tell(f"{checkpoint}: passed over: {'; '.join(problems)}")

@@ -3,8 +3,8 @@
 `beforehand` tells what can be told at once; `sources` finds what is to be exported and opens it without reading values;
 `architecture` says what the model must consist of; `values` and `lora` say how every tensor of the result follows from
 what is stored; `writing` streams them to disk; `folder` and `card` add what makes the folder complete; `verification`
-reads it all back; `publishing` gives it its name. `exporting.export` puts these in a row, `command` is the command line's
-way to it. docs/export.md describes it.
+reads it all back; `publishing` gives it its name, `progress` tells how far it is. `exporting.export` puts these in a
+row, `command` is the command line's way to it. docs/export.md describes it.
 """
 
 from typing import TYPE_CHECKING, Any

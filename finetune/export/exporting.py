@@ -1,12 +1,10 @@
 """From a run or a checkpoint to a Hugging Face folder: the order of events."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from tqdm import tqdm
 
 from finetune.amounts import disk_size, read_size
 from finetune.checkpoint.files import write_file
@@ -18,6 +16,7 @@ from finetune.export.card import model_card
 from finetune.export.folder import copy_tokenizer, has_tokenizer, refuse_tokenizer_code, write_descriptions, write_json
 from finetune.export.fresh_process import fresh_process
 from finetune.export.hub import push
+from finetune.export.progress import progress_bar
 from finetune.export.publishing import refuse_full_disk, staged
 from finetune.export.sources import Source, open_source, wanted_dtype
 from finetune.export.values import Value, matched, stored_value
@@ -185,20 +184,13 @@ def _export_adapter(
 def _write(folder: Path, shards: list[Shard]) -> None:
     total = sum(shard.byte_count for shard in shards)
     refuse_full_disk(folder, total)
-    with _bar("writing", total) as advance:
+    with progress_bar("writing", total) as advance:
         write_weights(folder, shards, advance)
 
 
 def _verify(folder: Path, shards: list[Shard]) -> None:
-    with _bar("verifying", sum(shard.byte_count for shard in shards)) as advance:
+    with progress_bar("verifying", sum(shard.byte_count for shard in shards)) as advance:
         verify_weights(folder, shards, advance)
-
-
-@contextmanager
-def _bar(what: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A progress bar with bytes and time left; none where stderr is no terminal."""
-    with tqdm(desc=what, total=total_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
-        yield bar.update
 
 
 def _size(shards: list[Shard]) -> str:

@@ -21,6 +21,7 @@ from finetune.errors import UserError
 from finetune.export import lora, torch_files
 from finetune.export.architecture import CONFIG_FILE, stored_dtype
 from finetune.export.beforehand import DTYPES
+from finetune.export.progress import progress_bar
 from finetune.hub import folder_at_hand, hub_file
 from finetune.safetensors_header import read_json
 from finetune.tensors import StoredTensor, read_folder
@@ -93,8 +94,7 @@ def _checkpoint_of(path: Path, tell: Callable[[str], object]) -> Path | None:
     from finetune.checkpoint import folder
 
     if (path / folder.MANIFEST).exists():
-        problems = folder.problems_of(path, parts=[folder.MODEL])
-        if problems:
+        if problems := _problems_of(path):
             raise UserError(f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run")
         return path
     if path.name == "checkpoints" and folder.published(path.parent):
@@ -102,12 +102,21 @@ def _checkpoint_of(path: Path, tell: Callable[[str], object]) -> Path | None:
     if not folder.published(path):
         return None
     passed_over: list[str] = []
-    newest = folder.newest_valid(path, passed_over.append, parts=[folder.MODEL])
+    newest = folder.newest_valid(path, passed_over.append, verify=_problems_of)
     if newest is None:
         raise UserError.of([f"{path}: no checkpoint of this run is whole", *passed_over])
     for line in passed_over:
         tell(line)
     return newest
+
+
+def _problems_of(checkpoint: Path) -> list[str]:
+    """What is wrong with the model in a checkpoint of ours, every byte of which is read."""
+    from finetune.checkpoint import folder
+
+    total_bytes = sum(path.stat().st_size for path in (checkpoint / folder.MODEL).rglob("*") if path.is_file())
+    with progress_bar(f"checking {checkpoint.name}", total_bytes) as advance:
+        return folder.problems_of(checkpoint, parts=[folder.MODEL], advance=advance)
 
 
 def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:

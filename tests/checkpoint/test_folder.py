@@ -55,6 +55,15 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     assert told == [f"{newer}: passed over: state.json is missing"]
 
 
+def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path, 7)
+    read: list[int] = []
+    assert folder.problems_of(checkpoint, parts=[folder.MODEL], advance=read.append) == []
+    assert sum(read) == sum(
+        path.stat().st_size for path in [*(checkpoint / "model").iterdir(), checkpoint / folder.STATE]
+    )
+
+
 def test_the_manifest_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     one, other = write_checkpoint(tmp_path / "a", 5), write_checkpoint(tmp_path / "b", 5, content=b"others!")
     (one / folder.MANIFEST).write_bytes((other / folder.MANIFEST).read_bytes())

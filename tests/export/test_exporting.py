@@ -2,6 +2,10 @@
 
 import hashlib
 import json
+import os
+import subprocess
+import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +16,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
+from tests.checkpoint.test_folder import write_checkpoint
+from tests.ranks import ROOT, environment
 
 MakeModel = Callable[..., Path]
 
@@ -153,3 +159,20 @@ def test_a_tokenizer_that_is_damaged_or_runs_code_is_told_with_its_file(
         file.unlink()
     assert main(command) == 0
     assert "without a tokenizer, since there was none" in capsys.readouterr().out
+
+
+def test_a_terminal_shows_that_checksums_are_read(tmp_path: Path) -> None:
+    """The checkpoint is of no model, which is told once its checksums were right."""
+    write_checkpoint(tmp_path / "run", 7)
+    command = [sys.executable, "-m", "finetune", "export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
+    terminal, its_end = os.openpty()
+    termios.tcsetwinsize(its_end, (24, 80))
+    try:
+        process = subprocess.run(command, cwd=ROOT, env=environment(), stderr=its_end, stdout=subprocess.DEVNULL)
+        shown = os.read(terminal, 100_000).decode()
+    finally:
+        os.close(terminal)
+        os.close(its_end)
+    assert process.returncode == 2
+    assert "\rchecking step-00000007:   0%|" in shown
+    assert "state.json: not JSON; the file is damaged" in shown
