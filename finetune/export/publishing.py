@@ -3,8 +3,8 @@
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -20,14 +20,18 @@ MARKS = ("config.json", "adapter_config.json")  # what a folder must hold for --
 def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """An empty folder beside `output` that takes its name when the block ends, and is removed where it raises.
 
+    So are the folders above it that were made for it.
+
     Raises `UserError` where `output` exists and may not be replaced, or someone else is writing it now.
     """
     refuse_existing(output, overwrite)
     staging = output.parent / f".{output.name}.exporting"
+    missing = [folder for folder in output.parents if not folder.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = _locked(staging, output)
     except OSError as error:
+        _remove_empty(missing)
         raise _unwritable(output, error) from None
     try:
         _clear(staging)  # what a process that was killed has left
@@ -35,6 +39,7 @@ def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _publish(staging, output)
     except BaseException as error:
         shutil.rmtree(staging, ignore_errors=True)
+        _remove_empty(missing)
         if isinstance(error, OSError):
             reason = error.strerror or type(error).__name__
             raise UserError(f"{output}: cannot be written: {reason}; nothing is left of the export") from None
@@ -104,6 +109,13 @@ def _locked(staging: Path, output: Path) -> int:
 def _clear(folder: Path) -> None:
     for path in folder.iterdir():
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes `folders`, each within the one after it, but for those that someone else has put something into."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _publish(staging: Path, output: Path) -> None:

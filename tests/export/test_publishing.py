@@ -44,13 +44,20 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def heed_interrupts() -> None:
+    """In a process about to start: tests that run in a shell's background have it that SIGINT is ignored."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_export_that_is_stopped_leaves_nothing(
     number: signal.Signals, large: Path, tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    out = tmp_path / "results" / "out"
-    command = [sys.executable, "-m", "finetune", "export", str(large), "--output", str(out), "--no-verify"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL)
+    out = tmp_path / "results" / "new" / "out"
+    command = [sys.executable, "-m", "finetune", "export", str(large), "--output", str(out)]
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, preexec_fn=heed_interrupts
+    )
     half_made = out.parent / ".out.exporting" / "model.safetensors"
     deadline = time.monotonic() + 60
     while not (half_made.exists() and half_made.stat().st_size > 10_000_000):
@@ -62,11 +69,21 @@ def test_an_export_that_is_stopped_leaves_nothing(
     process.wait(timeout=30)
     assert process.returncode != 0
     assert not out.exists()
-    if number != signal.SIGKILL:  # after which nobody can clear away; the next export does
-        assert list(out.parent.iterdir()) == []
+    assert out.parent.exists() == (number == signal.SIGKILL)  # after which nobody can clear away; the next export does
     assert main(["export", str(tiny_llama()), "--output", str(out), "--no-verify"]) == 0
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     assert read_folder(out)
+
+
+def test_folders_above_it_are_removed_where_they_were_made_for_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RuntimeError), staged(tmp_path / "mine" / "a" / "b" / "out"):
+        raise RuntimeError
+    assert list((tmp_path / "mine").iterdir()) == []
+    with pytest.raises(RuntimeError), staged(tmp_path / "a" / "b" / "out"):
+        (tmp_path / "a" / "note").write_text("someone else's")
+        raise RuntimeError
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / "note"]
 
 
 def test_a_full_disk_is_told_before_and_while(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
