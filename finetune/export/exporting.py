@@ -1,6 +1,7 @@
 """From a run or a checkpoint to a Hugging Face folder: the order of events."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from finetune.export.progress import progress_bar
 from finetune.export.publishing import refuse_full_disk, staged
 from finetune.export.sources import Source, open_source, wanted_dtype
 from finetune.export.values import Value, matched, stored_value
-from finetune.export.verification import verify_logits, verify_weights
+from finetune.export.verification import checkpoint_logits, logits_bound, verify_logits, verify_weights
 from finetune.export.writing import Shard, shards_of, write_weights
 
 CARD_FILE = "README.md"
@@ -100,7 +101,7 @@ def export_source(source: Source, output: Path, options: Options, tell: Callable
         raise UserError(f"{source.path}: holds no adapter; leave --adapter-only out")
     _refuse_loss(source, output)
     built = architecture.build(source.description, trust_remote_code=options.trust_remote_code)
-    with staged(output, overwrite=options.overwrite) as staging:
+    with _without_torch_threads(), staged(output, overwrite=options.overwrite) as staging:
         if options.merged:
             told = _export_model(source, built, staging, name, options)
         if source.adapter is not None and options.adapter:
@@ -139,22 +140,20 @@ def _export_model(source: Source, built: Architecture, staging: Path, name: str,
 
     shards = shards_of([value(name) for name in built.shapes], read_size(options.max_shard_size))
     trust = options.trust_remote_code
-
-    def write() -> None:
-        _write(staging, shards)
-        write_descriptions(staging, source, built, dtype, trust_remote_code=trust)
-        write_file(staging / CARD_FILE, [model_card(source, name).encode()])
-
+    refuse_full_disk(staging, _byte_count(shards))
+    write_descriptions(staging, source, built, dtype, trust_remote_code=trust)
+    write_file(staging / CARD_FILE, [model_card(source, name).encode()])
     told = f"{_size(shards)} in {str(dtype).removeprefix('torch.')}"
     told += "" if has_tokenizer(source.description) else ", without a tokenizer, since there was none"
     if not options.verify:
-        write()
+        _write(staging, shards)
         return f"{told}, not verified"
-    with fresh_process(staging, trust) as fresh:
-        write()
+    bound = logits_bound(stored, dtype, is_merged=source.adapter is not None)
+    with fresh_process(staging, trust) as fresh, checkpoint_logits(source, built, stored, trust) as logits:
+        digests = _write(staging, shards)
         fresh.open_folder()  # it goes on while the values are read back here
-        _verify(staging, shards)
-        difference = verify_logits(fresh, staging, built, stored, source.adapter, dtype, trust_remote_code=trust)
+        _verify(staging, shards, digests)
+        difference = verify_logits(logits.result(), fresh.logits(), bound)
     agreement = f"logits within {difference:.1g}" if difference else "identical logits"
     return f"{told}, verified: every value, and {agreement} in a fresh process"
 
@@ -170,28 +169,47 @@ def _export_adapter(
         for name, tensor in sorted(adapter.tensors.items())
     ]
     shards = [Shard(lora.WEIGHTS_FILE, tuple(values))]
-    _write(folder, shards)
+    refuse_full_disk(folder, _byte_count(shards))
+    digests = _write(folder, shards)
     config = adapter.config | {"base_model_name_or_path": source.base_model, "inference_mode": True}
     write_json(folder / lora.CONFIG_FILE, config)
     write_file(folder / CARD_FILE, [model_card(source, name, is_adapter=True).encode()])
     if not options.merged:
         copy_tokenizer(source.description, folder)
     if options.verify:
-        _verify(folder, shards)
+        _verify(folder, shards, digests)
     return f"an adapter of {_size(shards)}" + ("" if options.verify else ", not verified")
 
 
-def _write(folder: Path, shards: list[Shard]) -> None:
-    total = sum(shard.byte_count for shard in shards)
-    refuse_full_disk(folder, total)
-    with progress_bar("writing", total) as advance:
-        write_weights(folder, shards, advance)
+def _write(folder: Path, shards: list[Shard]) -> dict[str, bytes]:
+    with progress_bar("writing", _byte_count(shards)) as advance:
+        return write_weights(folder, shards, advance)
 
 
-def _verify(folder: Path, shards: list[Shard]) -> None:
-    with progress_bar("verifying", sum(shard.byte_count for shard in shards)) as advance:
-        verify_weights(folder, shards, advance)
+def _verify(folder: Path, shards: list[Shard], digests: dict[str, bytes]) -> None:
+    with progress_bar("verifying", _byte_count(shards)) as advance:
+        verify_weights(folder, shards, digests, advance)
+
+
+def _byte_count(shards: list[Shard]) -> int:
+    return sum(shard.byte_count for shard in shards)
 
 
 def _size(shards: list[Shard]) -> str:
-    return disk_size(sum(shard.byte_count for shard in shards))
+    return disk_size(_byte_count(shards))
+
+
+@contextmanager
+def _without_torch_threads() -> Iterator[None]:
+    """In this block torch computes in the thread that asks it to, and starts none of its own.
+
+    What an export does goes on side by side already, in three threads and a process. torch's threads, several for each of
+    these, would outnumber the cores and wait for each other: on busy cores a cast then takes eight times its CPU time. And
+    the order of sums would depend on the machine.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # for this thread, and for those that are started from now on
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

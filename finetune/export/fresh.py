@@ -1,8 +1,8 @@
 """What a stranger sees of an exported folder: `python -m finetune.export.fresh FOLDER LOGITS` in a process of its own.
 
-FOLDER may still be in the making: it is opened when a line has come on stdin, with transformers and safetensors, none of
-the reading code that wrote it. The logits of the fixed prompts are left in the file LOGITS. A folder that cannot be opened
-so ends the process with one line on stderr and exit code 1.
+FOLDER holds config.json; the weights may still be in the making. It is opened when a line has come on stdin, with
+transformers and safetensors, none of the reading code that wrote it. The logits of the fixed prompts are left in the file
+LOGITS. A folder that cannot be opened so ends the process with one line on stderr and exit code 1.
 """
 
 import sys
@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from finetune.errors import UserError
 from finetune.export import architecture
+from finetune.export.architecture import Architecture
 from finetune.export.streaming import streamed_logits
 from finetune.tensors import SINGLE_FILE
 
@@ -25,11 +26,12 @@ def main(arguments: list[str]) -> int:
     trust_remote_code = TRUST_REMOTE_CODE in arguments
     folder, logits = (Path(argument) for argument in arguments if argument != TRUST_REMOTE_CODE)
     import_transformers()
-    if not sys.stdin.readline():
-        return 1  # whoever started this has gone
     try:
+        built = architecture.build(folder, trust_remote_code=trust_remote_code)
+        if not sys.stdin.readline():
+            return 1  # whoever started this has gone
         open_as_others_do(folder, trust_remote_code)
-        save_file({"logits": _logits(folder, trust_remote_code).contiguous()}, logits)
+        save_file({"logits": _logits(folder, built).contiguous()}, logits)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
@@ -64,8 +66,7 @@ def open_as_others_do(folder: Path, trust_remote_code: bool = False) -> None:
         )
 
 
-def _logits(folder: Path, trust_remote_code: bool) -> torch.Tensor:
-    built = architecture.build(folder, trust_remote_code=trust_remote_code)
+def _logits(folder: Path, built: Architecture) -> torch.Tensor:
     files = sorted(folder.glob("*.safetensors")) if not (folder / SINGLE_FILE).exists() else [folder / SINGLE_FILE]
     holder: dict[str, Path] = {}
     for file in files:

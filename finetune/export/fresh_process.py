@@ -43,7 +43,10 @@ class FreshProcess:
 
 @contextmanager
 def fresh_process(folder: Path, trust_remote_code: bool = False) -> Iterator[FreshProcess]:
-    """A process that will open `folder`. It starts, which takes seconds, while the folder is written; it ends with the block."""
+    """A process that will open `folder`, in which config.json is. It ends with the block.
+
+    It starts, which takes seconds, while the weights are written.
+    """
     with TemporaryDirectory() as temporary:
         file = Path(temporary) / "logits.safetensors"
         command = [sys.executable, "-m", "finetune.export.fresh", str(folder), str(file)]
@@ -73,5 +76,5 @@ def _environment() -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers' threads would hold several whole tensors at once
-        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # as many as here: the order of sums depends on it
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # as in every thread here: the order of sums depends on it
     }

@@ -56,6 +56,12 @@ def written(value: Value, start: int, stop: int) -> torch.Tensor:
     return cast
 
 
+def raw_bytes(rows: torch.Tensor) -> memoryview:
+    """The bytes of `rows` as a file holds them: row-major."""
+    view: memoryview = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
 def read_rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
     """Rows `start` to `stop` as they are stored; a scalar has one row, itself."""
     return read_slice(stored, (slice(start, stop),) if stored.shape else ())

@@ -1,18 +1,23 @@
 """Proof that what was written is what the checkpoint holds: names, values, and logits in a fresh process."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
+import xxhash
 
 from finetune.errors import UserError
-from finetune.export import architecture, fresh, lora
+from finetune.export import architecture, lora
 from finetune.export.architecture import Architecture
-from finetune.export.fresh_process import FreshProcess
+from finetune.export.fresh import rows_by_safetensors
+from finetune.export.sources import Source
 from finetune.export.streaming import streamed_logits
-from finetune.export.values import read_rows, row_blocks
-from finetune.export.writing import Shard, computed_ahead
+from finetune.export.values import Value, raw_bytes, read_rows, row_blocks
+from finetune.export.writing import Shard
 from finetune.tensors import StoredTensor, read_files
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits that is let pass, both computed in float32. Zero where
@@ -23,8 +28,10 @@ ORIGINAL_MODULE = ".original_module."  # peft's name for what a module that was 
 DIFFERENCES_LISTED = 10
 
 
-def verify_weights(folder: Path, shards: Sequence[Shard], advance: Callable[[int], object]) -> None:
-    """Reads every value of `shards` back and compares it with the checkpoint's after the cast, bit by bit.
+def verify_weights(
+    folder: Path, shards: Sequence[Shard], digests: Mapping[str, bytes], advance: Callable[[int], object]
+) -> None:
+    """Reads every value of `shards` back and compares its digest with the one that `write_weights` took.
 
     Raises `UserError` listing the tensors that differ.
     """
@@ -36,85 +43,77 @@ def verify_weights(folder: Path, shards: Sequence[Shard], advance: Callable[[int
         if name in found and (found[name].shape, found[name].dtype) != (value.shape, value.dtype):
             problems.append(f"{name}: {found[name].dtype} {found[name].shape}, not {value.dtype} {value.shape}")
     _refuse(problems, "the files do not hold what the model needs")
-    differing = _differing(folder, shards, advance)
-    _refuse(
-        [f"{name}: differs from the checkpoint" for name in differing], "values read back differ from the checkpoint's"
-    )
+    differing = [
+        f"{value.name}: differs from the checkpoint"
+        for shard in shards
+        for value in shard.values
+        if _digest_read_back(folder / shard.name, value, advance) != digests[value.name]
+    ]
+    _refuse(differing, "values read back differ from the checkpoint's")
 
 
-def verify_logits(
-    opened: FreshProcess,
-    folder: Path,
-    built: Architecture,
-    stored: Mapping[str, StoredTensor],
-    adapter: lora.Adapter | None,
-    dtype: torch.dtype,
-    trust_remote_code: bool = False,
-) -> float:
-    """Compares the logits that a fresh process gets from `folder` with those of the checkpoint.
+def _digest_read_back(file: Path, value: Value, advance: Callable[[int], object]) -> bytes:
+    digest = xxhash.xxh3_128()
+    for start, stop in row_blocks(value.shape):
+        rows = rows_by_safetensors(file, value.name, start, stop)
+        digest.update(raw_bytes(rows))
+        advance(rows.nbytes)
+    return digest.digest()
 
-    Returns their relative difference. Raises `UserError` where it is over the bound.
+
+@contextmanager
+def checkpoint_logits(
+    source: Source, built: Architecture, stored: Mapping[str, StoredTensor], trust_remote_code: bool = False
+) -> Iterator[Future[torch.Tensor]]:
+    """The logits of the stored values, in float32, computed in a thread while the block goes on, but no longer than it.
+
+    An adapter is run by peft, beside its base and not merged.
     """
-    ours = _checkpoint_logits(folder, built, stored, adapter, trust_remote_code)
-    theirs = opened.logits()
-    if not torch.isfinite(ours).all():
-        raise UserError(
-            "the checkpoint's logits are not finite: the training has diverged; export an earlier checkpoint"
-        )
-    difference = float((theirs - ours).norm() / ours.norm().clamp_min(1e-30))
-    bound = 0.0 if adapter is None and _is_lossless(stored, dtype) else BOUNDS[dtype]
-    if not difference <= bound:
-        raise UserError(
-            f"not exported: in a fresh process the logits differ by {difference:.2g} from the checkpoint's, where {bound:g} "
-            "is the most that rounding explains"
-        )
-    return difference
-
-
-def _is_lossless(stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> bool:
-    floats = {tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point}
-    return all(found.itemsize == 1 or torch.promote_types(found, dtype) == dtype for found in floats)
-
-
-def _differing(folder: Path, shards: Sequence[Shard], advance: Callable[[int], object]) -> list[str]:
-    """The names of the values that `folder` holds otherwise than the checkpoint after the cast."""
-    places = [(folder / s.name, value, *rows) for s in shards for value in s.values for rows in row_blocks(value.shape)]
-    differing: dict[str, None] = {}
-    for (file, value, start, stop), expected in zip(places, computed_ahead(p[1:] for p in places), strict=True):
-        if not _same_bits(fresh.rows_by_safetensors(file, value.name, start, stop), expected):
-            differing[value.name] = None
-        advance(expected.nbytes)
-    return list(differing)
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one shape and dtype are the same bytes: NaN equals NaN, and -0 does not equal 0."""
-    pair = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-    if pair[0].numel() % 8 == 0:
-        pair = [bits.view(torch.int64) for bits in pair]  # bytes by ones take five times as long
-    return torch.equal(*pair)
-
-
-def _checkpoint_logits(
-    folder: Path,
-    built: Architecture,
-    stored: Mapping[str, StoredTensor],
-    adapter: lora.Adapter | None,
-    trust_remote_code: bool,
-) -> torch.Tensor:
-    """The logits of the stored values, in float32; an adapter is run by peft, beside its base and not merged."""
-    model = built.model
+    model, adapter, ended = built.model, source.adapter, Event()
     if adapter is not None:
-        model = _with_adapter(architecture.build(folder, trust_remote_code=trust_remote_code).model, adapter.config)
+        model = _with_adapter(
+            architecture.build(source.description, trust_remote_code=trust_remote_code).model, adapter.config
+        )
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        if ended.is_set():
+            raise CancelledError
         is_base = lora.BASE_LAYER in name or ORIGINAL_MODULE in name
         if adapter is not None and not is_base and lora.peft_name(name) in adapter.tensors:
             return read_rows(adapter.tensors[lora.peft_name(name)], start, stop)
         name = name.replace(lora.BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
         return read_rows(stored[built.tied.get(name, name)], start, stop)
 
-    return streamed_logits(model, rows)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        try:
+            yield pool.submit(streamed_logits, model, rows)
+        finally:
+            ended.set()
+
+
+def logits_bound(stored: Mapping[str, StoredTensor], dtype: torch.dtype, *, is_merged: bool) -> float:
+    """The largest relative difference of the logits that writing `stored` in `dtype` explains."""
+    floats = {tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point}
+    is_lossless = all(found.itemsize == 1 or torch.promote_types(found, dtype) == dtype for found in floats)
+    return 0.0 if is_lossless and not is_merged else BOUNDS[dtype]
+
+
+def verify_logits(ours: torch.Tensor, theirs: torch.Tensor, bound: float) -> float:
+    """The relative difference of a fresh process's logits, `theirs`, from the checkpoint's.
+
+    Raises `UserError` where it is over `bound`.
+    """
+    if not torch.isfinite(ours).all():
+        raise UserError(
+            "the checkpoint's logits are not finite: the training has diverged; export an earlier checkpoint"
+        )
+    difference = float((theirs - ours).norm() / ours.norm().clamp_min(1e-30))
+    if not difference <= bound:
+        raise UserError(
+            f"not exported: in a fresh process the logits differ by {difference:.2g} from the checkpoint's, where {bound:g} "
+            "is the most that rounding explains"
+        )
+    return difference
 
 
 def _with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:

@@ -1,16 +1,17 @@
 """The weights of the result: dealt out over files, streamed to disk a block at a time."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 import torch
+import xxhash
 
 from finetune.checkpoint.files import write_file
-from finetune.export.values import Value, row_blocks, written
+from finetune.export.values import Value, raw_bytes, row_blocks, written
 from finetune.safetensors_header import header_bytes
 from finetune.tensors import INDEX_FILE, SINGLE_FILE
 
@@ -53,28 +54,37 @@ def shards_of(values: Sequence[Value], max_shard_bytes: int, single: str = SINGL
     ]
 
 
-def write_weights(folder: Path, shards: Sequence[Shard], advance: Callable[[int], object]) -> None:
-    """Writes every shard and, where there are several, their index. `advance` is told the bytes as they are written."""
+def write_weights(folder: Path, shards: Sequence[Shard], advance: Callable[[int], object]) -> dict[str, bytes]:
+    """Writes every shard and, where there are several, their index. `advance` is told the bytes as they are written.
+
+    Returns the xxh3_128 digest of each tensor's bytes, taken from memory on their way to the file.
+    """
+    digests = {value.name: xxhash.xxh3_128() for shard in shards for value in shard.values}
     for shard in shards:
-        write_file(folder / shard.name, _chunks(shard, advance))
+        write_file(folder / shard.name, _chunks(shard, digests, advance))
     if len(shards) > 1:
         total = sum(value.byte_count for shard in shards for value in shard.values)
         weight_map = {value.name: shard.name for shard in shards for value in shard.values}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_file(folder / INDEX_FILE, [f"{json.dumps(index, indent=2)}\n".encode()])
+    return {name: digest.digest() for name, digest in digests.items()}
 
 
-def _chunks(shard: Shard, advance: Callable[[int], object]) -> Iterator[bytes | memoryview]:
-    """The bytes of one file, in order."""
+def _chunks(
+    shard: Shard, digests: Mapping[str, xxhash.xxh3_128], advance: Callable[[int], object]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of one file, in order; those of each tensor are digested too."""
     yield shard.header
-    parts = ((value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape))
-    for block in computed_ahead(parts):
+    parts = [(value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)]
+    for (value, _, _), block in zip(parts, _computed_ahead(parts), strict=True):
         if block.numel():
-            yield block.contiguous().reshape(-1).view(torch.uint8).numpy().data
+            content = raw_bytes(block)
+            digests[value.name].update(content)
+            yield content
             advance(block.nbytes)
 
 
-def computed_ahead(parts: Iterable[tuple[Value, int, int]]) -> Iterator[torch.Tensor]:
+def _computed_ahead(parts: Iterable[tuple[Value, int, int]]) -> Iterator[torch.Tensor]:
     """Each part (value, start, stop) as it is written, in order, computed in another thread a few ahead."""
     remaining = iter(parts)
     with ThreadPoolExecutor(max_workers=1) as pool:

@@ -1,0 +1,145 @@
+"""What goes wrong between the checkpoint and the files is found before there is an export, and told."""
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.cli import main
+from finetune.errors import UserError
+from finetune.export import exporting, fresh_process, values, verification
+from finetune.export.writing import Shard
+from finetune.tensors import StoredTensor, read_files
+
+MakeModel = Callable[..., Path]
+Write = Callable[[Path, Sequence[Shard], Callable[[int], object]], dict[str, bytes]]
+
+
+def export(model: Path, tmp_path: Path, *options: str) -> int:
+    return main(["export", str(model), "--output", str(tmp_path / "results" / "out"), *options])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("name", "position"),
+    [("model.embed_tokens.weight", -1), ("model.layers.1.mlp.down_proj.weight", 0), ("model.norm.weight", 0)],
+)
+def test_a_byte_that_changed_in_a_file_is_found(
+    name: str,
+    position: int,
+    dtype: str,
+    tiny_llama: MakeModel,
+    tmp_path: Path,
+    capsys: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last row of the embedding is of no prompt's token, so that no logit shows it."""
+    monkeypatch.setattr(values, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
+    write = exporting.write_weights
+
+    def written_and_damaged(
+        folder: Path, shards: Sequence[Shard], advance: Callable[[int], object]
+    ) -> dict[str, bytes]:
+        digests = write(folder, shards, advance)
+        tensor = read_files(folder / shard.name for shard in shards)[name]
+        (piece,) = tensor.pieces
+        with piece.path.open("r+b") as file:
+            file.seek(piece.position + position % tensor.byte_count)
+            (byte,) = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte ^ 1]))
+        return digests
+
+    monkeypatch.setattr(exporting, "write_weights", written_and_damaged)
+    assert export(tiny_llama(), tmp_path, "--dtype", dtype, "--max-shard-size", "100KB") == 2
+    told = capsys.readouterr().err
+    assert "not exported: values read back differ from the checkpoint's" in told
+    assert f"{name}: differs from the checkpoint" in told
+    assert told.count(": differs from the checkpoint") == 1
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files then hold what was read, so that no digest differs."""
+    stored_value = exporting.stored_value
+
+    def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> values.Value:
+        value = stored_value(stored, name, dtype)
+        if name != "model.layers.0.mlp.up_proj.weight":
+            return value
+        return replace(value, rows=lambda start, stop: value.rows(start, stop) + 0.001)
+
+    monkeypatch.setattr(exporting, "stored_value", misread)
+    assert export(tiny_llama(), tmp_path) == 2
+    assert "in a fresh process the logits differ by" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_checkpoint_that_cannot_be_read_for_its_logits_is_told(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        raise UserError(f"{stored.name}: the file has become shorter than its header says")
+
+    monkeypatch.setattr(verification, "read_rows", unreadable)
+    assert export(tiny_llama(), tmp_path) == 2
+    assert "the file has become shorter than its header says" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.timeout(120)
+def test_where_writing_fails_nobody_waits_for_the_logits(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = threading.Event()
+
+    def endless(model: torch.nn.Module, rows: Callable[[str, int, int], torch.Tensor]) -> torch.Tensor:
+        while True:
+            rows("model.norm.weight", 0, 1)
+            started.set()
+
+    def failing(*_: Any) -> dict[str, bytes]:
+        assert started.wait(60)
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(verification, "streamed_logits", endless)
+    monkeypatch.setattr(exporting, "write_weights", failing)
+    assert export(tiny_llama(), tmp_path) == 2
+    assert "cannot be written: Input/output error; nothing is left of the export" in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
+def test_both_logits_are_computed_without_torchs_own_threads(
+    tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of sums, and with it the last bits of the logits, depends on their number."""
+    read_rows, surroundings = verification.read_rows, fresh_process._environment
+    seen: set[str] = set()
+
+    def rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+        seen.add(f"{torch.get_num_threads()} here")
+        return read_rows(stored, start, stop)
+
+    def its_environment() -> dict[str, str]:
+        found = surroundings()
+        seen.add(f"{found['OMP_NUM_THREADS']} in the fresh process")
+        return found
+
+    monkeypatch.setattr(verification, "read_rows", rows)
+    monkeypatch.setattr(fresh_process, "_environment", its_environment)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert export(tiny_llama(), tmp_path) == 0
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == {"1 here", "1 in the fresh process"}
+    assert "identical logits" in capsys.readouterr().out
