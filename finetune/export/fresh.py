@@ -6,8 +6,9 @@ LOGITS. A folder that cannot be opened so ends the process with one line on stde
 """
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
@@ -20,6 +21,8 @@ from finetune.export.streaming import streamed_logits
 from finetune.tensors import SINGLE_FILE
 
 TRUST_REMOTE_CODE = "--trust-remote-code"
+
+Used = TypeVar("Used")
 
 
 def main(arguments: list[str]) -> int:
@@ -75,20 +78,24 @@ def _logits(folder: Path, built: Architecture) -> torch.Tensor:
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
         name = built.tied.get(name, name)
-        return rows_by_safetensors(holder[name], name, start, stop)
+        return rows_by_safetensors(holder[name], name, start, stop, _float32)
 
     return streamed_logits(built.model, rows)
 
 
-def rows_by_safetensors(file: Path, name: str, start: int, stop: int) -> torch.Tensor:
-    """Rows of a tensor as the reference implementation reads them; a scalar has one row, itself.
+def rows_by_safetensors(file: Path, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Used]) -> Used:
+    """What `use` makes of rows of a tensor, as the reference implementation reads them; a scalar has one row, itself.
 
-    The file is opened for each call, so that the pages that it maps are let go.
+    The rows are a memory map, gone when `use` returns: the file is opened for each call, so that its pages are let go.
     """
     with safe_open(file, framework="pt") as opened:
         part: Any = opened.get_slice(name)
-        rows: torch.Tensor = part[start:stop] if part.get_shape() else opened.get_tensor(name)
-        return rows.clone()
+        return use(part[start:stop] if part.get_shape() else opened.get_tensor(name))
+
+
+def _float32(mapped: torch.Tensor) -> torch.Tensor:
+    """A copy in memory; what is no float keeps its type."""
+    return mapped.to(torch.float32 if mapped.is_floating_point() else mapped.dtype, copy=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from finetune.export.ahead import computed_ahead
 from finetune.export.values import row_blocks
 
 ROWS, TOKENS = 2, 16
@@ -29,8 +30,8 @@ def prompts(vocabulary: int) -> torch.Tensor:
 def streamed_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
     """The logits of `prompts`, float32[ROWS, TOKENS, vocabulary], computed in float32.
 
-    `model` is on meta, and left so. A linear layer multiplies with a block of rows after the other, an embedding reads
-    the rows that it is asked for, and any other module has its own parameters while its forward lasts.
+    `model` is on meta, and left so. A linear layer multiplies with a block of rows while the next is read, an embedding
+    reads the rows that it is asked for, and any other module has its own parameters while its forward lasts.
     """
     hooks: list[Any] = []
     streamed: list[Any] = []
@@ -79,8 +80,9 @@ def _units(model: nn.Module) -> Iterator[tuple[nn.Module, Unit]]:
 def _linear(module: nn.Linear, name: str, rows: Rows, inputs: torch.Tensor) -> torch.Tensor:
     # Made at once: small results kept between the blocks would leave the heap in pieces that no block fits into.
     result = inputs.new_empty(*inputs.shape[:-1], module.out_features)
-    for start, stop in row_blocks((module.out_features, module.in_features)):
-        result[..., start:stop] = functional.linear(inputs, rows(f"{name}.weight", start, stop).float())
+    places = [(f"{name}.weight", *block) for block in row_blocks((module.out_features, module.in_features))]
+    for (_, start, stop), block in zip(places, computed_ahead(rows, places), strict=True):
+        result[..., start:stop] = functional.linear(inputs, block.float())
     return result if module.bias is None else result + rows(f"{name}.bias", 0, module.out_features).float()
 
 

@@ -54,10 +54,13 @@ def verify_weights(
 
 def _digest_read_back(file: Path, value: Value, advance: Callable[[int], object]) -> bytes:
     digest = xxhash.xxh3_128()
-    for start, stop in row_blocks(value.shape):
-        rows = rows_by_safetensors(file, value.name, start, stop)
+
+    def add(rows: torch.Tensor) -> int:
         digest.update(raw_bytes(rows))
-        advance(rows.nbytes)
+        return rows.nbytes
+
+    for start, stop in row_blocks(value.shape):
+        advance(rows_by_safetensors(file, value.name, start, stop, add))
     return digest.digest()
 
 

@@ -1,21 +1,17 @@
 """The weights of the result: dealt out over files, streamed to disk a block at a time."""
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
-import torch
 import xxhash
 
 from finetune.checkpoint.files import write_file
+from finetune.export.ahead import computed_ahead
 from finetune.export.values import Value, raw_bytes, row_blocks, written
 from finetune.safetensors_header import header_bytes
 from finetune.tensors import INDEX_FILE, SINGLE_FILE
-
-BLOCKS_AHEAD = 2  # computed while the one before them is being written
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,24 +72,9 @@ def _chunks(
     """The bytes of one file, in order; those of each tensor are digested too."""
     yield shard.header
     parts = [(value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)]
-    for (value, _, _), block in zip(parts, _computed_ahead(parts), strict=True):
+    for (value, _, _), block in zip(parts, computed_ahead(written, parts), strict=True):
         if block.numel():
             content = raw_bytes(block)
             digests[value.name].update(content)
             yield content
             advance(block.nbytes)
-
-
-def _computed_ahead(parts: Iterable[tuple[Value, int, int]]) -> Iterator[torch.Tensor]:
-    """Each part (value, start, stop) as it is written, in order, computed in another thread a few ahead."""
-    remaining = iter(parts)
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        waiting: list[Future[torch.Tensor]] = [pool.submit(written, *part) for part in islice(remaining, BLOCKS_AHEAD)]
-        try:
-            while waiting:
-                block = waiting.pop(0).result()
-                waiting += [pool.submit(written, *part) for part in islice(remaining, 1)]
-                yield block
-        finally:
-            for future in waiting:
-                future.cancel()
