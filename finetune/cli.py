@@ -87,6 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
     inspect = _add(subcommands, "inspect", "the data as the model will see it, and what is wrong with it")
     _add_recipe(inspect)
     inspect.add_argument("--rows", type=int, default=3, metavar="N", help="examples to show (default: 3)")
+    inspect.add_argument("--examples", metavar="ID,ID", help="these instead, by the numbers that a run tells")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
     export = _add(subcommands, "export", "turn a checkpoint into a verified Hugging Face folder")

@@ -133,7 +133,8 @@ def _compare(recipe: Recipe, checkpoint: Path, ranks: int, data_fingerprint: str
             f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any number of ranks)"
         )
     data_then = then.get("data_fingerprint")
-    if data_then is not None and data_fingerprint is not None and data_then != data_fingerprint:
+    other_files = any(change.startswith("datasets") for change in deciding)
+    if None not in (data_then, data_fingerprint) and data_then != data_fingerprint and not other_files:
         deciding.append("datasets: the files are named as before, but what they hold has changed")
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(

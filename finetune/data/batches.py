@@ -116,7 +116,7 @@ class Batches:
         return ceil(self.rows_per_epoch / self.arrangement.global_batch_size)
 
     def fill(self, steps: int = 256) -> float:
-        """The share of the tokens computed that are not padding, in the first `steps` steps; packed, of max_length."""
+        """How full the rows of the first `steps` steps are: of max_length where packed, else of their longest row."""
         tokens = rows = padded = 0
         for step in range(min(steps, self.steps_per_epoch)):
             of_step = self.rows_of(step)

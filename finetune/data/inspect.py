@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -17,7 +17,7 @@ from finetune.data.mixing import SourceReport
 from finetune.data.prepare import DataReport, look_at
 from finetune.data.store import IGNORE
 from finetune.data.tokenizer import load_tokenizer
-from finetune.errors import EXIT_USER_ERROR
+from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import read_recipe
 
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
@@ -48,7 +48,7 @@ def inspect_command(options: argparse.Namespace) -> int:
     recipe = read_recipe(options.recipe, options.overrides)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     train, report = look_at(recipe, tokenizer, Alone())
-    shown = range(min(options.rows, len(train.examples)))
+    shown = _shown(options, len(train.examples))
     if options.json:
         rows = [as_json(train.examples, tokenizer, example_id) for example_id in shown]
         print(json.dumps({"report": report.as_json(), "rows": rows}, indent=1, ensure_ascii=False))
@@ -58,6 +58,22 @@ def inspect_command(options: argparse.Namespace) -> int:
             print("\n".join(row_lines(train.examples, tokenizer, example_id, colour)), end="\n\n")
         print("\n".join(report_lines(report, colour)))
     return EXIT_USER_ERROR if fatal(report.findings) else 0
+
+
+def _shown(options: argparse.Namespace, count: int) -> Sequence[int]:
+    """The ids of the examples that are shown. Raises `UserError` where one is not there."""
+    if options.examples is None:
+        if options.rows < 0:
+            raise UserError(f"--rows {options.rows}: not a count of examples; 0 shows the report alone")
+        return range(min(options.rows, count))
+    try:
+        ids = [int(number) for number in options.examples.split(",")]
+    except ValueError:
+        raise UserError(f"--examples {options.examples}: not numbers with commas between, such as 169,120") from None
+    beyond = [example_id for example_id in ids if not 0 <= example_id < count]
+    if beyond:
+        raise UserError(f"--examples {beyond[0]}: there are {count:,} examples, numbered from 0")
+    return ids
 
 
 def as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:

@@ -47,7 +47,7 @@ class DataReport:
     held_out_examples: int
     length_quantiles: dict[str, int]  # tokens of an example, by share of the examples
     rows: int  # packed rows, or padded ones
-    fill: float  # the share of the tokens computed that are not padding; of max_length where packed
+    fill: float  # the share of the rows that is not padding: of max_length where packed, of the longest row where not
     steps_per_epoch: int
     findings: tuple[Finding, ...]
 
@@ -59,7 +59,7 @@ class DataReport:
         """What a person is told before the training: the totals, then every finding that is more than a notice."""
         totals = (
             f"{self.examples:,} examples, {self.tokens:,} tokens, {self.trained_tokens:,} trained; "
-            f"{self.fill:.1%} of what is computed is not padding"
+            f"rows {self.fill:.1%} full"
         )
         return [totals, *(str(finding) for finding in self.findings if finding.severity != "notice")]
 

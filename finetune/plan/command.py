@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from finetune.amounts import read_size
+from finetune.amounts import MIB, read_size
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.architecture import read_architecture
@@ -45,6 +45,8 @@ class Plan:
 def plan_command(arguments: argparse.Namespace) -> int:
     """Prints the plan of `arguments.recipe`; exit code 1 where it does not fit --gpu-memory."""
     limit = None if arguments.gpu_memory is None else read_size(arguments.gpu_memory)
+    if limit is not None and limit < MIB:
+        raise UserError(f"--gpu-memory {arguments.gpu_memory}: is {limit} bytes; write a unit, for example 80GiB")
     mfu = ASSUMED_MFU if arguments.mfu is None else arguments.mfu
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu {mfu}: a share of the peak is above 0 and at most 1; for example --mfu 0.4")

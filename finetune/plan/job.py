@@ -10,6 +10,8 @@ from finetune.plan.state import COMPUTING_DTYPE, ITEMSIZE, StateTensor, shards, 
 from finetune.recipe.schema import Recipe
 from finetune.sharding.config import Sharding
 
+ROUND_TOKENS = 64  # of a packed micro-batch: finetune/data/batches.py's, which a test compares
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
@@ -61,7 +63,8 @@ class Job:
     @property
     def tokens(self) -> int:
         """Tokens in a micro-batch on one rank, every row full: what packing makes, and the most that padding can."""
-        return self.rows * self.recipe.data.max_length
+        tokens = self.rows * self.recipe.data.max_length
+        return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS if self.recipe.data.packing else tokens
 
     @property
     def global_batch_size(self) -> int:

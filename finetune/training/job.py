@@ -132,6 +132,7 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
         f"batch   {job.data.train.arrangement.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
         f"{_steps_an_epoch(job.data)} steps an epoch, {job.data.train.steps:,} in all",
     ]
+    lines += _too_long(job, model.config)
     if job.data.report is not None:
         totals, *warnings = job.data.report.lines()
         lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
@@ -142,6 +143,18 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
         )
     lines += [f"watch   {job.log.watch}"] if job.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def _too_long(job: Job, config: Any) -> list[str]:
+    """A warning where examples are longer than any text the model has seen."""
+    report, known = job.data.report, getattr(config, "max_position_embeddings", None)
+    longest = job.recipe.data.max_length if report is None else max(report.length_quantiles.values())
+    if known is None or longest <= known:
+        return []
+    return [
+        f"        warning: examples have up to {longest:,} tokens, but the model was made for {known:,} positions "
+        "(max_position_embeddings of its config); lower max_length to it"
+    ]
 
 
 def _steps_an_epoch(data: PreparedData) -> str:

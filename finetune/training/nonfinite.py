@@ -105,7 +105,7 @@ def refuse_or_skip(policy: Optimisation, step: Suspect, skipped: int, world: Wor
     if policy.on_nonfinite == "stop":
         raise UserError(
             f"{what}; the parameters were not updated, and the last checkpoint stands. Look at these examples with "
-            "`finetune inspect`, lower learning_rate, or set on_nonfinite: skip"
+            "`finetune inspect --examples ID,ID`, lower learning_rate, or set on_nonfinite: skip"
         )
     if skipped >= policy.max_skipped_steps:
         raise UserError(f"{what}; {skipped} steps were skipped before it, as many as max_skipped_steps allows")

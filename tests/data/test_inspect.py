@@ -98,6 +98,20 @@ def test_json_holds_every_token_with_its_mask(recipe: Path, capsys: pytest.Captu
     assert told["report"]["tokens"] == len(row["tokens"])
 
 
+def test_examples_are_shown_by_the_numbers_that_a_run_tells(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [json.dumps({"prompt": str(i), "completion": f"answer {i}"}) for i in range(5)]
+    (recipe.parent / "a.jsonl").write_text("\n".join(rows))
+    assert main(["inspect", "--recipe", str(recipe), "--json", "--examples", "3,1"]) == 0
+    assert [row["where"] for row in json.loads(capsys.readouterr().out)["rows"]] == ["a.jsonl:4", "a.jsonl:2"]
+    for arguments, said in (
+        (["--examples", "5"], "--examples 5: there are 5 examples, numbered from 0"),
+        (["--examples", "a"], "--examples a: not numbers with commas between, such as 169,120"),
+        (["--rows", "-1"], "--rows -1: not a count of examples; 0 shows the report alone"),
+    ):
+        assert main(["inspect", "--recipe", str(recipe), *arguments]) == EXIT_USER_ERROR
+        assert said in capsys.readouterr().err
+
+
 def test_a_fatal_finding_is_shown_and_told_by_the_exit_code(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with recipe.open("a") as file:
         file.write("chat_template: '{% for m in messages %}{{ m.content }}{% endfor %}'\n")

@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.data import batches
 from finetune.modeling import loss as loss_module
 from finetune.modeling.attention import install as install_attention
 from finetune.modeling.checkpointing import checkpoint_activations
 from finetune.modeling.lora import add_adapters
 from finetune.modeling.loss import install_loss, linear_cross_entropy
-from finetune.plan import activations
+from finetune.plan import activations, job
 from finetune.plan.activations import Computation, kept_bytes, loss_chunk_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.families import FAMILIES
@@ -114,6 +115,10 @@ def test_the_loss_is_planned_within_a_tenth(
     with capsys.disabled():
         print(f"\nloss: worst error {errors[worst]:+.1%} (vocabulary, hidden, tokens {worst})")
     assert abs(errors[worst]) < TOLERANCE, errors
+
+
+def test_packed_rows_are_filled_up_to_one_size() -> None:
+    assert job.ROUND_TOKENS == batches.ROUND_TOKENS
 
 
 def test_the_chunk_of_the_loss_has_one_size() -> None:

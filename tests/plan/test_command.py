@@ -68,6 +68,8 @@ def test_a_model_that_cannot_be_had_is_one_sentence(tiny_recipe: Callable[..., P
 def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) -> None:
     recipe = str(tiny_recipe())
     assert _plan("--recipe", recipe, "--gpu-memory", "80 apples")[0] == 2
+    code, _, errors = _plan("--recipe", recipe, "--gpu-memory", "24")
+    assert (code, errors) == (2, "--gpu-memory 24: is 24 bytes; write a unit, for example 80GiB\n")
     assert _plan("--recipe", recipe, "--mfu", "1.5")[0] == 2
 
 
