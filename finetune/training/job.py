@@ -132,9 +132,11 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
         f"batch   {job.data.train.arrangement.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
         f"{_steps_an_epoch(job.data)} steps an epoch, {job.data.train.steps:,} in all",
     ]
-    lines += _too_long(job, model.config)
-    if job.data.report is not None:
-        totals, *warnings = job.data.report.lines()
+    report = job.data.report
+    longest = recipe.data.max_length if report is None else max(report.length_quantiles.values())
+    lines += too_long(longest, getattr(model.config, "max_position_embeddings", None))
+    if report is not None:
+        totals, *warnings = report.lines()
         lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
     if job.peak_flops is not None:
         lines.append(
@@ -145,15 +147,19 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
 
 
-def _too_long(job: Job, config: Any) -> list[str]:
-    """A warning where examples are longer than any text the model has seen."""
-    report, known = job.data.report, getattr(config, "max_position_embeddings", None)
-    longest = job.recipe.data.max_length if report is None else max(report.length_quantiles.values())
-    if known is None or longest <= known:
+def too_long(longest: int, positions: int | None) -> list[str]:
+    """A warning where examples are longer than what the model was made for.
+
+    >>> too_long(512, 512), too_long(512, None)
+    ([], [])
+    >>> "but the model was made for 512 positions" in too_long(1024, 512)[0]
+    True
+    """
+    if positions is None or longest <= positions:
         return []
     return [
-        f"        warning: examples have up to {longest:,} tokens, but the model was made for {known:,} positions "
-        "(max_position_embeddings of its config); lower max_length to it"
+        f"        warning: examples have up to {longest:,} tokens, but the model was made for {positions:,} positions "
+        f"(max_position_embeddings of its config); set max_length: {positions}"
     ]
 
 
