@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from finetune.amounts import disk_size
+from finetune.amounts import counted, disk_size
 from finetune.checkpoint import files, folder, state
 from finetune.checkpoint.agreement import Ranks
 from finetune.data.prepare import global_batch_size
@@ -256,9 +256,10 @@ def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_b
     export = parameters * EXPORT_BYTES[wanted.export_dtype or recipe.model.dtype] if wanted.export_at_end else 0
     needed, free = new * checkpoint_bytes + export, shutil.disk_usage(run_folder).free
     if needed > free:
+        fewer = "lower save_total_limit, " if wanted.save_total_limit != 1 and kept > 1 else ""
         raise UserError(
-            f"{run_folder}: the run will write {new} checkpoints of {disk_size(checkpoint_bytes)} and an export of {disk_size(export)}, "
-            f"but {disk_size(free)} are free here; lower save_total_limit, make room, or set another output_dir"
+            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} and an export of "
+            f"{disk_size(export)}, but {disk_size(free)} are free here; {fewer}make room, or set another output_dir"
         )
 
 

@@ -28,7 +28,9 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
         path = hub_file(name, "config.json", model.model_revision)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
         raise UserError(f"{path}: not readable as JSON ({error}); download it again") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: an object is expected; download it again")
