@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,9 @@ from finetune.convert.sources import add_sources
 from finetune.convert.values import DEFAULT_SHARDING, LEAVE, carried
 from finetune.errors import UserError
 from finetune.recipe.foreign import QUANTISED, TOOLS, Counterpart, Tool
-from finetune.recipe.keys import recipe_keys
+from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 from finetune.recipe.reader import read_recipe
+from finetune.recipe.schema import DatasetSource
 from finetune.recipe.yaml_file import read_entries
 
 
@@ -26,10 +28,7 @@ def convert_command(arguments: argparse.Namespace) -> int:
     tool, found = convert(source)
     text = as_text(source, tool, found)
     if arguments.output:
-        try:
-            Path(arguments.output).write_text(text, encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"{arguments.output}: cannot be written ({error.strerror}); name another file") from None
+        _write(Path(arguments.output), text)
     else:
         print(text, end="")
     for line in [*found.remarks, *found.without, *(f"to mend: {problem}" for problem in problems_of(text, source))]:
@@ -43,6 +42,10 @@ def convert(source: Path) -> tuple[Tool, Converted]:
     if problems:
         raise UserError.of(problems)
     theirs = yaml.safe_load(source.read_text(encoding="utf-8"))
+    if isinstance(theirs, dict) and is_ours(theirs, source):
+        raise UserError(
+            f"{source}: a recipe of this toolkit already: there is nothing to convert, train with it as it is"
+        )
     tool = tool_of(theirs) if isinstance(theirs, dict) else None
     if tool is None:
         raise UserError(
@@ -52,8 +55,44 @@ def convert(source: Path) -> tuple[Tool, Converted]:
     known = {pair.theirs: pair for pair in TOOLS[tool]}
     for key, value in _keys(theirs, known):
         _carry(key, value, known, found)
-    add_sources(tool, theirs, source.parent, found)
+    add_sources(tool, theirs, source, found)
     return tool, found
+
+
+def _write(path: Path, text: str) -> None:
+    """Writes aside and renames, so that a full disk leaves what was there."""
+    try:
+        if path.exists() and not path.is_file():  # /dev/stdout, say
+            path.write_text(text, encoding="utf-8")
+            return
+        target = path.resolve()  # of a link, the file that it names
+        aside = target.with_name(f".{target.name}.{os.getpid()}.part")
+        try:
+            aside.write_text(text, encoding="utf-8")
+            aside.replace(target)
+        finally:
+            aside.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
+
+
+def is_ours(theirs: Mapping[str, Any], source: Path) -> bool:
+    """Whether the file is a recipe of ours: all its keys are, and one that no other tool has is among them, or it reads as such."""
+    mixtures = [theirs.get(key) for key in NESTED if key in theirs]
+    entries = [entry for mixture in mixtures if isinstance(mixture, list) for entry in mixture]
+    named = {key for entry in entries if isinstance(entry, dict) for key in entry}
+    own = keys_of(DatasetSource).keys()
+    if "datasets" not in theirs or not (theirs.keys() <= recipe_keys().keys() and named <= own):
+        return False
+    return bool(named & (own - {"path", "name", "split"})) or not _complaints(source)
+
+
+def _complaints(recipe: Path) -> list[str]:
+    try:
+        read_recipe(str(recipe))
+    except UserError as error:
+        return str(error).splitlines()
+    return []
 
 
 def tool_of(theirs: Mapping[str, Any]) -> Tool | None:
@@ -82,11 +121,7 @@ def problems_of(text: str, source: Path) -> list[str]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / f"{source.stem}.yaml"
         path.write_text(text, encoding="utf-8")
-        try:
-            read_recipe(str(path))
-        except UserError as error:
-            return [line.replace(str(path), "the recipe") for line in str(error).splitlines()]
-    return []
+        return [line.replace(str(path), "the recipe") for line in _complaints(path)]
 
 
 def _keys(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -110,10 +145,10 @@ def _meant(key: str, known: Mapping[str, Counterpart]) -> str:
 def _carry(key: str, value: Any, known: Mapping[str, Counterpart], found: Converted) -> None:
     """One of their keys into `found`; `known` are those that there is something to say about."""
     ours, pair = recipe_keys(), known.get(key)
-    if pair is None and key in ours and key not in ("datasets", "eval_datasets"):
+    if pair is None and key in ours and key not in NESTED:
         pair = Counterpart(key, key)
     if pair is None:
-        if not key.startswith(("dataset", "eval_dataset")):
+        if not key.startswith("dataset."):  # torchtune's, an entry's key
             found.without.append(f"{key}: {shown(value)}   (not known here{_meant(key, known)})")
     elif pair.ours is None:
         if key == "quantization_bit" and value:  # LLaMA-Factory's LoRA, which is its default, is the only one with it

@@ -1,12 +1,16 @@
 """Other tools' data sets as entries of `datasets` and `eval_datasets`."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from finetune.convert.converted import Converted, shown
+from finetune.convert.entries import BUILDERS, TheirEntry
+from finetune.errors import UserError
 from finetune.recipe.foreign import Tool
+from finetune.recipe.keys import keys_of
+from finetune.recipe.schema import DatasetSource
 
 FORMATS = {
     "alpaca": "alpaca",
@@ -15,130 +19,237 @@ FORMATS = {
     "completion": "text",
     "openai": "messages",
 }
-TORCHTUNE_FORMATS = {"alpaca": "alpaca", "chat": None, "text_completion": "text", "instruct": "prompt_completion"}
+TORCHTUNE_FORMATS = {
+    "alpaca": "alpaca",
+    "alpaca_cleaned": "alpaca",
+    "chat": None,
+    "text_completion": "text",
+    "instruct": "messages",
+}
 TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
+ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+PROMPT_ALONE = (
+    "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
+    "type: messages makes a conversation of the two"
+)
+
+Sources = list[dict[str, Any]]
 
 
-def add_sources(tool: Tool, theirs: Mapping[str, Any], folder: Path, found: Converted) -> None:
-    """`datasets` and `eval_datasets` of the recipe."""
+def add_sources(tool: Tool, theirs: Mapping[str, Any], source: Path, found: Converted) -> None:
+    """`datasets` and `eval_datasets` of the recipe. Raises `UserError` where theirs are no data sets."""
     readers = {"TRL": _trl_data, "Axolotl": _axolotl_data, "LLaMA-Factory": _factory_data, "torchtune": _torchtune_data}
-    train, held_out = readers[tool](theirs, folder, found)
+    train, held_out = readers[tool](theirs, source, found)
     if train:
         found.recipe["datasets"] = train
     if held_out:
         found.recipe["eval_datasets"] = held_out
         if found.recipe.pop("eval_split_size", None) is not None:
             found.remarks.append("eval_split_size was left out: the file names a held-out data set as well")
+    if found.recipe.get("assistant_only_loss") is False:
+        masked = [i for i, entry in enumerate(train) if _is_prompt_alone(entry)]
+        found.remarks += [f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked]
+        if masked and len(masked) == len(train):
+            del found.recipe["assistant_only_loss"]
 
 
-Sources = list[dict[str, Any]]
+def _is_prompt_alone(entry: Mapping[str, Any]) -> bool:
+    """Whether rows are read as plain prompts with completions, which no key has trained whole."""
+    return "prompt_column" in entry if "type" not in entry else entry["type"] == "prompt_completion"
 
 
-def _entry(**keys: Any) -> dict[str, Any]:
-    return {key: value for key, value in keys.items() if value is not None}
-
-
-def _trl_data(theirs: Mapping[str, Any], _: Path, found: Converted) -> tuple[Sources, Sources]:
-    mixture = theirs.get("datasets") or [
-        {
-            "path": theirs.get("dataset_name"),
-            "name": theirs.get("dataset_config"),
-            "split": theirs.get("dataset_train_split"),
-            "text_column": theirs.get("dataset_text_field") if theirs.get("dataset_text_field") != "text" else None,
-        }
+def _entries(value: Any, name: str, source: Path) -> list[TheirEntry]:
+    """The data sets listed under the key `name` of their file."""
+    if value is None:
+        return []
+    expected = "a list of data sets is expected, each a mapping with its path"
+    if not isinstance(value, list):
+        raise UserError(f"{source}: {name}: {expected}, found {shown(value)}; write it as a list")
+    for i, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise UserError(f"{source}: {name}[{i}]: {expected}, found {shown(item)}; write it as `path: ...`")
+    return [
+        TheirEntry(f"{name}[{i}]", {str(key): inner for key, inner in item.items()}) for i, item in enumerate(value)
     ]
-    train = [
-        _entry(path=s.get("path"), name=s.get("name"), split=s.get("split"), text_column=s.get("text_column"))
-        for s in mixture
-    ]
-    train = [source for source in train if "path" in source]
+
+
+def _read(
+    tool: Tool, entries: Iterable[TheirEntry], read: Callable[[TheirEntry], Sources], found: Converted
+) -> Sources:
+    """Our entries from theirs; what `read` leaves of one is listed."""
+    sources: Sources = []
+    for entry in entries:
+        sources += read(entry)
+        found.without += entry.unread(tool)
+    return sources
+
+
+def _sources(paths: Iterable[Any], **keys: Any) -> Sources:
+    return [{key: value for key, value in {"path": path, **keys}.items() if value is not None} for path in paths]
+
+
+def _trl_data(theirs: Mapping[str, Any], source: Path, found: Converted) -> tuple[Sources, Sources]:
+    text = theirs.get("dataset_text_field")
+    by_name = {
+        "path": theirs.get("dataset_name"),
+        "name": theirs.get("dataset_config"),
+        "split": theirs.get("dataset_train_split"),
+        "text_column": text if text != "text" else None,
+    }
+    entries = _entries(theirs.get("datasets"), "datasets", source)
+    if entries and by_name["path"]:
+        found.remarks.append(f"dataset_name: {shown(by_name['path'])} was left out: datasets is given too")
+
+    def read(entry: TheirEntry) -> Sources:
+        keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
+        return _sources(entry.paths(), **keys)
+
+    train = [s for s in _read("TRL", entries or [TheirEntry("dataset", by_name)], read, found) if "path" in s]
+    held_out = _read("TRL", _entries(theirs.get("eval_datasets"), "eval_datasets", source), read, found)
     wants_held_out = str(theirs.get("eval_strategy", theirs.get("evaluation_strategy", "no"))) != "no"
-    held_out = (
-        [source | {"split": theirs.get("dataset_test_split", "test")} for source in train[:1]] if wants_held_out else []
-    )
+    if wants_held_out and not held_out and "eval_split_size" not in found.recipe:
+        held_out = [entry | {"split": theirs.get("dataset_test_split", "test")} for entry in train[:1]]
     return train, held_out
 
 
-def _axolotl_data(theirs: Mapping[str, Any], _: Path, found: Converted) -> tuple[Sources, Sources]:
-    def source(item: Mapping[str, Any]) -> dict[str, Any]:
-        kind = item.get("type")
-        name = str(kind).split(".")[0].split(":")[0] if isinstance(kind, str) else None
-        columns = kind if isinstance(kind, dict) else None  # their columns and their template
-        if columns is not None:
-            left = {key: value for key, value in columns.items() if key not in ("field_instruction", "field_output")}
-            found.remarks.extend(
-                f"datasets: type.{key}: {shown(value)} is left out; rows of prompt and completion have no counterpart"
-                for key, value in left.items()
-                if value not in (None, "")
+def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Converted) -> tuple[Sources, Sources]:
+    def entries(name: str) -> Sources:
+        return _read("Axolotl", _entries(theirs.get(name), name, source), _axolotl_sources, found)
+
+    return entries("datasets"), entries("test_datasets")
+
+
+def _axolotl_sources(entry: TheirEntry) -> Sources:
+    entry.flatten("type", "message_property_mappings", "roles")
+    kind = entry.left.get("type")
+    name = str(kind).split(".")[0].split(":")[0]
+    has_columns = any(key.startswith("type.") for key in entry.left)  # and a template, all in the type
+    keys = {"name": entry.take("name"), "split": entry.take("split"), "type": FORMATS.get(name)}
+    if name in FORMATS:
+        entry.take("type")
+    if name == "completion":
+        keys["text_column"] = entry.take("field")
+    if has_columns:
+        keys["prompt_column"] = entry.take("type.field_instruction") or "instruction"
+        keys["completion_column"] = entry.take("type.field_output") or "output"
+    elif name == "alpaca" and {"field_instruction", "field_output"} & entry.left.keys():
+        keys["type"] = "messages"  # as alpaca is: a question and an answer, by the chat template
+        keys["prompt_column"] = entry.take("field_instruction") or "instruction"
+        keys["completion_column"] = entry.take("field_output") or "output"
+    return _sources(entry.paths(), messages_column=entry.take("field_messages"), **keys)
+
+
+def _factory_data(theirs: Mapping[str, Any], source: Path, found: Converted) -> tuple[Sources, Sources]:
+    info_path = source.parent / str(theirs.get("dataset_dir", "data")) / "dataset_info.json"
+    info = _dataset_info(info_path)
+
+    def sources(key: str) -> Sources:
+        wanted = theirs.get(key) or []
+        if not isinstance(wanted, str | list):
+            raise UserError(
+                f"{source}: {key}: names are expected, found {shown(wanted)}; write them with commas between"
             )
-        elif kind is not None and name not in FORMATS:
-            found.remarks.append(
-                f"datasets: type {shown(kind)} is left out; the rows' format is recognised from the columns"
-            )
-        files = item.get("data_files")
-        path = (files[0] if isinstance(files, list) else files) or item.get("path")
-        return _entry(
-            path=path,
-            name=item.get("name"),
-            split=item.get("split"),
-            type=FORMATS.get(str(name)),
-            messages_column=item.get("field_messages"),
-            prompt_column=None if columns is None else columns.get("field_instruction", "instruction"),
-            completion_column=None if columns is None else columns.get("field_output", "output"),
-            text_column=item.get("field") if name == "completion" else None,
-        )
+        names = [str(name).strip() for name in (wanted.split(",") if isinstance(wanted, str) else wanted)]
+        return [read for name in names for read in of_name(name)]
 
-    return [source(s) for s in theirs.get("datasets") or []], [source(s) for s in theirs.get("test_datasets") or []]
-
-
-def _factory_data(theirs: Mapping[str, Any], folder: Path, found: Converted) -> tuple[Sources, Sources]:
-    info_path = folder / str(theirs.get("dataset_dir", "data")) / "dataset_info.json"
-    info = json.loads(info_path.read_text(encoding="utf-8")) if info_path.is_file() else {}
-
-    def sources(names: Any) -> Sources:
-        wanted = names.split(",") if isinstance(names, str) else list(names or [])
-        return [source(str(name).strip()) for name in wanted]
-
-    def source(name: str) -> dict[str, Any]:
-        entry = info.get(name)
-        if entry is None:
+    def of_name(name: str) -> Sources:
+        keys = info.get(name)
+        if keys is None:
             found.remarks.append(f"datasets: {name} is not in {info_path}; put its file or hub name there as path")
-            return {"path": name}
-        columns, local = entry.get("columns") or {}, entry.get("file_name")
-        is_chat = entry.get("formatting") == "sharegpt"
-        return _entry(
-            path=str(info_path.parent / local) if local else entry.get("hf_hub_url"),
-            name=entry.get("subset"),
-            split=entry.get("split"),
-            type="prompt_completion" if columns.get("prompt") and not columns.get("query") and not is_chat else None,
-            messages_column=columns.get("messages") if is_chat else None,
-            prompt_column=columns.get("prompt") if not columns.get("query") and not is_chat else None,
-            completion_column=columns.get("response") if not columns.get("query") and not is_chat else None,
-        )
+            return [{"path": name}]
+        if not isinstance(keys, dict):
+            raise UserError(
+                f"{info_path}: {name}: a mapping is expected, found {shown(keys)}; name its file_name there"
+            )
+        entry = TheirEntry(f"{info_path.name}: {name}", dict(keys))
+        return _read("LLaMA-Factory", [entry], lambda entry: _factory_sources(entry, info_path.parent), found)
 
-    return sources(theirs.get("dataset")), sources(theirs.get("eval_dataset"))
+    return sources("dataset"), sources("eval_dataset")
 
 
-def _torchtune_data(theirs: Mapping[str, Any], _: Path, found: Converted) -> tuple[Sources, Sources]:
-    def sources(item: Any) -> Sources:
-        if not isinstance(item, dict):
-            return []
-        component = str(item.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
-        path = item.get("data_files") or item.get("source") or TORCHTUNE_SOURCES.get(component)
-        if path in ("json", "csv", "text"):
-            path = item.get("data_files")
-        if path is None:
+def _dataset_info(path: Path) -> Mapping[str, Any]:
+    """LLaMA-Factory's list of data sets; empty where there is none."""
+    if not path.is_file():
+        return {}
+    try:
+        info = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # not UTF-8 is a ValueError too
+        raise UserError(f"{path}: cannot be read as JSON ({error}); mend it, or name another dataset_dir") from None
+    if not isinstance(info, dict):
+        raise UserError(f"{path}: a mapping of names to data sets is expected, found {shown(info)}; mend it")
+    return info
+
+
+def _factory_sources(entry: TheirEntry, folder: Path) -> Sources:
+    entry.flatten("columns", "tags")
+    columns = {key.removeprefix("columns."): value for key, value in entry.left.items() if key.startswith("columns.")}
+    is_chat = entry.left.get("formatting") == "sharegpt"
+    if entry.left.get("formatting") in ("alpaca", "sharegpt"):
+        entry.take("formatting")
+    local, hub = entry.take("file_name"), entry.take("hf_hub_url")
+    keys = {"name": entry.take("subset"), "split": entry.take("split")}
+    if is_chat:
+        keys["messages_column"] = entry.take("columns.messages")
+        for beside in ("system", "chosen"):
+            if columns.get(beside) == beside:
+                entry.take(f"columns.{beside}")
+                keys["type"] = "sharegpt"  # reads both beside the turns
+    elif ALPACA_COLUMNS.items() <= columns.items() and columns.get("system") in (None, "system"):
+        keys["type"] = "alpaca"
+        for column in (*ALPACA_COLUMNS, "system"):
+            entry.take(f"columns.{column}")
+    elif columns.get("prompt"):
+        answer = next((column for column in ("response", "chosen") if columns.get(column)), None)
+        keys["type"] = "messages" if answer else "text"  # text is what they pretrain on
+        keys["prompt_column" if answer else "text_column"] = entry.take("columns.prompt")
+        keys["completion_column"] = entry.take(f"columns.{answer}")
+    return _sources([str(folder / local) if local else hub], **keys)
+
+
+def _torchtune_data(theirs: Mapping[str, Any], source: Path, found: Converted) -> tuple[Sources, Sources]:
+    def sources(key: str) -> Sources:
+        value = theirs.get(key)
+        if not isinstance(value, dict):
+            return _read("torchtune", _entries(value, key, source), read, found)
+        left = dict(value)
+        if key == "dataset":  # of the whole recipe, and carried over as such
+            left = {key: inner for key, inner in value.items() if key not in ("packed", "train_on_input")}
+        return _read("torchtune", [TheirEntry(key, left)], read, found)
+
+    def read(entry: TheirEntry) -> Sources:
+        component = str(entry.left.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
+        if component in TORCHTUNE_FORMATS:
+            entry.take("_component_")
+        keys = _torchtune_columns(entry, component)
+        paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.paths("source")]
+        if paths[0] in BUILDERS:
             found.remarks.append(
-                f"dataset: {component} has no source here; put its file or hub name into datasets as path"
+                f"{entry.where}: {component} has no source here; put its file or hub name into datasets as path"
             )
             return []
-        return [
-            _entry(
-                path=path,
-                split=item.get("split"),
-                type=TORCHTUNE_FORMATS.get(component),
-                text_column=item.get("column"),
-            )
-        ]
+        return _sources(paths, name=entry.take("name"), split=entry.take("split"), **keys)
 
-    return sources(theirs.get("dataset")), sources(theirs.get("dataset_val"))
+    return sources("dataset"), sources("dataset_val")
+
+
+def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
+    entry.flatten("column_map")
+    keys = {
+        "type": TORCHTUNE_FORMATS.get(component),
+        "text_column": entry.take("column"),
+        "messages_column": entry.take("conversation_column"),
+    }
+    columns = {key: value for key, value in entry.left.items() if key.startswith("column_map.")}
+    is_usual = all(key == f"column_map.{value}" for key, value in columns.items())
+    if component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
+        prompt = "input" if component == "instruct" else "instruction"
+        keys["type"] = "messages"  # theirs are a question and an answer, which the chat template renders
+        keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
+        keys["completion_column"] = entry.take("column_map.output") or "output"
+    elif component == "chat":
+        named = [entry.take(f"column_map.{column}") for column in ("conversations", "messages")]
+        keys["messages_column"] = next(filter(None, named), keys["messages_column"])
+    elif is_usual:
+        for key in columns:
+            entry.take(key)
+    return keys

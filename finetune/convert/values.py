@@ -77,7 +77,9 @@ def _number(value: Any) -> Any:
 
 
 def _targets(value: Any) -> Any:
-    names = value.split(",") if isinstance(value, str) else list(value)
+    if not isinstance(value, str | list):
+        return None
+    names = value.split(",") if isinstance(value, str) else value
     names = [TORCHTUNE_LAYERS.get(str(name).strip(), str(name).strip()) for name in names]
     return "all-linear" if names in (["all"], ["all-linear"]) else names
 

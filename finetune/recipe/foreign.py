@@ -52,6 +52,9 @@ OWN_DATA = "an entry of datasets; columns are recognised, or named with prompt_c
 EPOCHS_ONLY = "given in steps here; leave it out for only at the end"
 
 TRL = (
+    Counterpart("datasets", "datasets", "a mixture: each is an entry of datasets", "data"),
+    Counterpart("eval_datasets", "eval_datasets", "a mixture: each is an entry of eval_datasets", "data"),
+    Counterpart("test_split_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
     Counterpart("dataset_name", "datasets", OWN_DATA, "data"),
     Counterpart("dataset_config", "datasets", "name of an entry of datasets", "data"),
     Counterpart("dataset_train_split", "datasets", "split of an entry of datasets", "data"),
