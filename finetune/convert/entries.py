@@ -113,6 +113,10 @@ class TheirEntry:
     where: str  # as in datasets[0]
     left: dict[str, Any]  # dotted where it is nested
 
+    @classmethod
+    def of(cls, where: str, keys: Mapping[Any, Any]) -> "TheirEntry":
+        return cls(where, {str(key): value for key, value in keys.items()})
+
     def take(self, key: str) -> Any:
         return self.left.pop(key, None)
 
@@ -135,7 +139,7 @@ class TheirEntry:
         notes = {pair.theirs: pair.note for pair in ENTRY_KEYS[tool]}
         lines = []
         for key, value in self.left.items():
-            note = next((notes[name] for name in (key, key.split(".")[0], key.split(".")[-1]) if name in notes), None)
+            note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
             if value in (None, "", [], {}) or value in USUAL.get(key, ()) or (value is False and note is not None):
                 continue
             lines.append(f"{self.where}.{key}: {shown(value)}   ({note or 'not known here'})")

@@ -62,15 +62,14 @@ def _entries(value: Any, name: str, source: Path) -> list[TheirEntry]:
     """The data sets listed under the key `name` of their file."""
     if value is None:
         return []
-    expected = "a list of data sets is expected, each a mapping with its path"
     if not isinstance(value, list):
-        raise UserError(f"{source}: {name}: {expected}, found {shown(value)}; write it as a list")
+        raise UserError(f"{source}: {name}: a list of data sets is expected, found {shown(value)}; write `- path: ...`")
     for i, item in enumerate(value):
         if not isinstance(item, dict):
-            raise UserError(f"{source}: {name}[{i}]: {expected}, found {shown(item)}; write it as `path: ...`")
-    return [
-        TheirEntry(f"{name}[{i}]", {str(key): inner for key, inner in item.items()}) for i, item in enumerate(value)
-    ]
+            raise UserError(
+                f"{source}: {name}[{i}]: a mapping with a path is expected, found {shown(item)}; write `- path: ...`"
+            )
+    return [TheirEntry.of(f"{name}[{i}]", item) for i, item in enumerate(value)]
 
 
 def _read(
@@ -104,7 +103,7 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Converted) -> tupl
         keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
         return _sources(entry.paths(), **keys)
 
-    train = [s for s in _read("TRL", entries or [TheirEntry("dataset", by_name)], read, found) if "path" in s]
+    train = [s for s in _read("TRL", entries or [TheirEntry.of("dataset", by_name)], read, found) if "path" in s]
     held_out = _read("TRL", _entries(theirs.get("eval_datasets"), "eval_datasets", source), read, found)
     wants_held_out = str(theirs.get("eval_strategy", theirs.get("evaluation_strategy", "no"))) != "no"
     if wants_held_out and not held_out and "eval_split_size" not in found.recipe:
@@ -161,7 +160,7 @@ def _factory_data(theirs: Mapping[str, Any], source: Path, found: Converted) -> 
             raise UserError(
                 f"{info_path}: {name}: a mapping is expected, found {shown(keys)}; name its file_name there"
             )
-        entry = TheirEntry(f"{info_path.name}: {name}", dict(keys))
+        entry = TheirEntry.of(f"{info_path.name}: {name}", keys)
         return _read("LLaMA-Factory", [entry], lambda entry: _factory_sources(entry, info_path.parent), found)
 
     return sources("dataset"), sources("eval_dataset")
@@ -211,10 +210,11 @@ def _torchtune_data(theirs: Mapping[str, Any], source: Path, found: Converted) -
         value = theirs.get(key)
         if not isinstance(value, dict):
             return _read("torchtune", _entries(value, key, source), read, found)
-        left = dict(value)
-        if key == "dataset":  # of the whole recipe, and carried over as such
-            left = {key: inner for key, inner in value.items() if key not in ("packed", "train_on_input")}
-        return _read("torchtune", [TheirEntry(key, left)], read, found)
+        entry = TheirEntry.of(key, value)
+        if key == "dataset":  # these two are of the whole recipe, and carried over as such
+            entry.take("packed")
+            entry.take("train_on_input")
+        return _read("torchtune", [entry], read, found)
 
     def read(entry: TheirEntry) -> Sources:
         component = str(entry.left.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")

@@ -1,5 +1,7 @@
 """`finetune convert` on files as each tool's own documentation shows them, and the tables behind it."""
 
+import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,8 @@ from finetune.recipe.foreign import TOOLS, foreign_names
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import read_recipe
 from tests.ranks import ROOT, run_command
+
+Convert = Callable[[str], tuple[dict[str, object], str, Path]]
 
 AXOLOTL = """
 base_model: NousResearch/Meta-Llama-3.1-8B
@@ -95,7 +99,7 @@ push_to_hub: true
 
 
 @pytest.fixture
-def converted(tmp_path: Path) -> Callable[[str], tuple[dict[str, object], str, Path]]:
+def converted(tmp_path: Path) -> Convert:
     """Runs the command on a text; returns our recipe as a mapping, what was said on stderr, and the file."""
 
     def convert(text: str) -> tuple[dict[str, object], str, Path]:
@@ -108,7 +112,7 @@ def converted(tmp_path: Path) -> Callable[[str], tuple[dict[str, object], str, P
     return convert
 
 
-def test_axolotl(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+def test_axolotl(converted: Convert) -> None:
     ours, said, path = converted(AXOLOTL)
     assert ours["datasets"] == [
         {"path": "tatsu-lab/alpaca", "type": "alpaca"},
@@ -130,7 +134,7 @@ def test_axolotl(converted: Callable[[str], tuple[dict[str, object], str, Path]]
     assert read_recipe(str(path)).optimisation.learning_rate == 2e-5
 
 
-def test_axolotl_columns_named_in_the_type(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+def test_axolotl_columns_named_in_the_type(converted: Convert) -> None:
     kind = "{field_instruction: question, field_output: answer, field_system: persona}"
     ours, said, path = converted(AXOLOTL.replace("type: alpaca", f"type: {kind}"))
     (source, _) = read_recipe(str(path)).data.datasets
@@ -140,7 +144,7 @@ def test_axolotl_columns_named_in_the_type(converted: Callable[[str], tuple[dict
         "completion_column": "answer",
     }
     assert (source.prompt_column, source.completion_column) == ("question", "answer")
-    assert 'type.field_system: "persona" is left out' in said and "field_output" not in said
+    assert 'datasets[0].type.field_system: "persona"   (a prompt' in said and "field_output" not in said
 
 
 @pytest.mark.parametrize(
@@ -153,9 +157,7 @@ def test_axolotl_columns_named_in_the_type(converted: Callable[[str], tuple[dict
         (TORCHTUNE.replace("lora_llama3_1_8b", "qlora_llama3_1_8b"), "model._component_: "),
     ],
 )
-def test_lora_on_four_bits_is_lora_on_bf16(
-    converted: Callable[[str], tuple[dict[str, object], str, Path]], theirs: str, noted: str
-) -> None:
+def test_lora_on_four_bits_is_lora_on_bf16(converted: Convert, theirs: str, noted: str) -> None:
     ours, said, path = converted(theirs)
     assert ours["use_peft"] is True
     (line,) = (line for line in said.splitlines() if line.startswith(noted))
@@ -163,21 +165,22 @@ def test_lora_on_four_bits_is_lora_on_bf16(
     assert line in path.read_text()
 
 
-def test_llama_factory(converted: Callable[[str], tuple[dict[str, object], str, Path]], tmp_path: Path) -> None:
+def test_llama_factory(converted: Convert, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "questions.json").write_text('[{"q": "a", "a": "b"}]')
     info = '{"questions": {"file_name": "questions.json", "columns": {"prompt": "q", "response": "a"}}}'
     (tmp_path / "data" / "dataset_info.json").write_text(info)
     ours, said, path = converted(LLAMA_FACTORY)
     (source,) = read_recipe(str(path)).data.datasets
-    assert (source.type, source.prompt_column, source.completion_column) == ("prompt_completion", "q", "a")
+    assert (source.type, source.prompt_column, source.completion_column) == ("messages", "q", "a")
     assert Path(source.path).name == "questions.json"
+    assert "assistant_only_loss" not in said  # it is false, and has its effect on a question with its answer
     expected = {"use_peft": True, "lora_r": 8, "chat_template": "llama3", "assistant_only_loss": False}
     assert {key: ours[key] for key in expected} == expected
     assert 'eval_strategy: "epoch"   (given in steps here' in said
 
 
-def test_torchtune(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+def test_torchtune(converted: Convert) -> None:
     ours, said, path = converted(TORCHTUNE)
     expected = {
         "model_name_or_path": "org/Llama-3.1-8B",
@@ -191,14 +194,16 @@ def test_torchtune(converted: Callable[[str], tuple[dict[str, object], str, Path
         "num_train_epochs": 1,
         "per_device_train_batch_size": 4,
         "accelerate_config": "fsdp_cpu_offload",
-        "datasets": [{"path": "org/pairs", "type": "prompt_completion"}],
+        "datasets": [
+            {"path": "org/pairs", "type": "messages", "prompt_column": "input", "completion_column": "output"}
+        ],
     }
     assert {key: ours[key] for key in expected} == expected
     assert "to mend" not in said
     read_recipe(str(path))
 
 
-def test_trl(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+def test_trl(converted: Convert) -> None:
     ours, said, path = converted(TRL)
     assert ours["datasets"] == [{"path": "trl-lib/Capybara"}]
     assert ours["eval_datasets"] == [{"path": "trl-lib/Capybara", "split": "test"}]
@@ -208,7 +213,7 @@ def test_trl(converted: Callable[[str], tuple[dict[str, object], str, Path]]) ->
     read_recipe(str(path))
 
 
-def test_a_misspelt_key_is_asked_about(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+def test_a_misspelt_key_is_asked_about(converted: Convert) -> None:
     _, said, path = converted(AXOLOTL + "sequence_length: 2048\nlearning_rat: 1e-5\nzzz: 1\n")
     asked = [
         "sequence_length: 2048   (not known here; did you mean sequence_len?)",
@@ -241,13 +246,138 @@ def test_the_page_is_made_from_the_tables() -> None:
     assert (ROOT / "docs" / "coming-from.md").read_text() == coming_from_page()
 
 
-def test_their_eight_bit_adamw_is_ours(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+def test_their_eight_bit_adamw_is_ours(converted: Convert) -> None:
     ours, _, _ = converted(AXOLOTL.replace("adamw_torch_fused", "adamw_bnb_8bit"))
     assert ours["optim"] == "adamw_8bit"
 
 
-def test_what_is_only_nearly_the_same_is_told(converted: Callable[[str], tuple[dict[str, object], str, Path]]) -> None:
+def test_what_is_only_nearly_the_same_is_told(converted: Convert) -> None:
     exact, told, _ = converted(LLAMA_FACTORY + "bf16: true\n")
     assert exact["accelerate_config"] == "fsdp_full_shard" and "mixed_precision" not in told
     half, told, _ = converted(LLAMA_FACTORY + "fp16: true\n")
     assert half["accelerate_config"] == "fsdp_full_shard" and "mixed_precision: fp16" in told
+
+
+def _datasets(entries: str) -> str:
+    """An Axolotl file whose `datasets` are `entries`, in YAML."""
+    return f"base_model: org/model\nsequence_len: 512\ndatasets: {entries}\n"
+
+
+def test_every_file_of_a_data_set_is_an_entry(converted: Convert) -> None:
+    ours, _, _ = converted(_datasets("[{path: json, data_files: [a.jsonl, b.jsonl], type: alpaca}]"))
+    assert ours["datasets"] == [{"path": "a.jsonl", "type": "alpaca"}, {"path": "b.jsonl", "type": "alpaca"}]
+    ours, said, _ = converted(_datasets("[{path: org/many, data_files: [a.jsonl]}]"))
+    assert ours["datasets"] == [{"path": "org/many"}]
+    assert 'datasets[0].data_files: ["a.jsonl"]   (' in said
+
+
+def test_alpaca_with_columns_of_other_names(converted: Convert) -> None:
+    ours, said, _ = converted(_datasets("[{path: org/a, type: alpaca, field_instruction: q, field_output: a}]"))
+    columns = {"prompt_column": "q", "completion_column": "a"}
+    assert ours["datasets"] == [{"path": "org/a", "type": "messages", **columns}]
+    assert said == ""
+
+
+@pytest.mark.parametrize(
+    ("theirs", "listed"),
+    [
+        (_datasets("[{path: a/b, roles_to_train: [user]}]"), ['datasets[0].roles_to_train: ["user"]']),
+        (_datasets("[{path: a/b}, {path: c/d, train_on_eos: none}]"), ['datasets[1].train_on_eos: "none"']),
+        (_datasets("[{path: a/b, zzz: false}]"), ["datasets[0].zzz: false"]),
+        (_datasets("[{path: a/b, roles_to_train: [assistant], train_on_eos: turn, shards: null}]"), []),
+        (AXOLOTL + "test_datasets: [{path: a/b, ds_type: json}]\n", ['test_datasets[0].ds_type: "json"']),
+        (AXOLOTL + "dataset_shard_num: 4\n", ["dataset_shard_num: 4"]),
+        (
+            "model_name_or_path: a/b\ndatasets: [{path: c/d, data_dir: sub, columns: [x, y], id: k}]\n",
+            ['datasets[0].data_dir: "sub"', 'datasets[0].columns: ["x", "y"]', 'datasets[0].id: "k"'],
+        ),
+        (
+            TORCHTUNE.replace("packed: true", "bogus_key: 5\n  split_across_pack: true"),
+            ["dataset.bogus_key: 5", "dataset.split_across_pack: true"],
+        ),
+    ],
+)
+def test_what_is_not_understood_of_a_data_set_is_listed(converted: Convert, theirs: str, listed: list[str]) -> None:
+    _, said, path = converted(theirs)
+    found = [line for line in said.splitlines() if line.startswith(("dataset", "test_datasets"))]
+    assert [line.split("   (")[0] for line in found] == listed
+    assert all(f"#   {line}\n" in path.read_text() for line in found)
+
+
+def test_what_is_not_understood_of_dataset_info_is_listed(converted: Convert, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    info = {
+        "hf_hub_url": "org/chats",
+        "formatting": "sharegpt",
+        "columns": {"messages": "turns"},
+        "tags": {"role_tag": "speaker", "content_tag": "value", "user_tag": "client"},
+        "ranking": True,
+        "num_samples": 100,
+    }
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"questions": info}))
+    ours, said, _ = converted(LLAMA_FACTORY)
+    assert ours["datasets"] == [{"path": "org/chats", "messages_column": "turns"}]
+    listed = ["ranking: true", "num_samples: 100", 'tags.role_tag: "speaker"', 'tags.user_tag: "client"']
+    found = [line.split("   (")[0] for line in said.splitlines() if line.startswith("dataset_info")]
+    assert found == [f"dataset_info.json: questions.{key}" for key in listed]
+
+
+def test_torchtune_columns_and_a_trained_prompt(converted: Convert) -> None:
+    column_map = "column_map: {input: q, output: a}\n  train_on_input: true"
+    ours, said, _ = converted(TORCHTUNE.replace("packed: true", column_map))
+    columns = {"prompt_column": "q", "completion_column": "a"}
+    assert ours["datasets"] == [{"path": "org/pairs", "type": "messages", **columns}]
+    assert ours["assistant_only_loss"] is False  # of a conversation the question is then trained too
+    assert "column_map" not in said
+
+
+def test_a_prompt_that_stays_masked_is_told(converted: Convert) -> None:
+    ours, said, _ = converted(_datasets("[{path: a/b, type: {field_output: a}}]\ntrain_on_inputs: true"))
+    assert "assistant_only_loss" not in ours
+    assert "datasets[0]: assistant_only_loss: false has no effect" in said
+
+
+@pytest.mark.parametrize("output", [[], ["--output", "ours.yaml"]])
+def test_a_recipe_of_ours_is_told_as_such(tmp_path: Path, output: list[str]) -> None:
+    ours = "model_name_or_path: a/b\ndatasets: [{path: c/d, prompt_column: q, completion_column: a}]\nmax_steps: 2\n"
+    (tmp_path / "mine.yaml").write_text(ours)
+    ended = run_command(["python", "-m", "finetune", "convert", "mine.yaml", *output], cwd=tmp_path)
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("mine.yaml: a recipe of this toolkit already") and ended.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.yaml"]
+
+
+def test_our_keys_in_their_file_are_kept(converted: Convert) -> None:
+    columns = {"path": "c/d", "prompt_column": "q", "completion_column": "a"}
+    ours, said, _ = converted(f"model_name_or_path: a/b\nbf16: true\ndatasets: [{json.dumps(columns)}]\n")
+    assert (ours["datasets"], said) == ([columns], "")
+
+
+@pytest.mark.parametrize("entries", ["foo", "[foo]", "{path: a/b}", "[[path]]"])
+def test_what_are_no_data_sets_is_one_sentence(tmp_path: Path, entries: str) -> None:
+    (tmp_path / "theirs.yaml").write_text(_datasets(entries))
+    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml"], cwd=tmp_path)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    assert ended.stderr.startswith("theirs.yaml: datasets") and ended.stderr.endswith("; write `- path: ...`\n")
+
+
+@pytest.mark.parametrize("info", ["{bad", "[1]", '{"questions": "questions.json"}'])
+def test_a_broken_dataset_info_is_one_sentence(tmp_path: Path, info: str) -> None:
+    (tmp_path / "theirs.yaml").write_text(LLAMA_FACTORY)
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text(info)
+    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml"], cwd=tmp_path)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    assert ended.stderr.startswith("data/dataset_info.json: ")
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL)
+    (tmp_path / "ours.yaml").write_text("mine\n")
+    for output in ("ours.yaml", "new.yaml"):
+        full = f"ulimit -f 0; exec {sys.executable} -m finetune convert theirs.yaml --output {output}"
+        ended = run_command(["bash", "-c", full], cwd=tmp_path)
+        assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+        assert ended.stderr.startswith(f"{output}: cannot be written (")
+    left = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert left == {"theirs.yaml": AXOLOTL, "ours.yaml": "mine\n"}
