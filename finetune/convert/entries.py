@@ -13,7 +13,7 @@ COLUMNS = "columns are recognised, or named with prompt_column and the like"
 TURNS = "turns are read from role or from, and content or value"
 ROLES = "user, assistant, system and tool are known, human, gpt, observation and the like too"
 TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
-PAIR = "a prompt and its completion have no other columns; type alpaca reads instruction, input and output"
+PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
 PREFERENCE = "preference tuning has no counterpart: the chosen answer alone is learnt"
 SLICE = "a split slice, such as split: train[:1000]"
 FOLDER = "path takes a file, glob, folder or hub name"
@@ -62,7 +62,7 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
                "tags.system_tag"),
         *_none(PREFERENCE, "ranking", "columns.chosen", "columns.rejected", "columns.kto_tag"),
         *_none(PAIR, "columns.query", "columns.history"),
-        *_none("read from the column of that name", "columns.system", "columns.tools"),
+        *_none("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
         *_none("text only", "columns.images", "columns.videos", "columns.audios"),
         *_none(SLICE, "num_samples"),
         *_none(FOLDER, "folder", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
@@ -72,7 +72,7 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("data_files", "path", FILES),
         Counterpart("column", "text_column", "of text_completion_dataset"),
         Counterpart("conversation_column", "messages_column"),
-        Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset's is instruction"),
+        Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input is left out"),
         Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
         *_none("the rows' format is recognised from the columns", "_component_", "conversation_style"),
         *_none(PAIR, "column_map"),

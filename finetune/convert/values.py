@@ -95,7 +95,7 @@ def _tracker(pair: Counterpart, value: Any) -> Any:
 
 
 def _sharding(pair: Counterpart, value: Any) -> Any:
-    text = json.dumps(value).lower()
+    text = json.dumps(value, default=str).lower()
     if not value:
         return LEAVE
     if "offload" in pair.theirs or ("offload" in text and "true" in text) or "offload" in str(value).lower():

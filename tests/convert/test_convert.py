@@ -144,7 +144,7 @@ def test_axolotl_columns_named_in_the_type(converted: Convert) -> None:
         "completion_column": "answer",
     }
     assert (source.prompt_column, source.completion_column) == ("question", "answer")
-    assert 'datasets[0].type.field_system: "persona"   (a prompt' in said and "field_output" not in said
+    assert 'datasets[0].type.field_system: "persona"   (only a prompt' in said and "field_output" not in said
 
 
 @pytest.mark.parametrize(
@@ -381,3 +381,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
         assert ended.stderr.startswith(f"{output}: cannot be written (")
     left = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert left == {"theirs.yaml": AXOLOTL, "ours.yaml": "mine\n"}
+
+
+def test_a_value_of_the_wrong_kind_is_no_traceback(converted: Convert) -> None:
+    _, said, _ = converted(AXOLOTL + "lora_target_modules: 5\nfsdp: 2020-01-01\n")
+    assert "lora_target_modules: 5   (no such value here)" in said
