@@ -19,6 +19,7 @@ import psutil
 import xxhash
 
 from finetune.data.corpus import Facts, tokenised
+from finetune.data.files import readable
 from finetune.data.sources import files_of, hub_rows, read_rows
 from finetune.data.store import Tokens, TokenStore, open_store, write_store
 from finetune.data.templates import PLAIN
@@ -77,9 +78,9 @@ def hashed(data: Data, tokenizer: Any, *made_of: Any) -> str:
 
 
 def fingerprint(file: str) -> str:
-    """A hash of a file's bytes."""
+    """A hash of a file's bytes. Raises `UserError` where it cannot be read."""
     digest = xxhash.xxh3_128()
-    with Path(file).open("rb") as stream:
+    with readable(file), Path(file).open("rb") as stream:
         while block := stream.read(2**22):
             digest.update(block)
     return digest.hexdigest()

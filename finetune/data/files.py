@@ -55,6 +55,15 @@ def read_file(path: str) -> Iterator[NumberedRow]:
 
 
 @contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Turns the operating system's refusal of `path` into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+
+
+@contextmanager
 def _opened(path: str) -> Iterator[IO[bytes]]:
     """The file's bytes, unpacked. What goes wrong while they are read becomes a `UserError`."""
     try:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.files import KINDS, NumberedRow, kind_of, read_file
+from finetune.data.files import KINDS, NumberedRow, kind_of, read_file, readable
 from finetune.data.formats import BadRow
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
@@ -37,10 +37,13 @@ def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int
 
 def local_splits(path: str) -> dict[str, tuple[str, ...]] | None:
     """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` where nothing is there."""
-    if Path(path).is_dir():
-        return _folder_splits(path)
-    if Path(path).is_file():
-        return {"train": (path,)}
+    with readable(path):  # a folder on the way to it may be closed to us
+        if Path(path).is_dir():
+            return _folder_splits(path)
+        if Path(path).is_file():
+            return {"train": (path,)}
+        if Path(path).exists():
+            raise UserError(f"{path}: neither a file nor a folder, but a pipe or a device; write its rows into a file")
     if any(letter in path for letter in "*?["):
         found = _glob(path)
         if not found:

@@ -145,10 +145,13 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
     except ValidationError as error:
         return [f"{entry.where}: {entry.key}: {what_is_wrong(error, entry.value)}"]
     if key.is_file_or_name and isinstance(value, str):
-        located = _located(value, folder)
-        if located is None:
-            return [f"{entry.where}: {entry.key}: {value}: no such file or folder, here or beside the recipe"]
-        value = _inside_checkpoint(located)
+        try:
+            located = _located(value, folder)
+            if located is None:
+                return [f"{entry.where}: {entry.key}: {value}: no such file or folder, here or beside the recipe"]
+            value = _inside_checkpoint(located)
+        except OSError as error:  # a folder on the way is closed to us, say
+            return [f"{entry.where}: {entry.key}: {value}: cannot be read: {error.strerror or error}"]
     values[entry.key] = value
     return []
 
