@@ -26,7 +26,7 @@ from finetune.data.templates import PLAIN
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
-VERSION = 3  # of the way from rows to tokens; raised when the same rows would give other tokens
+VERSION = 4  # of the way from rows to tokens; raised when the same rows would give other tokens or findings
 POLL_SECONDS = 0.1
 
 

@@ -1,11 +1,14 @@
 """Documents as text, with the stretches of it that are trained on. A mask is born here, together with its text."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
 from finetune.data.formats import BadRow, Completion, Conversation, Document, Message, Text
 from finetune.data.renderer import Renderer, Span, Tools, apply_template, rendered
+
+THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,11 @@ def _chat_remarks(conversation: Conversation, text: str, spans: tuple[Span, ...]
         yield "typed_special_token"
     if messages[0]["role"] in ("system", "developer") and messages[0]["content"].strip() not in text:
         yield "system_dropped"
+    if any(_last_line(message) not in text for message in messages if message["role"] == "user"):
+        yield "user_dropped"
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    if conversation.trained[last] and not messages[last].get("tool_calls") and _last_line(messages[last]) not in text:
+        yield "assistant_dropped"
     if messages[0]["role"] == "assistant":
         yield "begins_with_assistant"
     if not way.has_template:
@@ -62,6 +70,11 @@ def _chat_remarks(conversation: Conversation, text: str, spans: tuple[Span, ...]
         yield "no_end_of_turn"
     elif spans and not way.special_tokens.search(way.end_of_turn):
         yield "end_of_turn_is_text"
+
+
+def _last_line(message: Message) -> str:
+    """What a template that shows a message shows of it: it may trim the content, or set its reasoning apart."""
+    return str(THINKING_END.split(message["content"])[-1].strip().rpartition("\n")[2].strip())
 
 
 def _ends_turn(words: str, way: Renderer) -> bool:

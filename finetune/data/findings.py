@@ -35,6 +35,7 @@ class Kind:
     some: Severity
     every: Severity
     what: str
+    many: float = 1.0  # a greater share of the rows than this counts as every row
 
 
 KINDS: dict[str, Kind] = {
@@ -61,6 +62,10 @@ KINDS: dict[str, Kind] = {
         "and begin others",
     ),
     "system_dropped": Kind("warning", "warning", "the chat template leaves the system turn out"),
+    "user_dropped": Kind("warning", "fatal", "the chat template leaves a user's words out"),
+    "assistant_dropped": Kind(
+        "fatal", "fatal", "the chat template leaves the assistant's words out; give one that writes message['content']"
+    ),
     "skipped": Kind("warning", "warning", "the format is not known or the row is damaged; it was skipped (on_bad_row)"),
     "truncated": Kind("warning", "warning", "more than max_length tokens stood; the rest was cut off (overlength)"),
     "truncated_untrained": Kind(
@@ -68,7 +73,7 @@ KINDS: dict[str, Kind] = {
     ),
     "dropped": Kind("warning", "fatal", "more than max_length tokens stood; the row was dropped (overlength)"),
     "split": Kind("notice", "notice", "more than max_length tokens stood; the row was split (overlength)"),
-    "duplicates": Kind("notice", "warning", "the text is that of an earlier row"),
+    "duplicates": Kind("notice", "warning", "the text is that of an earlier row", many=0.5),  # the first is no copy
     "held_out_in_training": Kind("warning", "warning", "a held-out text is trained on too; the held-out loss flatters"),
     "no_space_between": Kind(
         "notice", "notice", "prompt and completion meet without a space; they are joined as they stand"
@@ -117,4 +122,5 @@ def fatal(found: Iterable[Finding]) -> list[Finding]:
 
 def _finding(name: str, rows: int, of: int, where: Sequence[str]) -> Finding:
     kind = KINDS[name]
-    return Finding(name, kind.every if rows >= of else kind.some, rows, of, tuple(where), kind.what)
+    severity = kind.every if rows >= of or rows > kind.many * of else kind.some
+    return Finding(name, severity, rows, of, tuple(where), kind.what)

@@ -11,6 +11,7 @@ import pytest
 
 from finetune.data.cache import cache_key, cached_store, fingerprint
 from finetune.errors import UserError
+from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
 from tests.ranks import launch_ranks, start_ranks
@@ -123,6 +124,23 @@ def test_a_folder_that_cannot_be_written_is_told(rows: Path, tmp_path: Path) -> 
         cached_store(
             DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "file" / "x")), make_tokenizer(), 0
         )
+
+
+def test_what_the_system_will_not_let_us_read_is_told(tmp_path: Path) -> None:
+    """A file without permission fails alike, but not for root, who may run these tests."""
+    (unreadable := tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
+    os.mkfifo(pipe := tmp_path / "b.jsonl")
+    too_long = "c" * 300 + ".jsonl"
+    for path, problem in (
+        (unreadable, r"a\.jsonl: cannot be read: Input/output error"),
+        (pipe, r"b\.jsonl: neither a file nor a folder, but a pipe or a device"),
+        (too_long, r"c\.jsonl: cannot be read: File name too long"),
+    ):
+        with pytest.raises(UserError, match=problem):
+            cached_store(DatasetSource(path=str(path)), Data(dataset_cache_dir=str(tmp_path)), make_tokenizer(), 0)
+    (recipe := tmp_path / "recipe.yaml").write_text(f"datasets:\n  - path: {too_long}\n")
+    with pytest.raises(UserError, match=r"recipe\.yaml:2: path: c+\.jsonl: cannot be read: File name too long"):
+        read_recipe(str(recipe))
 
 
 def test_the_number_of_threads_does_not_change_a_token(rows: Path, tmp_path: Path) -> None:

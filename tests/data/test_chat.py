@@ -170,6 +170,27 @@ def test_what_is_noticed_in_a_conversation() -> None:
     assert "end_of_turn_is_text" in render(conversation("Q", "A"), renderer(plain, True)).remarks
 
 
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_words_that_a_template_leaves_out_are_noticed_and_those_that_it_trims_are_not(name: str) -> None:
+    said = (
+        "  Why\n\n so? \n",
+        "<think>\nhm\n</think>\n\nWell.\n",
+        "And then?",
+        "<think>so</think>\n\n Because,\n you see. \n",
+    )
+    assert not {"user_dropped", "assistant_dropped"} & set(render(conversation(*said), WAYS[name]).remarks)
+
+
+def test_words_that_a_template_leaves_out_are_noticed() -> None:
+    role_only = renderer(tokenizer_with("{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}"), True)
+    assert render(conversation("hi", "hello"), role_only).remarks == ("user_dropped", "assistant_dropped")
+    shown = "{{- message['content'] if message['role'] != '%s' else '' -}}{{- eos_token -}}"
+    for role in ("user", "assistant"):
+        template = "{%- for message in messages -%}" + shown.replace("%s", role) + "{%- endfor -%}"
+        remarks = render(conversation("hi", "hello", "and?", "bye"), renderer(tokenizer_with(template), True)).remarks
+        assert remarks == (f"{role}_dropped",)
+
+
 def test_a_template_that_refuses_a_row_makes_it_a_bad_row_in_its_own_words() -> None:
     refusing = "{{- raise_exception('only haiku are allowed') -}}"
     with pytest.raises(BadRow, match="the chat template refuses it: only haiku are allowed"):

@@ -270,6 +270,14 @@ def test_fatal_findings_stop_the_training_in_their_own_words(prepare: Prepare, t
     endless = "{%- for m in messages -%}{{- m.role + ': ' + m.content + ' ' -}}{%- endfor -%}"
     with pytest.raises(UserError, match="fatal: no_end_of_turn: in 2 of 2 rows no end-of-turn token is trained"):
         prepare([{"path": str(asked)}], chat_template=endless)
+    silent_role = (
+        "{%- for m in messages -%}{{- m.role + (m.content if m.role == 'user' else '') + eos_token -}}{%- endfor -%}"
+    )
+    with pytest.raises(UserError, match="fatal: assistant_dropped: in 2 of 2 rows the chat template leaves the assist"):
+        prepare([{"path": str(asked)}], chat_template=silent_role)
+    deaf = silent_role.replace("'user'", "'assistant'")
+    with pytest.raises(UserError, match="fatal: user_dropped: in 2 of 2 rows the chat template leaves a user's words"):
+        prepare([{"path": str(asked)}], chat_template=deaf)
     doubled = "{{ bos_token }}{{ bos_token }}{%- for m in messages -%}{{- m.content + eos_token -}}{%- endfor -%}"
     with pytest.raises(UserError, match="fatal: doubled_bos: in 2 of 2 rows"):
         prepare([{"path": str(asked)}], chat_template=doubled)
@@ -286,6 +294,8 @@ def test_findings_that_do_not_stop_it(prepare: Prepare, tmp_path: Path) -> None:
     }
     (duplicate,) = [finding for finding in prepared.report.findings if finding.name == "duplicates"]
     assert duplicate.where == (f"{tmp_path / 'a.jsonl'}:3",)
+    same = prepare([{"path": str(write_lines(tmp_path / "same.jsonl", [chat("Q", "A")] * 199 + [chat("R", "B")]))}])
+    assert names(same) == {"duplicates": "warning"}
     leaked = prepare(
         [{"path": str(tmp_path / "a.jsonl")}],
         eval_datasets=[{"path": str(write_lines(tmp_path / "b.jsonl", [chat("S", "C"), chat("T", "D")]))}],
