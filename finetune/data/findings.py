@@ -103,9 +103,13 @@ class Tally:
     def note(self, name: str, places: Sequence[str]) -> None:
         """Notes that `name` was found at `places`."""
         if places:
-            self.rows[name] = self.rows.get(name, 0) + len(places)
-            shown = self.where.setdefault(name, [])
-            shown += places[: SHOWN - len(shown)]
+            self.count(name, len(places), places)
+
+    def count(self, name: str, rows: int, places: Sequence[str]) -> None:
+        """Notes that `name` was found in so many rows, the first of them at `places`."""
+        self.rows[name] = self.rows.get(name, 0) + rows
+        shown = [*self.where.get(name, ()), *places[:SHOWN]]
+        self.where[name] = list(dict.fromkeys(shown))[:SHOWN]  # a row of a stream may come again
 
 
 def findings(tally: Tally, of: int) -> list[Finding]:

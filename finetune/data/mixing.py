@@ -39,7 +39,8 @@ def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[E
     examples, cuts = cut(store, data.max_length, data.overlength)
     kept = examples.take(np.flatnonzero(examples.trained > 0))
     facts = read_facts(store.facts)
-    duplicates = len(store.hashes) - len(np.unique(store.hashes))
+    # In a block of a stream, a small source that began again would stand as its own copy.
+    duplicates = 0 if facts.stream else len(store.hashes) - len(np.unique(store.hashes))
     tally = Tally(dict(facts.tally.rows), {name: list(where) for name, where in facts.tally.where.items()})
     _note_lengths(tally, store, examples, cuts, data)
     if duplicates:

@@ -1,7 +1,7 @@
 """The way from a recipe to batches, walked once."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from math import ceil
 from typing import Any
@@ -72,6 +72,7 @@ class PreparedData:
     evaluation: Batches | None
     report: DataReport | None  # None where the data is streamed: it has not been read
     tokenizer: Any
+    eval_sources: tuple[SourceReport, ...] = ()  # beside a stream; else the report has them
 
     @property
     def fingerprint(self) -> str | None:
@@ -104,14 +105,18 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: Ranks) -> PreparedData:
     """
     if not recipe.data.streaming:
         train, evaluation, report = _read_all(recipe, tokenizer, world)
-        stop = fatal(report.findings)
-        if stop:
-            raise UserError.of(map(str, stop))
+        _stop_at_fatal(report.findings)
         return PreparedData(train, evaluation, report, tokenizer)
-    held_out, _ = _mix(recipe.data.eval_datasets, recipe, tokenizer, world)
-    return PreparedData(
-        _stream(recipe, tokenizer, world), _evaluation(recipe, held_out, tokenizer, world), None, tokenizer
-    )
+    held_out, eval_sources = _mix(recipe.data.eval_datasets, recipe, tokenizer, world)
+    _stop_at_fatal(finding for source in eval_sources for finding in source.findings)
+    stream, evaluation = _stream(recipe, tokenizer, world), _evaluation(recipe, held_out, tokenizer, world)
+    return PreparedData(stream, evaluation, None, tokenizer, eval_sources)
+
+
+def _stop_at_fatal(found: Iterable[Finding]) -> None:
+    stop = fatal(found)
+    if stop:
+        raise UserError.of(map(str, stop))
 
 
 def look_at(recipe: Recipe, tokenizer: Any, world: Ranks) -> tuple[Batches, DataReport]:

@@ -7,7 +7,7 @@ stays on disk; with it, a resumed run goes straight to its block, and without it
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
@@ -18,8 +18,9 @@ from typing import Any
 from finetune.data.batches import Batches, MicroBatch, Ranks, StepBatch, batches_of
 from finetune.data.cache import cache_folder, hashed, publish, wait_for
 from finetune.data.corpus import Facts, read_facts, tokenised
-from finetune.data.examples import Examples, cut
-from finetune.data.findings import fatal, findings
+from finetune.data.examples import Examples
+from finetune.data.findings import fatal
+from finetune.data.mixing import SourceReport, examples_of
 from finetune.data.order import Arrangement, generator
 from finetune.data.sources import RowBatch, local_splits, read_rows
 from finetune.data.store import Tokens, TokenStore, open_store
@@ -57,15 +58,22 @@ class StreamedBatches:
     def steps_per_epoch(self) -> None:
         """Not known of a stream."""
 
-    def batches(self, start_step: int = 0) -> Iterator[StepBatch]:
-        """The step batches from `start_step` to the end; the next block is made while one is trained on."""
+    def batches(
+        self, start_step: int = 0, on_block: Callable[[SourceReport], None] | None = None
+    ) -> Iterator[StepBatch]:
+        """The step batches from `start_step` to the end; the next block is made while one is trained on.
+
+        `on_block` is called before the first batch of each block, with what became of its rows.
+        """
         block, step, examples = self._find(start_step)
         leaving = Event()
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
             coming = pool.submit(self.block, block, leaving)
             try:
                 while step < self.steps:
-                    current, note = coming.result()
+                    current, note, report = coming.result()
+                    if on_block is not None:
+                        on_block(report)
                     if step + note.steps < self.steps:
                         coming = pool.submit(self.block, block + 1, leaving)
                     for batch in islice(current.batches(max(start_step - step, 0)), self.steps - max(step, start_step)):
@@ -78,25 +86,24 @@ class StreamedBatches:
                 pool.shutdown()
                 self.clear()
 
-    def block(self, number: int, leaving: Event | None = None) -> tuple[Batches, Note]:
-        """A block's batches, numbered from 0. Local rank 0 makes its tokens; the others wait, unless `leaving` is set.
+    def block(self, number: int, leaving: Event | None = None) -> tuple[Batches, Note, SourceReport]:
+        """A block's batches, numbered from 0, and what became of its rows. Local rank 0 makes its tokens; the others wait, unless `leaving` is set.
 
         Raises `UserError` for rows that cannot be read and for fatal findings.
         """
         store = self.store(number, leaving)
         facts = read_facts(store.facts)
-        stop = fatal(findings(facts.tally, of=facts.rows_read))
+        examples, report = examples_of(store, self.sources[0], self.data)
+        stop = fatal(report.findings)
         if stop:
             raise UserError.of(map(str, stop))
-        examples, _ = cut(store, self.data.max_length, self.data.overlength)
-        examples = examples.take((examples.trained > 0).nonzero()[0])
         if not len(examples):
             raise UserError(f"{self.sources[0].path}: no row of a block of {BLOCK_ROWS} holds a token to train on")
         batches = self._batches_of(examples, number)
         note = Note(facts.stream["runs"], batches.steps, len(examples), facts.stream["epoch"])
         if self.ranks.local_rank == 0:
             self._note_file(number).write_text(json.dumps(asdict(note)))
-        return batches, note
+        return batches, note, report
 
     def store(self, number: int, leaving: Event | None = None) -> TokenStore:
         """The tokens of a block."""

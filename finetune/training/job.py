@@ -1,6 +1,7 @@
 """What a training run works with, as one value."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,9 @@ from torch import nn
 from finetune.amounts import counted
 from finetune.checkpoint.agreement import Ranks
 from finetune.checkpoint.saving import Progress
+from finetune.data.mixing import SourceReport
 from finetune.data.prepare import PreparedData, Prompt
+from finetune.data.stream_report import StreamReport
 from finetune.flops import flop_per_token_of
 from finetune.metrics import MetricsLog, peak_flops
 from finetune.modeling.load import Size
@@ -95,10 +98,28 @@ def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, pro
     Ranks(world, None).main(start)
     if not world.is_main:
         return MetricsLog(None, data.train.steps, progress.step)
-    if data.report is not None:  # streamed data has none
-        report = json.dumps(data.report.as_json(), indent=2, ensure_ascii=False, default=str)
-        (folder / "data_report.json").write_text(report + "\n", encoding="utf-8")
+    if data.report is not None:  # streamed data is told of while it is read
+        write_data_report(folder, data.report.as_json())
     return MetricsLog(folder / "metrics.jsonl", data.train.steps, progress.step, tracker)
+
+
+def write_data_report(folder: Path, report: dict[str, Any]) -> None:
+    """Writes data_report.json, in place of one that is there."""
+    text = json.dumps(report, indent=2, ensure_ascii=False, default=str)
+    (folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
+
+
+def teller_of_stream(job: Job, from_step: int) -> Callable[[SourceReport], None]:
+    """Tells what is found in the blocks of a stream as they come, and keeps data_report.json up to them."""
+    report = StreamReport(from_step, job.data.eval_sources)
+
+    def tell(block: SourceReport) -> None:
+        for line in report.add(block):
+            job.log.say(f"stream  {line}")
+        if job.world.is_main:
+            write_data_report(job.folder, report.as_json())
+
+    return tell
 
 
 def turn_of_user(text: str, tokenizer: Any) -> list[int]:
@@ -138,6 +159,8 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
     if report is not None:
         totals, *warnings = report.lines()
         lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
+    for source in job.data.eval_sources:
+        lines += [f"held out {finding}" for finding in source.findings if finding.severity != "notice"]
     if job.peak_flops is not None:
         lines.append(
             f"mfu     {4 if recipe.lora.use_peft else 6}N + 12 L H Q T = {job.flop_per_token / 1e9:.2f} GFLOP a token, "

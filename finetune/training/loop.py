@@ -12,6 +12,7 @@ from torch import nn
 
 from finetune.checkpoint.saving import Progress, Saver
 from finetune.data.batches import StepBatch
+from finetune.data.streaming import StreamedBatches
 from finetune.errors import Preempted
 from finetune.metrics import Window, peak_memory_bytes
 from finetune.optim import learning_rate, set_learning_rate
@@ -21,7 +22,7 @@ from finetune.sharding.world import World
 from finetune.training.best import is_new_best, is_out_of_patience
 from finetune.training.evaluation import evaluate
 from finetune.training.interruption import Interruption, agreed
-from finetune.training.job import Job
+from finetune.training.job import Job, teller_of_stream
 from finetune.training.nonfinite import guard_of, refuse_or_skip, suspect
 from finetune.training.profiling import collect, garbage_collected_between_lines, profiled
 
@@ -166,7 +167,11 @@ def _line(job: Job, window: Window, progress: Progress, rate: float, norm: torch
 
 def _batches(job: Job, progress: Progress) -> Iterator[StepBatch]:
     """The steps that are left, those of `profile_steps` under the profiler."""
-    batches = job.data.train.batches(progress.step)
+    train = job.data.train
+    if isinstance(train, StreamedBatches):
+        batches = train.batches(progress.step, teller_of_stream(job, progress.step))
+    else:
+        batches = train.batches(progress.step)
     return profiled(batches, job.recipe.run.profile_steps, job.folder, job.world.rank)
 
 

@@ -171,7 +171,7 @@ def test_what_is_noticed_in_a_conversation() -> None:
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_words_that_a_template_leaves_out_are_noticed_and_those_that_it_trims_are_not(name: str) -> None:
+def test_words_that_a_template_trims_or_sets_apart_are_not_missed(name: str) -> None:
     said = (
         "  Why\n\n so? \n",
         "<think>\nhm\n</think>\n\nWell.\n",

@@ -4,18 +4,24 @@ import json
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from finetune.data import streaming
+from finetune.data.findings import Finding
+from finetune.data.mixing import SourceReport
 from finetune.data.order import Arrangement
+from finetune.data.stream_report import StreamReport
 from finetune.data.streaming import StreamedBatches, mixed_stream, streamed
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
 from tests.data.world import Rank
+from tests.ranks import ROOT, launch_ranks
 
 Stream = Callable[..., StreamedBatches]
 
@@ -31,8 +37,8 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
         path.write_text("".join(json.dumps({"text": f"{name}{i} " + "x" * (i % 9)}) + "\n" for i in range(rows)))
         sources.append(DatasetSource(path=str(path), weight=2.0 if name == "a" else 1.0))
 
-    def make(rank: int = 0, size: int = 1, steps: int = 40, threads: int = 1) -> StreamedBatches:
-        data = Data(dataset_cache_dir=str(tmp_path / "cache"), max_length=48, dataloader_num_workers=threads)
+    def make(rank: int = 0, size: int = 1, steps: int = 40, threads: int = 1, **keys: Any) -> StreamedBatches:
+        data = Data(dataset_cache_dir=str(tmp_path / "cache"), max_length=48, dataloader_num_workers=threads, **keys)
         arrangement = Arrangement(seed=0, packing=True, max_length=48, global_batch_size=3)
         return streamed(
             tuple(sources), data, make_tokenizer(), arrangement, Rank(rank, size), per_device_batch_size=1, steps=steps
@@ -96,3 +102,56 @@ def test_a_bad_row_is_told_when_it_is_reached_on_every_rank(stream: Stream, tmp_
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(UserError, match=r"b\.jsonl: there is no row in it"):
         list(stream().batches())
+
+
+def test_what_is_skipped_and_cut_is_told_once_and_counted(stream: Stream, tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"row {i} " + "x" * (60 if i in (80, 90) else i % 9)}) for i in range(100)]
+    rows[70] = "nope"
+    (tmp_path / "a.jsonl").write_text("\n".join(rows))
+    blocks: list[SourceReport] = []
+    assert len(list(stream(on_bad_row="skip").batches(on_block=blocks.append))) == 40
+    report = StreamReport(from_step=0)
+    told = [report.add(block) for block in blocks]
+    assert len(told) > 3 and told[0] == []  # a block is 64 rows of both files: what is wrong comes after it
+    lines = [line for block in told for line in block]
+    assert len(lines) == 2
+    assert any(line.startswith("warning: skipped: in 1 of ") and line.endswith("a.jsonl:71)") for line in lines)
+    assert any(line.startswith("warning: truncated: in ") and "a.jsonl:81" in line for line in lines)
+    kept = report.as_json()
+    assert kept["rows_read"] == sum(block.rows_read for block in blocks) > 300
+    assert kept["rows_skipped"] == sum(block.rows_skipped for block in blocks) >= 2
+    assert kept["overlong"] == 2 * kept["rows_skipped"] and kept["tokens_lost"] > 0
+    assert "not JSON" in kept["skipped"][0]
+    found = {finding["name"]: finding for finding in kept["findings"]}
+    assert set(found) == {"skipped", "truncated"}  # the files come round again: no duplicates
+    assert found["skipped"]["where"] == (f"{tmp_path / 'a.jsonl'}:71",)
+    # Ten times as many are told again.
+    grown = replace(blocks[-1], findings=(Finding("truncated", "warning", 500, 600, (), ""),))
+    assert [line.partition(": in ")[0] for line in report.add(grown)] == ["warning: truncated"]
+
+
+def test_a_run_over_a_stream_says_what_it_skips_and_cuts(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    rows = [json.dumps({"text": f"row {i} " + "word " * (100 if i == 5 else 1)}) for i in range(20)]
+    (tmp_path / "a.jsonl").write_text("\n".join([*rows, "nope"]))
+    (tmp_path / "held.jsonl").write_text(json.dumps({"text": "word " * 100}))
+    recipe = tiny_recipe(
+        datasets=[{"path": str(tmp_path / "a.jsonl")}],
+        eval_datasets=[{"path": str(tmp_path / "held.jsonl")}],
+        streaming=True,
+        on_bad_row="skip",
+        max_steps=2,
+        export_at_end=False,
+        dataset_cache_dir=str(tmp_path / "cache"),
+        accelerate_config="fsdp_full_shard",
+    )
+    said = launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(recipe)], timeout=240).check().outputs
+    for line in (
+        "held out warning: truncated: in 1 of 1 ",
+        "stream  warning: skipped: in ",
+        "stream  warning: truncated",
+    ):
+        assert said[0].count(line) == 1
+    assert said[1] == ""
+    report = json.loads((tmp_path / "run" / "data_report.json").read_text())
+    assert report["rows_skipped"] > 100 and report["overlong"] == report["rows_skipped"]
+    assert {finding["name"] for finding in report["findings"]} == {"skipped", "truncated"}
