@@ -4,6 +4,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from finetune.amounts import counted
+
 Severity = Literal["notice", "warning", "fatal"]
 SHOWN = 3  # places named with a finding
 
@@ -25,7 +27,7 @@ class Finding:
         fatal: doubled_bos: in 2 of 2 rows the text begins with two BOS (a.jsonl:1, a.jsonl:2)
         """
         places = f" ({', '.join(self.where)}{', ...' if self.rows > len(self.where) else ''})" if self.where else ""
-        return f"{self.severity}: {self.name}: in {self.rows:,} of {self.of:,} rows {self.what}{places}"
+        return f"{self.severity}: {self.name}: in {self.rows:,} of {counted(self.of, 'row')} {self.what}{places}"
 
 
 @dataclass(frozen=True, slots=True)

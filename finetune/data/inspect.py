@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from finetune.amounts import counted
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import fatal
 from finetune.data.mixing import SourceReport
@@ -95,7 +96,9 @@ def row_lines(examples: Examples, tokenizer: Any, example_id: int, colour: bool)
     """One example as text: what is trained on in green, or between >> and << where there is no colour."""
     example = examples[example_id]
     trained = is_trained(example)
-    head = f"example {example_id}, {examples.where(example_id)}: {len(trained)} tokens, {sum(trained)} trained"
+    head = (
+        f"example {example_id}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
+    )
     yield f"\033[1m{head}{RESET}" if colour else head
     texts = [text.translate(PICTURES) for text in token_texts(example, tokenizer)]
     pieces = list(zip(texts, trained, strict=True))
@@ -148,11 +151,12 @@ def report_lines(report: DataReport, colour: bool) -> Iterator[str]:
         yield from _source_lines(source, "held out: ")
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
-        f"an epoch: {report.examples:,} examples, {report.tokens:,} tokens, {report.trained_tokens:,} of them trained "
-        f"({share:.1%}), in {report.rows:,} rows, {report.fill:.2%} full, {report.steps_per_epoch:,} steps on one rank"
+        f"an epoch: {counted(report.examples, 'example')}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
+        f"them trained ({share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
+        f"{counted(report.steps_per_epoch, 'step')} on one rank"
     )
     if report.held_out_examples:
-        yield f"held out: {report.held_out_examples:,} examples"
+        yield f"held out: {counted(report.held_out_examples, 'example')}"
     quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
     yield f"tokens of an example, by share of the examples: {quantiles}"
     for finding in report.findings:
@@ -164,11 +168,11 @@ def report_lines(report: DataReport, colour: bool) -> Iterator[str]:
 
 def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
     yield (
-        f"{prefix}{source.path}: {source.rows_read:,} rows read, {source.rows_skipped:,} skipped, "
-        f"{source.overlong:,} over max_length, {source.examples:,} examples, {source.tokens:,} tokens, "
+        f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} skipped, "
+        f"{source.overlong:,} over max_length, {counted(source.examples, 'example')}, {counted(source.tokens, 'token')}, "
         f"{source.trained_tokens:,} trained"
     )
     if source.tokens_lost:
-        yield f"  lost to max_length: {source.tokens_lost:,} tokens, {source.trained_tokens_lost:,} of them trained"
+        yield f"  lost to max_length: {counted(source.tokens_lost, 'token')}, {source.trained_tokens_lost:,} of them trained"
     for problem in source.skipped:
         yield f"  skipped {problem}"

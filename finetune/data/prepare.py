@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from finetune.amounts import counted
 from finetune.data.batches import Batches, MicroBatch, Ranks, StepBatch, batches_of
 from finetune.data.cache import cached_store
 from finetune.data.examples import Examples
@@ -58,7 +59,7 @@ class DataReport:
     def lines(self) -> list[str]:
         """What a person is told before the training: the totals, then every finding that is more than a notice."""
         totals = (
-            f"{self.examples:,} examples, {self.tokens:,} tokens, {self.trained_tokens:,} trained; "
+            f"{counted(self.examples, 'example')}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
             f"rows {self.fill:.1%} full"
         )
         return [totals, *(str(finding) for finding in self.findings if finding.severity != "notice")]
@@ -237,10 +238,12 @@ def _training(recipe: Recipe, examples: Examples, tokenizer: Any, world: Ranks) 
     )
     if train.rows_per_epoch < world.size:
         packed = (
-            f" ({len(examples)} examples packed by max_length {recipe.data.max_length})" if recipe.data.packing else ""
+            f" ({counted(len(examples), 'example')} packed by max_length {recipe.data.max_length})"
+            if recipe.data.packing
+            else ""
         )
         raise UserError(
-            f"{recipe.path}: datasets: {train.rows_per_epoch} rows{packed} cannot be dealt out to {world.size} ranks; "
+            f"{recipe.path}: datasets: {counted(train.rows_per_epoch, 'row')}{packed} cannot be dealt out to {world.size} ranks; "
             "give more data or fewer ranks"
             + (", a smaller max_length, or packing: false" if recipe.data.packing else "")
         )

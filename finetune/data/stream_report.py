@@ -8,8 +8,16 @@ from finetune.data.corpus import SHOWN_BAD_ROWS
 from finetune.data.findings import Finding, Tally, findings
 from finetune.data.mixing import SourceReport
 
-COUNTED = ("rows_read", "rows_skipped", "examples", "tokens", "trained_tokens")
-COUNTED += ("overlong", "tokens_lost", "trained_tokens_lost")
+COUNTED = (
+    "rows_read",
+    "rows_skipped",
+    "examples",
+    "tokens",
+    "trained_tokens",
+    "overlong",
+    "tokens_lost",
+    "trained_tokens_lost",
+)
 TOLD_AGAIN = 10  # a finding is told when it is first met, and whenever it is in so many times more rows
 
 

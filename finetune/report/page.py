@@ -180,7 +180,7 @@ def _data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str,
     findings = [
         {
             "severity": str(found.get("severity", "note")),
-            "text": f"in {found.get('rows', 0):,} of {found.get('of', 0):,} rows {found.get('what', '')}"
+            "text": f"in {found.get('rows', 0):,} of {counted(found.get('of', 0), 'row')} {found.get('what', '')}"
             + (f" ({', '.join(found['where'])})" if found.get("where") else ""),
         }
         for found in report.get("findings", [])

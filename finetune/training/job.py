@@ -160,7 +160,7 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
         totals, *warnings = report.lines()
         lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
     for source in job.data.eval_sources:
-        lines += [f"held out {finding}" for finding in source.findings if finding.severity != "notice"]
+        lines += [f"data    held out: {finding}" for finding in source.findings if finding.severity != "notice"]
     if job.peak_flops is not None:
         lines.append(
             f"mfu     {4 if recipe.lora.use_peft else 6}N + 12 L H Q T = {job.flop_per_token / 1e9:.2f} GFLOP a token, "

@@ -116,7 +116,7 @@ def test_a_fatal_finding_is_shown_and_told_by_the_exit_code(recipe: Path, capsys
     with recipe.open("a") as file:
         file.write("chat_template: '{% for m in messages %}{{ m.content }}{% endfor %}'\n")
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
-    assert "fatal: no_end_of_turn: in 1 of 1 rows" in capsys.readouterr().out
+    assert "fatal: no_end_of_turn: in 1 of 1 row " in capsys.readouterr().out
 
 
 def test_on_a_terminal_it_is_in_colour_and_the_data_cannot_steer_it(recipe: Path) -> None:

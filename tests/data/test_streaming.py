@@ -146,7 +146,7 @@ def test_a_run_over_a_stream_says_what_it_skips_and_cuts(tiny_recipe: Callable[.
     )
     said = launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(recipe)], timeout=240).check().outputs
     for line in (
-        "held out warning: truncated: in 1 of 1 ",
+        "held out: warning: truncated: in 1 of 1 row ",
         "stream  warning: skipped: in ",
         "stream  warning: truncated",
     ):
