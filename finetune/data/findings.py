@@ -66,7 +66,10 @@ KINDS: dict[str, Kind] = {
     "system_dropped": Kind("warning", "warning", "the chat template leaves the system turn out"),
     "user_dropped": Kind("warning", "fatal", "the chat template leaves a user's words out"),
     "assistant_dropped": Kind(
-        "fatal", "fatal", "the chat template leaves the assistant's words out; give one that writes message['content']"
+        "warning",
+        "fatal",
+        "the chat template leaves the assistant's words out; give one that writes message['content']",
+        many=0.1,
     ),
     "skipped": Kind("warning", "warning", "the format is not known or the row is damaged; it was skipped (on_bad_row)"),
     "truncated": Kind("warning", "warning", "more than max_length tokens stood; the rest was cut off (overlength)"),
