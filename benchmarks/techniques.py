@@ -90,7 +90,7 @@ def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens:
 
     torch.set_num_threads(1)
     states = torch.randn(tokens, hidden, requires_grad=True)
-    weight = (torch.randn(vocabulary, hidden) / 50).requires_grad_()
+    weight = torch.empty(vocabulary, hidden).normal_(std=0.02).requires_grad_()  # in place: a copy would be the peak
     labels = torch.randint(0, vocabulary, (tokens,))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if kind == "chunked":
