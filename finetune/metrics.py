@@ -17,6 +17,7 @@ import torch
 from finetune.amounts import gib
 from finetune.flops import peak_flops_of
 from finetune.trackers import Tracker, first_line
+from finetune.whole_files import replace_text
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
 RATE_LINES = 20  # lines of metrics over which the time left is reckoned
@@ -202,7 +203,7 @@ def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
             break
         if line.get("step", 0) <= step and step > 0:
             kept.append((text, line))
-    path.write_text("".join(text for text, _ in kept), encoding="utf-8")
+    replace_text(path, "".join(text for text, _ in kept))
     return [line for _, line in kept]
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import difflib
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import DatasetSource
 from finetune.recipe.yaml_file import read_entries
+from finetune.whole_files import replace_text
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
@@ -60,18 +60,8 @@ def convert(source: Path) -> tuple[Tool, Converted]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Writes aside and renames, so that a full disk leaves what was there."""
     try:
-        if path.exists() and not path.is_file():  # /dev/stdout, say
-            path.write_text(text, encoding="utf-8")
-            return
-        target = path.resolve()  # of a link, the file that it names
-        aside = target.with_name(f".{target.name}.{os.getpid()}.part")
-        try:
-            aside.write_text(text, encoding="utf-8")
-            aside.replace(target)
-        finally:
-            aside.unlink(missing_ok=True)
+        replace_text(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
 

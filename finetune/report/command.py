@@ -9,6 +9,7 @@ from finetune.report.page import page
 from finetune.report.planned import planned
 from finetune.report.png import can_draw, draw_loss
 from finetune.report.run_folder import read_run
+from finetune.whole_files import replace_text
 
 
 def report_command(arguments: argparse.Namespace) -> int:
@@ -21,7 +22,7 @@ def report_command(arguments: argparse.Namespace) -> int:
         )
     made = [path]
     try:
-        path.write_text(page(runs, [planned(run) for run in runs]), encoding="utf-8")
+        replace_text(path, page(runs, [planned(run) for run in runs]))
         if can_draw():
             made.append(path.with_suffix(".png") if arguments.output else path.with_name("loss.png"))
             draw_loss(runs, made[-1])

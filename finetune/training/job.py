@@ -26,6 +26,7 @@ from finetune.sharding.world import World
 from finetune.trackers import Tracker, open_tracker
 from finetune.training.run_folder import run_name
 from finetune.training.watchdog import Watchdog
+from finetune.whole_files import replace_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +105,9 @@ def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, pro
 
 
 def write_data_report(folder: Path, report: dict[str, Any]) -> None:
-    """Writes data_report.json, in place of one that is there."""
+    """Writes data_report.json, in place of one that is there; `finetune report` may be reading it."""
     text = json.dumps(report, indent=2, ensure_ascii=False, default=str)
-    (folder / "data_report.json").write_text(text + "\n", encoding="utf-8")
+    replace_text(folder / "data_report.json", text + "\n")
 
 
 def teller_of_stream(job: Job, from_step: int) -> Callable[[SourceReport], None]:
