@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import library
 
 from finetune.errors import UserError
 from finetune.modeling import attention
@@ -139,7 +140,7 @@ def test_our_name_does_not_leak_into_the_saved_config(tmp_path: Path) -> None:
     assert NAME not in json.loads((tmp_path / "config.json").read_text()).values()
 
 
-@torch.library.custom_op("finetune_tests::varlen", mutates_args=())
+@library.custom_op("finetune_tests::varlen", mutates_args=())
 def varlen_as_documented(
     query: torch.Tensor,
     key: torch.Tensor,
