@@ -7,8 +7,9 @@ from finetune.plan.memory import peak
 from finetune.plan.state import ITEMSIZE, MOMENT_ITEMSIZE, MOMENTS, moment_bytes
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
-# Without CUDA, its heap grown by rows of many lengths: measured on the quickstart, less its tensors.
-CPU_PROCESS_BYTES = 1225 << 20
+# Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
+# tensors: 477 MiB for the quickstart, 971 MiB after 200 bf16 steps of up to 4,096 tokens (benchmarks/speed.py).
+CPU_PROCESS_BYTES = 1 << 30
 EXPORT_SHARD_BYTES = 5 * 10**9  # finetune export --max-shard-size
 
 
