@@ -196,7 +196,7 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for number, item in enumerate(value, start=1):
             yield from _flat(item, f"{name} {number}")
-    elif value is not None:
+    elif value not in (None, []):
         yield name, " ".join(map(str, value)) if isinstance(value, list) else _plain(value)
 
 
