@@ -1,0 +1,118 @@
+"""The size and shape of the package, before and after: `python benchmarks/structure.py [REVISION ...]`.
+
+Counts for each git revision, and for the working tree last: files and lines, files under 60 lines, file and class names used
+twice, functions with a single caller, functions over 60 lines, and how many modules of the package an import of
+`training/loop.py` loads. Reads the sources as text; nothing is imported.
+"""
+
+import ast
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = "finetune"
+SMALL_LINES = 60
+LONG_LINES = 60
+Sources = Mapping[str, str]
+"""Path from the repository's root -> text."""
+
+
+def read_revision(revision: str) -> Sources:
+    """The package's Python files as git has them at `revision`."""
+    listed = _git("ls-tree", "-r", "--name-only", revision, PACKAGE).splitlines()
+    return {path: _git("show", f"{revision}:{path}") for path in listed if path.endswith(".py")}
+
+
+def read_working_tree() -> Sources:
+    """The package's Python files as they are."""
+    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+
+
+def measure(sources: Sources) -> dict[str, int]:
+    """Every count, by its name."""
+    trees = {path: ast.parse(text) for path, text in sources.items()}
+    may_repeat = ("__init__.py", "/cli.py")
+    file_names = Counter(PurePosixPath(path).name for path in sources if not path.endswith(may_repeat))
+    nodes = [node for tree in trees.values() for node in ast.walk(tree)]
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    classes = Counter(node.name for node in nodes if isinstance(node, ast.ClassDef))
+    callers = count_callers(trees.values())
+    return {
+        "files": len(sources),
+        "lines": sum(len(text.splitlines()) for text in sources.values()),
+        f"files under {SMALL_LINES} lines": sum(len(sources[path].splitlines()) < SMALL_LINES for path in sources),
+        "file names used twice (but cli.py)": sum(count > 1 for count in file_names.values()),
+        "class names used twice": sum(count > 1 for count in classes.values()),
+        "functions": len(functions),
+        "functions with one caller": sum(callers[function.name] == 1 for function in functions),
+        f"functions over {LONG_LINES} lines": sum(_lines(function) > LONG_LINES for function in functions),
+        "modules that training/loop.py loads": len(loaded_modules(f"{PACKAGE}.training.loop", trees)),
+    }
+
+
+def count_callers(trees: Iterable[ast.Module]) -> Counter[str]:
+    """How many functions (or module bodies) use each name; a function's own recursion does not count."""
+    used: Counter[str] = Counter()
+
+    def names_in(node: ast.AST, inside: str) -> set[str]:
+        found: set[str] = set()
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
+                used.update(names_in(child, child.name) - {child.name})
+            elif isinstance(child, ast.Name):
+                found.add(child.id)
+            elif isinstance(child, ast.Attribute):
+                found |= {child.attr} | names_in(child, inside)
+            else:
+                found |= names_in(child, inside)
+        return found
+
+    for tree in trees:
+        used.update(names_in(tree, ""))
+    return used
+
+
+def loaded_modules(module: str, trees: Mapping[str, ast.Module]) -> set[str]:
+    """The package's modules that an import of `module` loads, through imports at the top of files."""
+    by_name = {_module_name(path): tree for path, tree in trees.items()}
+    loaded: set[str] = set()
+    waiting = [module]
+    while waiting:
+        name = waiting.pop()
+        if name in loaded or name not in by_name:
+            continue
+        loaded.add(name)
+        for node in by_name[name].body:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                waiting += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+            elif isinstance(node, ast.Import):
+                waiting += [alias.name for alias in node.names]
+    return loaded - {module}
+
+
+def main(revisions: list[str]) -> None:
+    """Prints a column for each revision and one for the working tree."""
+    columns = {revision: measure(read_revision(revision)) for revision in revisions}
+    columns["working tree"] = measure(read_working_tree())
+    print(f"{'':40}" + "".join(f"{name:>14}" for name in columns))
+    for count in columns["working tree"]:
+        print(f"{count:40}" + "".join(f"{column[count]:>14,}" for column in columns.values()))
+
+
+def _module_name(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def _lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
