@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
@@ -21,28 +22,48 @@ import xxhash
 from finetune.data.corpus import Facts, tokenised
 from finetune.data.files import readable
 from finetune.data.sources import files_of, hub_rows, read_rows
-from finetune.data.store import Tokens, TokenStore, open_store, write_store
+from finetune.data.store import DamagedStore, Tokens, TokenStore, open_store, sync_folder, write_store
 from finetune.data.templates import PLAIN
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
-VERSION = 4  # of the way from rows to tokens; raised when the same rows would give other tokens or findings
+VERSION = 5  # of the way from rows to tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
 def cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_rank: int) -> TokenStore:
-    """The source as tokens. Local rank 0 makes them where they are not there yet; the other ranks of the node wait.
+    """The source as tokens, from the cache. Where it is not there whole, local rank 0 writes it, the node's others wait.
 
     Raises `UserError` on every rank where the data cannot be read.
     """
     content = content_of(source)
     folder = cache_folder(data) / _key(source, content, data, tokenizer)
+    return find_store(folder, local_rank, lambda facts: _tokens(source, content, data, tokenizer, facts))
+
+
+def find_store(
+    folder: Path, local_rank: int, tokens: Callable[[Facts], Iterator[Tokens]], leaving: Event | None = None
+) -> TokenStore:
+    """The store in `folder`. Local rank 0 writes it from `tokens` where it is absent or damaged; the node's other ranks
+    wait for that, unless `leaving` is set.
+
+    Raises `UserError` on every rank where it cannot be written.
+    """
     if local_rank == 0:
-        if not folder.exists():
-            _make(folder, source, content, data, tokenizer)
-    else:
-        wait_for(folder)
-    return open_store(folder)
+        if folder.exists():
+            try:
+                return open_store(folder)
+            except DamagedStore as damage:
+                print(f"{damage}; the rows are tokenized again", file=sys.stderr, flush=True)
+                _discard(folder)
+        publish(folder, tokens)
+        return open_store(folder)
+    while True:
+        wait_for(folder, leaving)
+        try:
+            return open_store(folder)
+        except DamagedStore:  # local rank 0 finds the same and replaces it
+            time.sleep(POLL_SECONDS)
 
 
 def cache_folder(data: Data) -> Path:
@@ -86,18 +107,16 @@ def fingerprint(file: str) -> str:
     return digest.hexdigest()
 
 
-def _make(folder: Path, source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any) -> None:
-    """Tokenises one source into `folder`."""
-
-    def tokens(facts: Facts) -> Iterator[Tokens]:
-        facts.content = list(content.values())
-        yield from tokenised(((source, batch) for batch in read_rows(source)), data, tokenizer, facts)
-        if facts.rows_read == 0:
-            raise UserError(f"{source.path}: there is no row in it")
-        if facts.rows_read == facts.rows_skipped:
-            raise UserError(f"{source.path}: every row was skipped; the first: {facts.skipped[0]}")
-
-    publish(folder, tokens)
+def _tokens(
+    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, facts: Facts
+) -> Iterator[Tokens]:
+    """One source's rows as tokens."""
+    facts.content = list(content.values())
+    yield from tokenised(((source, batch) for batch in read_rows(source)), data, tokenizer, facts)
+    if facts.rows_read == 0:
+        raise UserError(f"{source.path}: there is no row in it")
+    if facts.rows_read == facts.rows_skipped:
+        raise UserError(f"{source.path}: every row was skipped; the first: {facts.skipped[0]}")
 
 
 def publish(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
@@ -106,7 +125,7 @@ def publish(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
     What goes wrong is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
     """
     failure = _failure_note(folder)
-    staging = folder.parent / f"making-{socket.gethostname()}-{os.getpid()}-{folder.name}"
+    staging = _staging_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         failure.unlink(missing_ok=True)
@@ -119,6 +138,7 @@ def publish(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
         except OSError:
             if not folder.exists():  # else another node made it meanwhile, on a file system that both see
                 raise
+        sync_folder(folder.parent)
     except OSError as error:
         problem = f"{folder.parent}: the tokens cannot be kept here: {error.strerror or error}; set dataset_cache_dir"
         _tell(failure, problem)
@@ -139,6 +159,23 @@ def wait_for(folder: Path, leaving: Event | None = None) -> None:
         if leaving is not None and leaving.is_set():
             raise UserError(f"{folder}: no longer waited for")
         time.sleep(POLL_SECONDS)
+
+
+def _discard(folder: Path) -> None:
+    """Removes a damaged store. A process that still reads it keeps its files, being memory-mapped."""
+    aside = _staging_of(folder)
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:  # another node has discarded it, on a file system that both see
+        return
+    except OSError as error:
+        raise UserError(f"{folder}: damaged, and cannot be removed: {error.strerror or error}") from None
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _staging_of(folder: Path) -> Path:
+    """This process's own name for a store that is not published; `_sweep` removes what a killed process leaves."""
+    return folder.parent / f"making-{socket.gethostname()}-{os.getpid()}-{folder.name}"
 
 
 def _failure_note(folder: Path) -> Path:

@@ -4,12 +4,17 @@ import json
 import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from hashlib import file_digest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from finetune.errors import UserError
+
+FACTS = "facts.json"
 IGNORE = -100  # the label of a position that is not trained on; torch's cross entropy skips it
 
 
@@ -55,37 +60,80 @@ COLUMNS: dict[str, Any] = {
 }
 
 
+class DamagedStore(UserError):
+    """A store's files are not what was written: one is missing, cut short or altered."""
+
+
 def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> None:
-    """Writes a store into the existing, empty `folder`. `facts` is asked when the batches are through; kept as JSON."""
+    """Writes a store into the existing, empty `folder`. `facts` is called after the last batch; kept as JSON.
+
+    facts.json lists the size and checksum of every column, and begins with a checksum of its own. When this returns,
+    everything is on disk.
+    """
     files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
+    digests = {name: xxhash.xxh3_128() for name in COLUMNS}
     try:
         for batch in batches:
             for name, kind in COLUMNS.items():
-                files[name].write(np.ascontiguousarray(getattr(batch, name), dtype=kind).data)
+                block = np.ascontiguousarray(getattr(batch, name), dtype=kind).data
+                files[name].write(block)
+                digests[name].update(block)
+        columns = {name: {"bytes": files[name].tell(), "xxh3": digests[name].hexdigest()} for name in COLUMNS}
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
     finally:
         for file in files.values():
             file.close()
-    (folder / "facts.json").write_text(json.dumps(facts(), indent=1))
+    text = json.dumps({"columns": columns, "facts": facts()}, indent=1)
+    with (folder / FACTS).open("w", encoding="utf-8") as stream:
+        stream.write(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
+        stream.flush()
+        os.fsync(stream.fileno())
+    sync_folder(folder)
 
 
 def open_store(folder: Path) -> TokenStore:
-    """A store that `write_store` wrote."""
-    columns = {name: _mapped(folder / f"{name}.bin", kind) for name, kind in COLUMNS.items()}
-    starts = np.concatenate(([0], np.cumsum(columns["lengths"], dtype=np.int64)))
+    """A store that `write_store` wrote. Every byte is read and compared with its checksum.
+
+    Raises `DamagedStore` where one differs.
+    """
+    try:
+        checksum, _, text = (folder / FACTS).read_text(encoding="utf-8").partition("\n")
+        if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
+            raise DamagedStore(f"{folder / FACTS}: damaged")
+        kept = json.loads(text)
+        columns = {name: _mapped(folder / f"{name}.bin", kind, kept["columns"][name]) for name, kind in COLUMNS.items()}
+    except OSError as error:
+        raise DamagedStore(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise DamagedStore(f"{folder / FACTS}: damaged") from None
     return TokenStore(
         input_ids=columns["input_ids"],
         labels=columns["labels"],
-        starts=starts,
+        starts=np.concatenate(([0], np.cumsum(columns["lengths"], dtype=np.int64))),
         trained=columns["trained"],
         files=columns["files"],
         rows=columns["rows"],
         hashes=columns["hashes"],
-        facts=json.loads((folder / "facts.json").read_text()),
+        facts=kept["facts"],
     )
 
 
-def _mapped(path: Path, kind: type) -> NDArray[Any]:
-    return np.memmap(path, dtype=kind, mode="r") if path.stat().st_size else np.zeros(0, kind)
+def sync_folder(folder: Path) -> None:
+    """Makes the names in `folder` survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _mapped(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:
+    """The column in `path`, memory-mapped, once its size and checksum are those of `written`."""
+    with path.open("rb") as stream:  # read, not mapped, so that the pages do not count as this process's memory
+        checksum = file_digest(stream, xxhash.xxh3_128).hexdigest()
+        size = stream.tell()
+    if (size, checksum) != (written["bytes"], written["xxh3"]):
+        raise DamagedStore(f"{path}: damaged: it is not what was written ({size:,} of {written['bytes']:,} bytes)")
+    return np.memmap(path, dtype=kind, mode="r") if size else np.zeros(0, kind)

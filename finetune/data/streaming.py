@@ -16,14 +16,14 @@ from threading import Event
 from typing import Any
 
 from finetune.data.batches import Batches, MicroBatch, Ranks, StepBatch, batches_of
-from finetune.data.cache import cache_folder, hashed, publish, wait_for
+from finetune.data.cache import cache_folder, find_store, hashed
 from finetune.data.corpus import Facts, read_facts, tokenised
 from finetune.data.examples import Examples
 from finetune.data.findings import fatal
 from finetune.data.mixing import SourceReport, examples_of
 from finetune.data.order import Arrangement, generator
 from finetune.data.sources import RowBatch, local_splits, read_rows
-from finetune.data.store import Tokens, TokenStore, open_store
+from finetune.data.store import Tokens, TokenStore
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -108,11 +108,7 @@ class StreamedBatches:
     def store(self, number: int, leaving: Event | None = None) -> TokenStore:
         """The tokens of a block."""
         folder = self.folder / f"block-{number:06}"
-        if self.ranks.local_rank != 0:
-            wait_for(folder, leaving)
-        elif not folder.exists():
-            publish(folder, lambda facts: self._tokens(number, facts))
-        return open_store(folder)
+        return find_store(folder, self.ranks.local_rank, lambda facts: self._tokens(number, facts), leaving)
 
     def clear(self) -> None:
         """Removes this launch's blocks; their notes stay."""

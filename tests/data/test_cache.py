@@ -5,11 +5,13 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from finetune.data.cache import cache_key, cached_store, fingerprint
+from finetune.data.store import COLUMNS
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, DatasetSource
@@ -28,8 +30,8 @@ from tests.conftest import make_tokenizer
 rank = int(os.environ["RANK"])
 path, folder, scenario = sys.argv[1:]
 made = []
-make = cache._make
-cache._make = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), make(*arguments))
+publish = cache.publish
+cache.publish = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), publish(*arguments))
 if scenario == "dies" and rank == 0:
     read = cache.tokenised
     def stopped(*arguments):
@@ -80,7 +82,51 @@ def test_one_rank_makes_it_the_others_wait_and_all_read_the_same(rows: Path, tmp
     assert [path.name.startswith("making-") for path in left] == [True]
     again = launch_ranks(script, [str(rows), str(tmp_path / "cache2"), "well"], ranks=2).check().outputs
     assert again[0].startswith("made 1200 ") and again[1].startswith("found 1200 ")
-    assert [path.name.startswith("making-") for path in (tmp_path / "cache2").iterdir()] == [False]  # swept
+    (folder,) = (tmp_path / "cache2").iterdir()
+    assert not folder.name.startswith("making-")  # swept
+
+    # Every rank finds the damage; rank 0 writes the store again, and only then do the others read it.
+    flip_bit(folder / "labels.bin")
+    again = launch_ranks(script, [str(rows), str(tmp_path / "cache2"), "slow"], ranks=2).check().outputs
+    assert "labels.bin: damaged: it is not what was written" in again[0]
+    assert again[0].splitlines()[-1].startswith("made 1200 ") and again[1].startswith("found 1200 ")
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut_in_half(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 8 * 4])
+
+
+def test_a_damaged_store_is_written_again(rows: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    source, data, tokenizer = (
+        DatasetSource(path=str(rows)),
+        Data(dataset_cache_dir=str(tmp_path / "c")),
+        make_tokenizer(),
+    )
+    facts = cached_store(source, data, tokenizer, 0).facts
+    (folder,) = (tmp_path / "c").iterdir()
+    written = {file.name: file.read_bytes() for file in folder.iterdir()}
+    damages: list[tuple[str, Callable[[Path], None]]] = [
+        *((name, flip_bit) for name in written),
+        ("input_ids.bin", cut_in_half),
+        ("lengths.bin", cut_in_half),
+        ("facts.json", lambda path: path.write_text("")),
+        ("labels.bin", Path.unlink),
+        ("facts.json", Path.unlink),
+    ]
+    for name, damage in damages:
+        damage(folder / name)
+        again = cached_store(source, data, tokenizer, 0)
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == written
+        assert again.facts == facts and again.input_ids.tobytes() == written["input_ids.bin"]
+        said = capfd.readouterr().err
+        assert name in said and "the rows are tokenized again" in said
+        assert list((tmp_path / "c").iterdir()) == [folder]
 
 
 def test_what_a_living_process_is_making_is_left_alone(rows: Path, tmp_path: Path) -> None:
