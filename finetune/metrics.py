@@ -1,5 +1,6 @@
 """What is logged: metrics.jsonl always, a progress bar for the person at the terminal, plain lines for a log file."""
 
+import itertools
 import json
 import math
 import resource
@@ -16,6 +17,7 @@ import torch
 
 from finetune.amounts import gib
 from finetune.flops import peak_flops_of
+from finetune.json_lines import read_json_lines
 from finetune.trackers import Tracker, first_line
 from finetune.whole_files import replace_text
 
@@ -195,16 +197,11 @@ def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
     about to be done again."""
     if not path.exists():
         return []
-    kept = []
-    for text in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        try:
-            line = json.loads(text)
-        except ValueError:  # the line that a killed process left half-written
-            break
-        if line.get("step", 0) <= step and step > 0:
-            kept.append((text, line))
-    replace_text(path, "".join(text for text, _ in kept))
-    return [line for _, line in kept]
+    # no line after one that cannot be read: a killed process has left it half-written
+    whole = itertools.takewhile(lambda line: line is not None, read_json_lines(path))
+    kept = [line for line in whole if line is not None and line.get("step", 0) <= step and step > 0]
+    replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    return kept
 
 
 def _losses(lines: Iterable[dict[str, Any]]) -> Iterator[float]:

@@ -12,6 +12,7 @@ import yaml
 from finetune.errors import UserError
 from finetune.export.architecture import CONFIG_FILE
 from finetune.export.sources import Source
+from finetune.json_lines import read_json_lines
 from finetune.safetensors_header import read_json
 
 RECIPE_KEYS = (
@@ -121,19 +122,8 @@ _COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "
 
 
 def read_metrics(run: Path | None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; an unfinished last line is left out."""
-    path = run / "metrics.jsonl" if run else None
-    if path is None or not path.is_file():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            lines.append(line)
-    return lines
+    """The lines of a run's metrics.jsonl that can be read: a card goes without the others."""
+    return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None] if run else []
 
 
 def _data(source: Source) -> str:

@@ -142,7 +142,7 @@ def _export_model(source: Source, built: Architecture, staging: Path, name: str,
     trust = options.trust_remote_code
     refuse_full_disk(staging, _byte_count(shards))
     write_descriptions(staging, source, built, dtype, trust_remote_code=trust)
-    write_file(staging / CARD_FILE, [model_card(source, name).encode()])
+    write_file(staging / CARD_FILE, [model_card(source, name).encode(errors="backslashreplace")])
     told = f"{_size(shards)} in {str(dtype).removeprefix('torch.')}"
     told += "" if has_tokenizer(source.description) else ", without a tokenizer, since there was none"
     if not options.verify:
@@ -173,7 +173,7 @@ def _export_adapter(
     digests = _write(folder, shards)
     config = adapter.config | {"base_model_name_or_path": source.base_model, "inference_mode": True}
     write_json(folder / lora.CONFIG_FILE, config)
-    write_file(folder / CARD_FILE, [model_card(source, name, is_adapter=True).encode()])
+    write_file(folder / CARD_FILE, [model_card(source, name, is_adapter=True).encode(errors="backslashreplace")])
     if not options.merged:
         copy_tokenizer(source.description, folder)
     if options.verify:

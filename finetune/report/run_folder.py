@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from finetune.errors import UserError
+from finetune.json_lines import read_json_lines
 from finetune.recipe.keys import recipe_keys
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
@@ -83,17 +84,10 @@ def read_run(folder: Path) -> RunRecord:
 
 
 def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        return
-    for number, text in enumerate(lines := path.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            line = json.loads(text)
-        except ValueError:
-            if number == len(lines):  # a run that was killed, or is writing: its last line may be half there
-                return
-            raise UserError(f"{path}:{number}: not JSON; the file was changed after the run wrote it") from None
-        if isinstance(line, dict):
-            yield line
+    for number, line in enumerate(read_json_lines(path), start=1):
+        if line is None:
+            raise UserError(f"{path}:{number}: not a JSON object; the file was changed after the run wrote it")
+        yield line
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -1,10 +1,11 @@
 """The end of a run: the export, some answers, and where everything is."""
 
-import json
 from pathlib import Path
+from typing import Any
 
 from finetune.checkpoint.folder import step_folder
 from finetune.checkpoint.saving import Progress
+from finetune.json_lines import read_json_lines
 from finetune.sharding.world import leave
 from finetune.training.evaluation import SAMPLES
 from finetune.training.job import Job
@@ -33,10 +34,8 @@ def conclude(job: Job, progress: Progress) -> None:
 
 
 def answers_before_and_after(path: Path, last_step: int) -> list[str]:
-    """Some held-out questions with the first and the last answer."""
-    if not path.exists():
-        return []
-    samples = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    """Some held-out questions with the first and the last answer, of the samples that can be read."""
+    samples = [sample for sample in read_json_lines(path) if sample is not None and _is_sample(sample)]
     first = {s["prompt"]: s["answer"] for s in reversed(samples)}
     last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN]
     return [
@@ -44,6 +43,12 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
         f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"
         for s in last
     ]
+
+
+def _is_sample(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("step"), int) and all(
+        isinstance(line.get(key), str) for key in ("prompt", "answer", "expected")
+    )
 
 
 def _short(text: str, most: int = 60) -> str:

@@ -1,6 +1,5 @@
 """What a model is worth on rows it has not seen: the held-out loss, and questions answered."""
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 from finetune.checkpoint.saving import Progress
 from finetune.data.batches import StepBatch
 from finetune.data.prepare import Prompt
+from finetune.json_lines import append_json_lines
 from finetune.sharding.layouts import inner_model_called, unwrap
 from finetune.sharding.world import World
 from finetune.training.best import judged
@@ -74,8 +74,7 @@ def keep_samples(job: Job, progress: Progress, samples: Sequence[Sample]) -> Non
 
 def append_samples(path: Path, step: int, samples: Sequence[Sample]) -> None:
     """Adds a line for every sample to samples.jsonl."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json.dumps({"step": step} | asdict(sample), ensure_ascii=False) + "\n" for sample in samples)
+    append_json_lines(path, ({"step": step} | asdict(sample) for sample in samples))
 
 
 @torch.no_grad()

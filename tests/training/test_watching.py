@@ -20,7 +20,7 @@ RUN = ROOT / "finetune" / "run.py"
 
 
 def _lines(path: Path) -> list[dict[str, object]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]]  # U+2028 ends no line
 
 
 def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
@@ -35,7 +35,7 @@ def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
         save_total_limit=1,
         max_steps=8,
         learning_rate=1e-30,
-        sample_prompts=["How much is 1 plus 1?", "And 2?"],
+        sample_prompts=["How much is 1 plus 1?\u2028In one word.", "And 2?"],
         exact_match_samples=1,
         report_to="tensorboard" if find_spec("tensorboard") else "none",
         accelerate_config="fsdp_full_shard",

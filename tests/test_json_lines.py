@@ -1,0 +1,45 @@
+"""Files of JSON lines: a killed run's cut line costs that line alone, and a line ends at a newline and nowhere else."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from finetune.export.card import read_metrics
+from finetune.json_lines import append_json_lines, read_json_lines
+from finetune.metrics import MetricsLog
+from finetune.report.run_folder import read_run
+from finetune.training.conclusion import answers_before_and_after
+from tests.report.runs import make_run
+
+SEPARATED = {"step": 4, "prompt": "one\u2028two\x85three", "answer": "4\u2029", "expected": "4"}
+CUT = '{"step": 4, "prompt": "näh'.encode()[:-2]  # in the middle of a letter
+
+
+@pytest.mark.parametrize("tail", [b"", CUT, b"[" * 100_000, b"[1]", b"{"])
+def test_a_cut_line_is_dropped_and_the_next_one_does_not_join_it(tail: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "samples.jsonl"
+    append_json_lines(path, [SEPARATED])
+    with path.open("ab") as file:
+        file.write(tail)
+    assert read_json_lines(path) == [SEPARATED]
+    assert answers_before_and_after(path, 4) == [
+        "  one two three  before: '4'  after: '4'  right",
+    ]
+    append_json_lines(path, [SEPARATED | {"step": 6}, {"step": 7, "prompt": "\ud800"}])
+    assert read_json_lines(path) == [SEPARATED, SEPARATED | {"step": 6}, {"step": 7, "prompt": "\ud800"}]
+    assert answers_before_and_after(path, 7) == []
+
+
+def test_a_killed_run_is_reported_resumed_and_described(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", tiny_recipe())
+    count = len(read_run(run).lines)
+    for name in ("metrics.jsonl", "samples.jsonl"):
+        with (run / name).open("ab") as file:
+            file.write(CUT)
+    assert len(read_run(run).lines) == count
+    assert len(read_metrics(run)) == count
+    with MetricsLog(run / "metrics.jsonl", steps=70, start_step=60) as log:
+        log.write({"step": 61})
+    assert [line["step"] for line in map(json.loads, (run / "metrics.jsonl").read_text().split("\n")[-4:-1])] == [60, 60, 61]  # fmt: skip
