@@ -18,6 +18,7 @@ class Encoder:
 
     backend: Any  # tokenizers.Tokenizer
     bos_ids: list[int]  # what it puts before plain text
+    added_tokens: tuple[str, ...]  # those that it finds in a text before anything else, the special ones among them
     # What a newline becomes where the tokenizer puts a space before every text (SentencePiece's way); else empty.
     newline_ids: list[int]
 
@@ -30,16 +31,18 @@ def encoder(tokenizer: Any) -> Encoder:
     bare, wrapped = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     newline, after = (backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na"))
     bos_ids = wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
-    return Encoder(backend, bos_ids, [] if after == newline + bare else newline)
+    added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
+    return Encoder(backend, bos_ids, added, [] if after == newline + bare else newline)
 
 
 def tokenise(documents: Sequence[Rendered], rows: Sequence[tuple[int, int]], by: Encoder) -> Tokens:
     """Encodes `documents`, whose (file, row number) are `rows`.
 
     A text is cut at the borders of its trained stretches and the pieces are encoded apart. So no token lies across a
-    border, the mask is exact, and what stands before an answer is encoded just as it is when the model is asked.
+    border, the mask is exact, and what stands before an answer is encoded just as it is when the model is asked. A piece
+    behind a special token is encoded as the whole text would be there.
     """
-    pieces = [list(_pieces(document)) for document in documents]
+    pieces = [list(_pieces(document, by.added_tokens)) for document in documents]
     encoded = iter(_encode([piece for of_document in pieces for piece in of_document], by))
     ids: list[list[int]] = []
     trained: list[bool] = []
@@ -69,33 +72,45 @@ def tokenise(documents: Sequence[Rendered], rows: Sequence[tuple[int, int]], by:
 class _Piece:
     text: str
     trained: bool
-    is_first: bool
+    # What is encoded before the text and taken off again, as it decides whether a space is put before the text:
+    before: str  # the special token that it follows; "\n" for any other text; "" at the start of a document
 
 
-def _pieces(document: Rendered) -> Iterator[_Piece]:
+def _pieces(document: Rendered, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
     """The text of a document, cut at the borders of its trained stretches."""
+    text = document.text
+
+    def piece(start: int, end: int, trained: bool) -> _Piece:
+        if start == 0:
+            return _Piece(text[:end], trained, "")
+        if not text.endswith(added_tokens, 0, start):
+            return _Piece(text[start:end], trained, "\n")
+        before = max((token for token in added_tokens if text.endswith(token, 0, start)), key=len)
+        return _Piece(text[start:end], trained, before)
+
     position = 0
     for start, end in document.spans:
         if start > position:
-            yield _Piece(document.text[position:start], False, position == 0)
+            yield piece(position, start, trained=False)
         if end > start:
-            yield _Piece(document.text[start:end], True, start == 0)
+            yield piece(start, end, trained=True)
         position = end
-    if position < len(document.text):
-        yield _Piece(document.text[position:], False, position == 0)
+    if position < len(text):
+        yield piece(position, len(text), trained=False)
 
 
 def _encode(pieces: Sequence[_Piece], by: Encoder) -> list[list[int]]:
-    """The ids of each piece, those behind the first of a document without the space that would begin a text."""
-    if not by.newline_ids:
-        texts = [piece.text for piece in pieces]
-        return [e.ids for e in by.backend.encode_batch_fast(texts, add_special_tokens=False)]
-    texts = [piece.text if piece.is_first else "\n" + piece.text for piece in pieces]
+    """The ids of each piece, without those of what stands before it."""
+    contexts = {piece.before for piece in pieces} - {"", "\n"}
+    ids_of = {text: by.backend.encode(text, add_special_tokens=False).ids for text in contexts}
+    ids_of |= {"": [], "\n": by.newline_ids}
+    texts = [piece.text if not ids_of[piece.before] else piece.before + piece.text for piece in pieces]
     encoded = [e.ids for e in by.backend.encode_batch_fast(texts, add_special_tokens=False)]
-    count = len(by.newline_ids)
     return [
-        ids if piece.is_first or ids[:count] != by.newline_ids else ids[count:]
-        for piece, ids in zip(pieces, encoded, strict=True)
+        ids[len(before) :]
+        if ids[: len(before)] == before
+        else by.backend.encode(piece.text, add_special_tokens=False).ids  # the two have merged into one token
+        for piece, ids, before in zip(pieces, encoded, (ids_of[piece.before] for piece in pieces), strict=True)
     ]
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from finetune.data.cache import cache_key, cached_store, fingerprint
-from finetune.data.store import COLUMNS
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, DatasetSource

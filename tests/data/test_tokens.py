@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.chat import Rendered, render
 from finetune.data.formats import Conversation, read_row
 from finetune.data.renderer import renderer
 from finetune.data.store import IGNORE
+from finetune.data.templates import PLAIN
 from finetune.data.tokens import encoder, tokenise
 from finetune.recipe.schema import DatasetSource
 
@@ -97,6 +98,35 @@ def test_what_stands_before_an_answer_is_encoded_as_at_inference(name: str) -> N
         first = int(np.flatnonzero(tokens.labels != IGNORE)[0]) + 1
         assert tokens.input_ids[:first].tolist() == asked, prompt
         assert backend.decode(tokens.input_ids.tolist()).replace(" ", "") == (prompt + answer).replace(" ", "")
+
+
+TEMPLATES = {
+    "mistral": "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
+    "{% else %}{{ m.content }}{{ eos_token }}{% endif %}{% endfor %}",
+    "llama2": "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
+    "{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}",
+    "zephyr": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    "plain": PLAIN,
+}
+
+
+@pytest.mark.parametrize("strips", [False, True], ids=["", "the end token takes the space behind it"])
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(template: str, strips: bool) -> None:
+    backend = sentencepiece_like()
+    backend.add_special_tokens([AddedToken("</s>", special=True, normalized=False, rstrip=strips)])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATES[template]
+    )
+    words = ["What is two?", "It is four.", "is it?", "It is what it is.", "four\n\nis four", "four"]
+    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
+    rendered = render(read_row({"messages": messages}, DatasetSource(path="chat.jsonl")), renderer(tokenizer, True))
+    tokens = tokenise([rendered], [(0, 1)], encoder(tokenizer))
+    assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
+    starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE], tokens.labels)) != IGNORE))
+    stretches = [[int(label) for label in part if label != IGNORE] for part in np.split(tokens.labels, starts)]
+    assert [backend.decode(part).strip() for part in stretches if part] == words[1::2]
 
 
 def test_documents_without_a_token_are_no_obstacle() -> None:
