@@ -20,7 +20,8 @@ class AdamWBf16Moments(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with stochastically rounded bf16 moments.
 
     State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded like it).
-    Draws from torch's default generator; a loop that seeds it by the step resumes exactly. Where `found_inf` (a scalar
+    Draws from torch's default generator: seeded by the step a run resumes exactly, and seeded alike on all ranks that
+    hold the same shard their replicas stay equal. Where `found_inf` (a scalar
     on the device, as for torch's fused optimizers) is not zero, parameters and moments stay as they are.
     """
 

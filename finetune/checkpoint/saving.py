@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from finetune.amounts import counted, disk_size
 from finetune.checkpoint import files, folder, state
 from finetune.checkpoint.agreement import Ranks
+from finetune.checkpoint.replicas import refuse_different_replicas
 from finetune.data.prepare import global_batch_size
 from finetune.errors import UserError
 from finetune.hub import folder_at_hand
@@ -92,12 +93,15 @@ class Saver:
     def save(self, progress: Progress) -> None:
         """Publishes the checkpoint of `progress.step` and prunes older ones; an async save only begins to.
 
-        Raises `UserError` on every rank where any of them cannot write; then nothing has been published or pruned.
+        Raises `UserError` on every rank where any of them cannot write, or where replicas of the model are not equal;
+        then nothing has been published or pruned.
         """
         self.finish()
         scaler = self.world.accelerator.scaler
         progress = replace(progress, scaler=scaler.state_dict() if scaler is not None else None)
         pieces = self._pieces()
+        refuse_different_replicas(pieces, progress.step, self._ranks)
+        pieces = [piece for piece in pieces if piece.is_first_copy]
         if not self.is_async:
             self._write(progress, pieces)
             return
@@ -134,7 +138,8 @@ class Saver:
         written, or the disk is too small for the checkpoints and the export that the run will make.
         """
         is_fresh = not self.optimizer.state
-        size = self._staged(Progress(), self._pieces(), publish=False)
+        pieces = [piece for piece in self._pieces() if piece.is_first_copy]
+        size = self._staged(Progress(), pieces, publish=False)
         if is_fresh:  # torch has made the moments in order to name them, at its step 1
             self.optimizer.state.clear()
         parameters = state.count_parameters(self.model)
@@ -146,9 +151,7 @@ class Saver:
             folder.MODEL: state.model_state(self.model),
             folder.OPTIMIZER: state.tensors_of(state.optimizer_state(self.model, self.optimizer)),
         }
-        return [
-            piece for part, tensors in parts.items() for piece in state.pieces_of(tensors, part) if piece.is_first_copy
-        ]
+        return [piece for part, tensors in parts.items() for piece in state.pieces_of(tensors, part)]
 
     def _write_behind(self, progress: Progress, pieces: list[state.Piece], now: Any) -> None:
         try:

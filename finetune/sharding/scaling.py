@@ -5,7 +5,10 @@ A step whose gradients overflow is left out by the scaler, which then lowers the
 
 import torch
 
+from finetune.errors import UserError
 from finetune.sharding.world import World
+
+LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does not fit in fp16 at all
 
 
 def is_scaled(world: World) -> bool:
@@ -20,10 +23,19 @@ def unscale(optimizer: torch.optim.Optimizer, world: World) -> None:
 
 
 def update(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """The optimizer's step; under a scale only where no gradient overflowed, and the scale is set for the next."""
+    """The optimizer's step; under a scale only where no gradient overflowed, and the scale is set for the next.
+
+    Raises `UserError`, on all ranks, where a gradient overflows at `LOWEST_SCALE` too: the scale would be halved for ever.
+    """
     scaler = world.accelerator.scaler
     if scaler is None:
         optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
+        return
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if before > scaler.get_scale() and before <= LOWEST_SCALE:
+        raise UserError(
+            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} either, so no update can be "
+            "made; set mixed_precision: bf16, or lower learning_rate"
+        )

@@ -39,6 +39,19 @@ class World:
         return self.rank == 0
 
     @property
+    def shard_group_size(self) -> int:
+        """How many ranks hold one replica of the model between them: all of them, one, or under hybrid sharding a group."""
+        if self.sharding.strategy == "HYBRID_SHARD":
+            replicas = self.sharding.replicate_size if self.sharding.layout == "fsdp2" else None
+            return self.size // replicas if replicas else self.local_size
+        return self.size if self.sharding.is_fsdp and self.sharding.strategy != "NO_SHARD" else 1
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's position in its shard group; ranks with the same position hold the same values."""
+        return self.rank % self.shard_group_size
+
+    @property
     def mesh(self) -> "DeviceMesh | None":
         """The mesh (replicate x shard) of hybrid sharding under FSDP2; None where the world is one dimension."""
         mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)

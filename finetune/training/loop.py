@@ -61,6 +61,7 @@ def train(job: Job, progress: Progress) -> Progress:
                 job.log.say(refuse_or_skip(recipe.optimisation, looked_at, progress.skipped_steps, world))
             else:
                 saver.before_update()  # an async save may still be copying the parameters
+                seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
                 update(job.optimizer, world)
                 window.add(loss_sum, batch.tokens, batch.trained_tokens, waited)
             job.optimizer.zero_grad(set_to_none=True)
@@ -141,7 +142,16 @@ def stopped_early(job: Job, progress: Progress) -> bool:
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
     """Dropout's randomness as a pure function of the step, so that a resumed run needs no state of it."""
-    digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
+    _seed_from(f"{seed}/{step}/{rank}")
+
+
+def seed_rounding(seed: int, step: int, shard_rank: int) -> None:
+    """The randomness of stochastic rounding: ranks that hold the same shard must round alike, or their replicas drift."""
+    _seed_from(f"{seed}/{step}/rounding/{shard_rank}")
+
+
+def _seed_from(text: str) -> None:
+    digest = hashlib.sha256(text.encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 

@@ -84,8 +84,12 @@ class DeviceGuard:
 
 
 def guard_of(optimizer: torch.optim.Optimizer, policy: Optimisation, world: World) -> HostGuard | DeviceGuard:
-    """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself."""
-    on_device = world.device.type == "cuda" and policy.on_nonfinite == "stop" and not is_scaled(world)
+    """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
+
+    Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived.
+    """
+    updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload
+    on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
     return DeviceGuard(optimizer, world) if on_device and policy.optim not in READS_NO_FLAG else HostGuard(world)
 
 

@@ -3,8 +3,10 @@
 from types import SimpleNamespace
 from typing import Any, cast
 
+import pytest
 import torch
 
+from finetune.errors import UserError
 from finetune.sharding.scaling import is_scaled, unscale, update
 from finetune.sharding.world import World
 
@@ -41,3 +43,20 @@ def test_an_overflow_leaves_the_parameters_and_lowers_the_scale() -> None:
     _, after = one_step(scaler, gradient_factor=float("inf"))
     torch.testing.assert_close(after, torch.ones(3))
     assert scaler.get_scale() == 512.0
+
+
+def test_a_gradient_that_is_never_finite_stops_the_run_where_the_scale_cannot_fall_further() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for expected in (2.0, 1.0, 0.5):
+        if expected < 1.0:
+            with pytest.raises(UserError, match="fp16: the gradients are not finite at a loss scale of 1 either"):
+                one_step(scaler, gradient_factor=float("inf"))
+        else:
+            one_step(scaler, gradient_factor=float("inf"))
+        assert scaler.get_scale() == expected
+
+
+def test_a_low_scale_that_is_enough_stops_nothing() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.25)
+    _, after = one_step(scaler)
+    torch.testing.assert_close(after, torch.full((3,), 0.8))

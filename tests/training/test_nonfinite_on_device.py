@@ -60,6 +60,17 @@ def test_where_the_optimizer_reads_no_flag_the_host_looks_at_every_step(optim: A
     assert isinstance(guard_of(optimizer, Optimisation(optim=optim), on_gpu), HostGuard)
 
 
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
+def test_where_the_update_runs_on_the_host_the_host_looks_at_every_step(layout: Any) -> None:
+    """Under CPU offload the parameters, and with them the update, are on the host; the flag would be on the GPU."""
+    accelerator: Any = SimpleNamespace(scaler=None)
+    sharding = Sharding(layout=layout, cpu_offload=True)
+    on_gpu = replace(alone(), device=torch.device("cuda"), sharding=sharding, accelerator=accelerator)
+    optimizer = AdamWBf16Moments([torch.nn.Parameter(torch.zeros(1))])
+    guard = guard_of(optimizer, Optimisation(optim="adamw_bf16_moments"), on_gpu)
+    assert isinstance(guard, HostGuard) and optimizer.found_inf is None
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_on_cuda_no_step_between_two_lines_of_metrics_waits_for_the_device(

@@ -1,0 +1,157 @@
+"""Ranks that hold the same part of the state hold the same values, bit for bit, whatever the optimizer and layout."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.conftest import make_chat, make_model
+from tests.ranks import environment
+from tests.training.layouts import write_config
+
+OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit")
+LAYOUTS = {  # ranks, ranks a node, ranks in a shard group
+    "ddp": (2, 2, 1),
+    "hybrid": (4, 4, 2),
+    "hybrid1": (4, 2, 2),
+}
+STEPS, SAVED_AT = 6, 2
+Cases = dict[str, dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
+    """Every case's exit codes, digests and log; all are run by one process that forks their ranks."""
+    folder = tmp_path_factory.mktemp("replicas")
+    make_chat(folder / "chat.jsonl", rows=24)
+    recipe = {
+        "model_name_or_path": str(make_model(folder / "model")),
+        "datasets": [{"path": str(folder / "chat.jsonl")}],
+        "dataset_cache_dir": str(folder / "cache"),
+        "max_length": 64,
+        "global_batch_size": 4,
+        "max_steps": STEPS,
+        "save_steps": SAVED_AT,
+        "learning_rate": 1e-2,
+        "attention_dropout": 0.1,
+        "export_at_end": False,
+    }
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    configs = {
+        "ddp": write_config(folder, "ddp"),
+        "hybrid": write_config(folder, "full_shard", mesh=(2, 2)),
+        "hybrid1": folder / "hybrid1.yaml",
+    }
+    fsdp1 = {"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}
+    configs["hybrid1"].write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": fsdp1}))
+
+    def case(name: str, layout: str, optim: str, fault: str = "", output: str | None = None) -> dict[str, Any]:
+        ranks, local_size, _ = LAYOUTS[layout]
+        return {
+            "recipe": str(folder / "recipe.yaml"),
+            "config": str(configs[layout]),
+            "overrides": [f"optim={optim}", f"output_dir={folder / (output or name)}"],
+            "ranks": ranks,
+            "local_size": local_size,
+            "fault": fault,
+            "step": STEPS if fault == "flipped" else SAVED_AT,
+            "log": str(folder / f"{name}.log"),
+        }
+
+    cases = {f"{layout} {optim}": (layout, optim) for layout in ("ddp", "hybrid") for optim in _installed()}
+    wanted = {name: case(name, layout, optim) for name, (layout, optim) in cases.items()}
+    wanted["hybrid1 adamw_bf16_moments"] = case("hybrid1", "hybrid1", "adamw_bf16_moments")
+    for layout in ("ddp", "hybrid"):
+        whole = f"{layout} adamw_bf16_moments"
+        wanted[f"{whole} killed"] = case(f"{layout} killed", layout, "adamw_bf16_moments", "killed")
+        wanted[f"{whole} resumed"] = case(
+            f"{layout} resumed", layout, "adamw_bf16_moments", "flipped", f"{layout} killed"
+        )
+    (folder / "cases.json").write_text(json.dumps(list(wanted.values())))
+    script = Path(__file__).with_name("replicas_on_ranks.py")
+    done = subprocess.run(
+        [sys.executable, str(script), str(folder / "cases.json")], env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = [json.loads(line) for line in done.stdout.splitlines()]
+    return {
+        name: result | {"folder": Path(given["overrides"][1].partition("=")[2])}
+        for (name, given), result in zip(wanted.items(), results, strict=True)
+    }
+
+
+def _installed() -> tuple[str, ...]:
+    return OPTIMIZERS if importlib.util.find_spec("torchao") else OPTIMIZERS[:3]
+
+
+@pytest.mark.parametrize("optim", OPTIMIZERS)
+@pytest.mark.parametrize("layout", ["ddp", "hybrid"])
+def test_replicas_stay_equal_bit_for_bit(layout: str, optim: str, runs: Cases) -> None:
+    if optim not in _installed():
+        pytest.skip("needs torchao")
+    run = runs[f"{layout} {optim}"]
+    assert not any(run["codes"]), run["log"]
+    assert list(run["held"]) == [str(step) for step in range(SAVED_AT, STEPS + 1, SAVED_AT)]
+    assert_equal(run, LAYOUTS[layout][2])
+
+
+def test_fsdp1s_replicas_stay_equal_bit_for_bit(runs: Cases) -> None:
+    run = runs["hybrid1 adamw_bf16_moments"]
+    assert not any(run["codes"]), run["log"]
+    assert_equal(run, LAYOUTS["hybrid1"][2])
+
+
+def assert_equal(run: dict[str, Any], shard_group_size: int) -> None:
+    for step, held in run["held"].items():
+        for position in range(shard_group_size):
+            assert len(set(held[position::shard_group_size])) == 1, f"step {step}: {held}"
+        assert len(set(held)) == shard_group_size, "ranks of a shard group hold different parts"
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hybrid"])
+def test_a_killed_run_resumes_exactly_with_rounded_moments(layout: str, runs: Cases) -> None:
+    whole, killed, resumed = (runs[f"{layout} adamw_bf16_moments{end}"] for end in ("", " killed", " resumed"))
+    assert killed["codes"] == [-9] * len(killed["codes"]) and list(killed["held"]) == [str(SAVED_AT)]
+    assert list(resumed["held"]) == [str(2 * SAVED_AT), str(STEPS)]
+    held = killed["held"] | resumed["held"]
+    for step in range(SAVED_AT, STEPS, SAVED_AT):  # at the last step the next test changes a bit
+        assert held[str(step)] == whole["held"][str(step)], step
+
+
+@pytest.mark.parametrize("layout", ["ddp", "hybrid"])
+def test_replicas_that_are_not_equal_stop_the_run_and_are_not_saved(layout: str, runs: Cases) -> None:
+    run, (ranks, _, group) = runs[f"{layout} adamw_bf16_moments resumed"], LAYOUTS[layout]
+    assert run["codes"] == [2] * ranks, run["log"]
+    said = f"step {STEPS} is not saved: ranks {(ranks - 1) % group} and {ranks - 1} hold replicas of the model"
+    assert said in run["log"] and "q_proj.weight.exp_avg the first" in run["log"]
+    assert "Traceback" not in run["log"]
+    left = [path.name for path in (run["folder"] / "checkpoints").glob("[!.]*")]
+    assert sorted(left) == [f"step-{step:08d}" for step in range(SAVED_AT, STEPS, SAVED_AT)]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "expected"),
+    [
+        ({"layout": "ddp"}, 4, [0, 0, 0, 0]),
+        ({"layout": "fsdp1", "strategy": "NO_SHARD"}, 4, [0, 0, 0, 0]),
+        ({"layout": "fsdp2"}, 4, [0, 1, 2, 3]),
+        ({"layout": "fsdp2", "strategy": "HYBRID_SHARD", "replicate_size": 2, "shard_size": 2}, 4, [0, 1, 0, 1]),
+        ({"layout": "fsdp1", "strategy": "HYBRID_SHARD"}, 4, [0, 1, 0, 1]),
+    ],
+)
+def test_the_position_within_the_shard_group(layout: dict[str, Any], ranks: int, expected: list[int]) -> None:
+    import torch
+
+    from finetune.sharding.config import Sharding
+    from finetune.sharding.world import World
+
+    def world(rank: int) -> World:  # two ranks a node
+        accelerator: Any = None
+        return World(rank, ranks, rank % 2, 2, torch.device("cpu"), Sharding(**layout), accelerator)
+
+    assert [world(rank).shard_rank for rank in range(ranks)] == expected
