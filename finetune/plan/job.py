@@ -36,8 +36,21 @@ class Job:
         return shards(self.sharding, self.ranks, self.ranks_per_node)
 
     @property
+    def trained_dtype(self) -> str:
+        """The type of the trained parameters: adapters are float32, all else has the recipe's `dtype`."""
+        return "float32" if self.recipe.lora.use_peft else self.recipe.model.dtype
+
+    @property
     def computing_dtype(self) -> str:
-        return COMPUTING_DTYPE[self.sharding.mixed_precision]
+        """What mixed precision computes in; without it, the type of the parameters."""
+        mixed = self.sharding.mixed_precision
+        return self.trained_dtype if mixed == "no" else COMPUTING_DTYPE[mixed]
+
+    @property
+    def reduced_dtype(self) -> str:
+        """The type in which gradients are summed over ranks: FSDP's policy says float32, DDP reduces them as they are."""
+        mixed = self.sharding.is_fsdp and self.sharding.mixed_precision != "no"
+        return "float32" if mixed else self.trained_dtype
 
     @property
     def computation(self) -> Computation:

@@ -9,7 +9,7 @@ from finetune.plan.advice import Advice
 from finetune.plan.job import Job
 from finetune.plan.memory import Moment, Phase
 from finetune.plan.speed import ASSUMED_DEVICE, Speed
-from finetune.plan.state import shards
+from finetune.plan.state import frozen_dtype, shards
 from finetune.plan.storage import Disk, Host
 
 PARTS = tuple(field.name for field in fields(Moment) if field.name != "name")
@@ -48,14 +48,16 @@ def header(job: Job, ranks_assumed: bool) -> str:
         every = recipe.model.activation_checkpointing_every
         checkpointing = "every layer" if every == 1 else f"every {every}th layer"
     model = recipe.model.model_name_or_path or "model_config"
+    frozen = f"{frozen_dtype(sharding, recipe.lora)} (frozen), adapters " if recipe.lora.use_peft else ""
+    parameters = frozen + job.trained_dtype
     assumed = f"ranks      {job.ranks} assumed; --num-processes N plans for N, and the last table shows others"
     return "\n".join(
         [
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
             f"layout     {layout_name(job)} on {counted(job.ranks, 'rank')} ({sharding.source})",
-            f"precision  parameters {'bfloat16 (frozen), adapters float32' if recipe.lora.use_peft else recipe.model.dtype}, "
-            f"computing {job.computing_dtype}, gradients reduced in float32; activation checkpointing {checkpointing}",
+            f"precision  parameters {parameters}, computing {job.computing_dtype}, gradients reduced in {job.reduced_dtype}; "
+            f"activation checkpointing {checkpointing}",
             f"batch      {job.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "
             f"{counted(job.ranks, 'rank')} x {counted(job.accumulation, 'micro-batch')} x {counted(job.rows, 'row')}",
             *([assumed] if ranks_assumed else []),

@@ -50,7 +50,7 @@ class State:
 
 def state_tensors(architecture: Architecture, model: Model, lora: Lora, sharding: Sharding) -> tuple[StateTensor, ...]:
     """Every parameter of the model as it is trained: all of them, or adapters (fp32) beside a frozen base."""
-    itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else trained_dtype(sharding, model)]
+    itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     units: list[tuple[str, tuple[TensorShape, ...]]] = [("embedding", (architecture.embedding,))]
     units += [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
     units += [("tail", architecture.tail)]
@@ -61,11 +61,6 @@ def state_tensors(architecture: Architecture, model: Model, lora: Lora, sharding
             if lora.use_peft and _is_adapted(tensor, unit, lora):
                 found += _adapter(tensor, unit, lora)
     return tuple(found)
-
-
-def trained_dtype(sharding: Sharding, model: Model) -> str:
-    """The recipe's dtype; but Accelerate raises what FSDP trains in mixed precision to fp32 (fsdp2_prepare_model)."""
-    return "float32" if sharding.is_fsdp and sharding.mixed_precision != "no" else model.dtype
 
 
 def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
@@ -109,7 +104,7 @@ def state_of_rank(
     parameter (Rajbhandari et al. 2020, section 3.1, whose K = 12 counts the fp32 copies), here without a bf16 copy.
     """
     held = list(
-        _flat(tensors, pieces, rank % pieces, ITEMSIZE[COMPUTING_DTYPE[sharding.mixed_precision]])
+        _flat(tensors, pieces, rank % pieces, sharding)
         if sharding.layout == "fsdp1"
         else _by_rows(tensors, pieces, rank % pieces)
     )
@@ -151,7 +146,7 @@ def _by_rows(tensors: Iterable[StateTensor], pieces: int, rank: int) -> Iterator
         yield _Part(block * width * tensor.itemsize, tensor.itemsize, tensor.trainable, real, int(tensor.trainable))
 
 
-def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, computing_itemsize: int) -> Iterator[_Part]:
+def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, sharding: Sharding) -> Iterator[_Part]:
     """FSDP1 lays the tensors of a unit end to end, each aligned as computed with, and cuts the whole into equal parts.
 
     A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
@@ -162,7 +157,8 @@ def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, computing_item
     for tensor in tensors:
         units.setdefault(_flat_unit(tensor, adapters_apart=not dora), []).append(tensor)
     for unit in units.values():
-        align, spans, end = FLAT_ALIGNMENT // computing_itemsize, [], 0
+        mixed, spans, end = sharding.mixed_precision, [], 0
+        align = FLAT_ALIGNMENT // (unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTING_DTYPE[mixed]])
         for tensor in unit:
             start = -(-end // align) * align
             end = start + tensor.numel

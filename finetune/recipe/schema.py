@@ -63,7 +63,7 @@ class Model:
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         SameOnResume,
-        "The type of the trained parameters in memory. float32 keeps small updates; the computing type is the Accelerate config's.",
+        "The type of the trained parameters in memory, in every layout; LoRA's adapters are always float32. float32 keeps small updates; the compute dtype is the Accelerate config's.",
     ] = "float32"
     attn_implementation: Annotated[
         Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"],

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from finetune.amounts import counted
 from finetune.errors import UserError
 from finetune.sharding.config import Sharding
-from finetune.sharding.world import World
+from finetune.sharding.world import World, set_timeouts
 
 Slices = tuple[slice, ...]
 Values = Callable[[str, Slices], torch.Tensor]
@@ -154,11 +154,24 @@ def local_slices(tensor: torch.Tensor) -> Slices:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
+@contextmanager
+def _recipe_dtype_kept(world: World) -> Iterator[None]:
+    """Where FSDP computes in mixed precision, Accelerate raises trained parameters to fp32. The recipe's `dtype` decides
+    here, as it does under DDP; the precision of computing is in the plugin's policy."""
+    state = world.accelerator.state
+    before, state._mixed_precision = state._mixed_precision, "no"
+    try:
+        yield
+    finally:
+        state._mixed_precision = before
+
+
 def _fsdp2(model: nn.Module, values: Values, world: World, classes: tuple[str, ...]) -> nn.Module:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     world.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(classes)
-    fsdp2_prepare_model(world.accelerator, model)
+    with _recipe_dtype_kept(world):
+        fsdp2_prepare_model(world.accelerator, model)
     parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
     _materialise(model, values, parameters_on, world.device)
     return model
@@ -198,15 +211,7 @@ def _fsdp1(model: nn.Module, values: Values, world: World, classes: tuple[str, .
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
     from torch.distributed.fsdp import ShardingStrategy
 
-    if (
-        world.sharding.strategy == "NO_SHARD"
-        and _tied_names(model)
-        and not all(p.requires_grad for p in model.parameters())
-    ):
-        raise UserError(  # torch's own assertion fails in the first forward
-            f"{world.sharding.source}: NO_SHARD cannot hold a frozen embedding that is tied to the head (LoRA on this model); "
-            "use ddp, which is the same layout"
-        )
+    _refuse_frozen_unsharded(model, world)
     plugin = world.accelerator.state.fsdp_plugin
     names = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones, the first name
     every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
@@ -242,8 +247,23 @@ def _fsdp1(model: nn.Module, values: Values, world: World, classes: tuple[str, .
             param_init_fn=fill,
             device_id=world.device,
         )
-    prepared: nn.Module = world.accelerator.prepare_model(sharded)
+    with _recipe_dtype_kept(world):
+        prepared: nn.Module = world.accelerator.prepare_model(sharded)
     return prepared
+
+
+def _refuse_frozen_unsharded(model: nn.Module, world: World) -> None:
+    """Raises `UserError` for NO_SHARD with frozen parameters: torch keeps those as plain tensors there, which its own
+    assertions then miss in the first forward or in the state dict. One rank is NO_SHARD whatever the file asks for."""
+    unsharded = world.sharding.strategy == "NO_SHARD" or world.size == 1
+    if unsharded and not all(parameter.requires_grad for parameter in model.parameters()):
+        here = "NO_SHARD" if world.sharding.strategy == "NO_SHARD" else "on one rank FSDP1 is NO_SHARD, which"
+        other = (
+            "ddp, which is the same layout" if world.size > 1 else "accelerate_config: single, which is the same layout"
+        )
+        raise UserError(
+            f"{world.sharding.source}: {here} cannot hold the frozen parameters of LoRA; use {other}, or set fsdp_version: 2"
+        )
 
 
 @contextmanager
@@ -265,7 +285,9 @@ def _fsdp1_mesh(world: World) -> Any:
             f"{world.sharding.source}: HYBRID_SHARD shards within a node and replicates over nodes, but this is "
             f"{counted(world.size // shard, 'node')} of {counted(shard, 'rank')}; use FULL_SHARD, or FSDP2 with parallelism_config sizes"
         )
-    return init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
+    set_timeouts(world.collective_timeout)
+    return mesh
 
 
 def _fsdp1_wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...]) -> Any:

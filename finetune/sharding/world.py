@@ -33,6 +33,7 @@ class World:
     device: torch.device
     sharding: Sharding
     accelerator: "Accelerator"
+    collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
 
     @property
     def is_main(self) -> bool:
@@ -98,9 +99,12 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     _use_all_cores(device)
     if sharding.mixed_precision == "fp16" and device.type == "cpu":
         raise UserError(f"{sharding.source}: mixed_precision: fp16 does not train on a CPU; use bf16 or no")
+    # The watchdog, which shows every rank's stacks, looks on for SECONDS_FOR_CAUSE: only then may a collective give up.
+    timeout = timedelta(seconds=timeout_seconds + 2 * SECONDS_FOR_CAUSE)
     if sharding.layout != "single":
-        _join_process_group(device, timeout_seconds)
+        _join_process_group(device, timeout)
     accelerator = _accelerator(sharding, device)
+    set_timeouts(timeout)  # Accelerate has made a mesh for hybrid sharding
     world = World(
         rank=accelerator.process_index,
         size=accelerator.num_processes,
@@ -109,6 +113,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         device=device,
         sharding=sharding,
         accelerator=accelerator,
+        collective_timeout=timeout,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
@@ -157,7 +162,7 @@ def _use_all_cores(device: torch.device) -> None:
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 
 
-def _join_process_group(device: torch.device, timeout_seconds: float) -> None:
+def _join_process_group(device: torch.device, timeout: timedelta) -> None:
     """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints, offload, counts).
 
     A process without a launcher meets nobody: its store is in memory and takes no port.
@@ -168,9 +173,13 @@ def _join_process_group(device: torch.device, timeout_seconds: float) -> None:
     if "RANK" not in os.environ:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
         how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    # The watchdog, which shows every rank's stacks, looks on for SECONDS_FOR_CAUSE: only then may a collective give up.
-    patience = timedelta(seconds=timeout_seconds + 2 * SECONDS_FOR_CAUSE)
-    dist.init_process_group(timeout=patience, **how)
+    dist.init_process_group(timeout=timeout, **how)
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Gives every process group of this rank the run's timeout: a mesh makes its groups with torch's own of 30 minutes."""
+    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def _accelerator(sharding: Sharding, device: torch.device) -> "Accelerator":

@@ -142,14 +142,11 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
         f"{count} {name}" for name, count in wrapped_units(job.model, world).items() if name in _layers(model)
     )
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
-    precision = {"no": "fp32", "bf16": "bf16 over fp32 weights", "fp16": "fp16 over fp32 weights"}[
-        sharding.mixed_precision
-    ]
     lines = [
         f"{job.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {size.trained:,} trained"
         + (f" (LoRA r={recipe.lora.lora_r})" if recipe.lora.use_peft else ""),
-        f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision}; "
+        f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(job)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         f"batch   {job.data.train.arrangement.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
         f"{_steps_an_epoch(job.data)} steps an epoch, {job.data.train.steps:,} in all",
@@ -169,6 +166,18 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
         )
     lines += [f"watch   {job.log.watch}"] if job.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def precision(job: Job) -> str:
+    """The type that is computed in, and those of the parameters as they are in memory."""
+    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    trained = next(short[p.dtype] for p in job.model.parameters() if p.requires_grad)
+    frozen = next((short[p.dtype] for p in job.model.parameters() if not p.requires_grad), None)
+    mixed = job.world.sharding.mixed_precision
+    computed = mixed if mixed != "no" else frozen or trained
+    if frozen is not None:
+        return f"{computed} over {frozen} frozen weights and {trained} adapters"
+    return computed if computed == trained else f"{computed} over {trained} weights"
 
 
 def too_long(longest: int, positions: int | None) -> list[str]:

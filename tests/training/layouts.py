@@ -52,11 +52,12 @@ def write_config(
     return path
 
 
-def train_all(folder: Path, runs: list[tuple[Path, Path, list[str]]], *, ranks: int, timeout: float = 300.0) -> None:
-    """Runs every (recipe, config, overrides) in one set of `ranks` ranks."""
+def train_all(folder: Path, runs: list[tuple[Path, Path, list[str]]], *, ranks: int, timeout: float = 300.0) -> str:
+    """Runs every (recipe, config, overrides) in one set of `ranks` ranks; returns what the first of them printed."""
     listing = folder / f"runs-{ranks}.json"
     listing.write_text(json.dumps([[str(recipe), str(config), overrides] for recipe, config, overrides in runs]))
-    launch_ranks(Path(__file__).with_name("runs_on_ranks.py"), [str(listing)], ranks=ranks, timeout=timeout).check()
+    script = Path(__file__).with_name("runs_on_ranks.py")
+    return launch_ranks(script, [str(listing)], ranks=ranks, timeout=timeout).check().outputs[0]
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -2,14 +2,19 @@
 
     nodes_on_ranks.py RUNS.json
 
-RUNS.json: a list of [recipe, config, overrides]. In the last run rank 3 is killed at a step, once.
+RUNS.json: a list of [recipe, config, overrides]. In the last run rank 3 is killed at a step, once. Rank 0 prints the
+timeouts of every process group of a run, in seconds.
 """
 
 import json
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 from finetune.errors import end_process, exit_code
 from finetune.recipe.reader import read_recipe
@@ -32,7 +37,25 @@ def main() -> None:
         else:
             os.environ["MASTER_PORT"] = str(int(launched["MASTER_PORT"]) + 1 + number)
             os.environ.pop("ACCELERATE_USE_FSDP")  # the launcher's file is that of the last run
+        seed_dropout = print_timeouts(launched["RANK"] == "0", Path(config).stem)
         fine_tune(read_recipe(recipe, overrides), read_sharding(config, None, os.environ))
+        loop.seed_dropout = seed_dropout
+
+
+def print_timeouts(is_main: bool, run: str) -> Callable[[int, int, int], None]:
+    """Makes the loop print the timeouts of all process groups at its first step. Returns what it called until now."""
+    seed_dropout = loop.seed_dropout
+
+    def seed_and_print(seed: int, step: int, rank: int) -> None:
+        if is_main and step == 0:
+            groups = dist.distributed_c10d._world.pg_map
+            backends = (group._get_backend(torch.device("cpu")) for group in groups)
+            seconds = sorted(backend.options._timeout.total_seconds() for backend in backends)
+            print(f"{run}: timeouts {seconds}", flush=True)
+        seed_dropout(seed, step, rank)
+
+    loop.seed_dropout = seed_and_print
+    return seed_dropout
 
 
 def kill_once(rank: int, mark: Path) -> None:

@@ -4,6 +4,7 @@ the launchers start all ranks again and the run goes on from its last checkpoint
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from finetune.errors import SECONDS_FOR_CAUSE
 from tests.conftest import make_chat, make_model
 from tests.ranks import environment, free_port
 from tests.training import reference
@@ -23,6 +25,7 @@ from tests.training.nodes_on_ranks import KILLED_AT_STEP
 STEPS, SAVE_STEPS = 6, 2
 NODES, RANKS = 2, 4
 SECONDS = 400
+TIMEOUT_SECONDS = 120
 
 FSDP1 = {"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}
 FSDP2 = {"fsdp_version": 2, "fsdp_reshard_after_forward": True}
@@ -48,7 +51,7 @@ def recipe(folder: Path) -> Path:
         "logging_steps": 1,
         "save_steps": SAVE_STEPS,
         "export_at_end": False,
-        "timeout_seconds": 120,
+        "timeout_seconds": TIMEOUT_SECONDS,
     }
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(keys))
@@ -120,6 +123,16 @@ def test_after_a_killed_rank_the_run_goes_on_from_its_last_checkpoint(folder: Pa
     assert f"resumed at step {saved}" in outputs[0]
     steps = [line["step"] for line in steps_of(folder / "fsdp2")]
     assert steps == [*range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("name", ["fsdp1", "fsdp2"])
+def test_every_process_group_keeps_the_timeout_of_the_recipe(name: str, outputs: list[str]) -> None:
+    """The mesh's groups, which hybrid sharding reduces over, too; SECONDS_FOR_CAUSE are for the watchdog to report first."""
+    printed = re.search(rf"{name}: timeouts (\[.*\])", outputs[0])
+    assert printed is not None
+    seconds = json.loads(printed[1])
+    assert len(seconds) >= 4  # of the world, of its replicas and shards, of the saves
+    assert max(seconds) <= TIMEOUT_SECONDS + 2 * SECONDS_FOR_CAUSE
 
 
 def test_the_loop_says_which_units_are_sharded(outputs: list[str]) -> None:

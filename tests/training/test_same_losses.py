@@ -5,7 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from finetune.plan.command import describe, make_plan
+from finetune.recipe.reader import read_recipe
+from finetune.sharding.config import read_sharding
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config
@@ -19,6 +24,7 @@ VARIANTS: dict[str, tuple[str, bool, list[str]]] = {
     "bf16": ("bf16", True, ["exact_match_samples=3", "eval_datasets=[{path: HELD_OUT}]"]),
     "dropout": ("no", False, ["attention_dropout=0.1"]),
     "dropout-checkpointed": ("no", True, ["attention_dropout=0.1"]),
+    "bf16-weights": ("bf16", False, ["dtype=bfloat16"]),
 }
 ONE_RANK = [("single", "full"), ("single", "lora"), ("full_shard", "full"), ("FULL_SHARD", "full"), ("ddp", "lora")]
 TWO_RANKS = [
@@ -28,11 +34,13 @@ TWO_RANKS += [(layout, "dora") for layout in ("full_shard", "FULL_SHARD", "ddp")
 THREE_RANKS = [(layout, mode) for layout in ("full_shard", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
 IN_BF16 = [(layout, mode) for layout in ("full_shard", "offload", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
 WITH_DROPOUT = ["full_shard", "FULL_SHARD", "ddp"]
+IN_BF16_WEIGHTS = ["full_shard", "FULL_SHARD", "NO_SHARD", "ddp"]
 WANTED: dict[int, list[tuple[str, str, str]]] = {
     1: [(*which, "fp32") for which in ONE_RANK],
     2: [(*which, "fp32") for which in TWO_RANKS]
     + [(*which, "bf16") for which in IN_BF16]
-    + [(layout, "full", variant) for layout in WITH_DROPOUT for variant in ("dropout", "dropout-checkpointed")],
+    + [(layout, "full", variant) for layout in WITH_DROPOUT for variant in ("dropout", "dropout-checkpointed")]
+    + [(layout, "full", "bf16-weights") for layout in IN_BF16_WEIGHTS],
     3: [(*which, "fp32") for which in THREE_RANKS],
 }
 
@@ -86,7 +94,8 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
     def run(layout: str, mode: str, ranks: int, variant: str = "fp32") -> Path:
         if ranks not in started:
             started.add(ranks)
-            train_all(folder, [train(*which[:2], ranks, which[2]) for which in WANTED[ranks]], ranks=ranks, timeout=500)
+            wanted = [train(*which[:2], ranks, which[2]) for which in WANTED[ranks]]
+            (folder / f"printed-{ranks}.txt").write_text(train_all(folder, wanted, ranks=ranks, timeout=500))
         return folder / f"{layout}-{mode}-{ranks}-{variant}"
 
     return run
@@ -129,6 +138,27 @@ def test_three_ranks_that_share_unevenly(layout: str, mode: str, runs: Runs, exp
 @pytest.mark.parametrize(("layout", "mode"), IN_BF16)
 def test_bf16_with_checkpointing_stays_close(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
     assert_same(runs(layout, mode, 2, "bf16"), expected[mode], tolerance=2e-2)
+
+
+@pytest.mark.parametrize("layout", IN_BF16_WEIGHTS)
+def test_bfloat16_parameters_are_kept_in_every_layout(
+    layout: str, folder: Path, recipes: dict[str, Path], runs: Runs, expected: Expected
+) -> None:
+    """The recipe's `dtype` decides: the first screen, the plan and the checkpoint agree."""
+    run = runs(layout, "full", 2, "bf16-weights")
+    assert_same(run, expected["full"], tolerance=2e-2)
+    files = [*run.glob("checkpoints/step-*/model/*.safetensors")]
+    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
+    first_screen = (folder / "printed-2.txt").read_text().partition(f"{run}: ")[2].splitlines()[2]
+    assert first_screen.endswith("; bf16; activation checkpointing off")
+    overrides = VARIANTS["bf16-weights"][2]
+    plan = make_plan(
+        read_recipe(str(recipes["full"]), overrides),
+        read_sharding(str(run / "accelerate.yaml"), None, {"WORLD_SIZE": "2"}),
+        2,
+    )
+    assert {tensor.itemsize for tensor in plan.job.tensors} == {2}
+    assert "\nprecision  parameters bfloat16, computing bfloat16, " in describe(plan)
 
 
 @pytest.mark.parametrize(("layout", "mode"), IN_BF16)
