@@ -128,6 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     convert = _add(subcommands, "convert", "write our recipe from TRL's, Axolotl's, LLaMA-Factory's or torchtune's")
     convert.add_argument("source", metavar="THEIR.yaml", help="the other tool's file")
     convert.add_argument("--output", metavar="FILE", help="the recipe to write; left out, it is printed")
+    convert.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
     return parser
 
 

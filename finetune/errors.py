@@ -10,6 +10,7 @@ from typing import NoReturn
 
 EXIT_FAULT = 1  # an error that is no UserError: a traceback tells it
 EXIT_USER_ERROR = 2
+EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to go on
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_FOR_CAUSE = 2.0  # that a rank which only lost another waits before it tells, so that the cause stands first
@@ -52,6 +53,10 @@ def exit_code(main: Callable[[], object]) -> int:
             time.sleep(SECONDS_FOR_RANK_0)
         print(f"rank {rank}: {mistake}" if rank != "0" else mistake, file=sys.stderr, flush=True)
         return EXIT_USER_ERROR
+    except KeyboardInterrupt:
+        if rank == "0":
+            print("interrupted", file=sys.stderr, flush=True)
+        return EXIT_INTERRUPTED
     except Exception as fault:
         _tell(fault, rank)
         return EXIT_FAULT

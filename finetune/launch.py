@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from finetune.errors import EXIT_FAULT, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
+from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import find_file, read_recipe
 from finetune.sharding.config import ACCELERATE_CONFIGS, read_sharding
 
@@ -63,7 +63,7 @@ def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
             multi_gpu_launcher(arguments)
     except ChildFailedError as error:
         first, failure = error.get_first_failure()
-        if failure.exitcode not in (EXIT_FAULT, EXIT_USER_ERROR, EXIT_PREEMPTED):
+        if failure.exitcode not in (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED):
             print(f"rank {first} was the first to end, {_how(failure.exitcode)}", file=sys.stderr, flush=True)
         return _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
     return 0

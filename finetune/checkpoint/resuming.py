@@ -12,7 +12,7 @@ from finetune.checkpoint.agreement import Ranks
 from finetune.checkpoint.saving import Progress, plain_optimizer, plain_recipe
 from finetune.data.prepare import global_batch_size
 from finetune.errors import UserError
-from finetune.recipe.keys import recipe_keys
+from finetune.recipe.keys import leaves, recipe_keys
 from finetune.recipe.schema import Recipe
 from finetune.sharding.world import World
 
@@ -111,9 +111,11 @@ def changed_keys(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
     deciding: list[str] = []
     other: list[str] = []
     for name, key in recipe_keys().items():
-        before, after = then.get(name, _plain(key.default)), now[name]
-        if before != after:
-            (deciding if key.same_on_resume else other).append(f"{name}: {_short(before)} -> {_short(after)}")
+        before, after = dict(leaves(then.get(name, _plain(key.default)), name)), dict(leaves(now[name], name))
+        changed = [leaf for leaf in before | after if before.get(leaf) != after.get(leaf)]
+        (deciding if key.same_on_resume else other).extend(
+            f"{leaf}: {_short(before.get(leaf))} -> {_short(after.get(leaf))}" for leaf in changed
+        )
     return deciding, other
 
 

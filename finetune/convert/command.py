@@ -28,7 +28,7 @@ def convert_command(arguments: argparse.Namespace) -> int:
     tool, found = convert(source)
     text = as_text(source, tool, found)
     if arguments.output:
-        _write(Path(arguments.output), text)
+        _write(Path(arguments.output), text, arguments.overwrite)
     else:
         print(text, end="")
     for line in [*found.remarks, *found.without, *(f"to mend: {problem}" for problem in problems_of(text, source))]:
@@ -59,7 +59,9 @@ def convert(source: Path) -> tuple[Tool, Converted]:
     return tool, found
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, overwrite: bool) -> None:
+    if path.is_file() and not overwrite:
+        raise UserError(f"{path}: exists; name another file, or replace it with --overwrite")
     try:
         replace_text(path, text)
     except OSError as error:

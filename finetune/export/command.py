@@ -42,8 +42,9 @@ def stopped_by_signals() -> Iterator[None]:
     stopped_by: list[int] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        stopped_by.append(number)
-        raise SystemExit(128 + number)
+        if not stopped_by:  # Ctrl-C under a launcher comes twice; the second must not break off the clearing away
+            stopped_by.append(number)
+            raise SystemExit(128 + number)
 
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     heeded = [number for number in signals if signal.getsignal(number) != signal.SIG_IGN]  # nohup ignores SIGHUP

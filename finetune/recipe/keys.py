@@ -1,6 +1,7 @@
 """The schema as data: every key with its section, type, default and help."""
 
 import typing
+from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any
@@ -50,3 +51,19 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
 def recipe_keys() -> dict[str, Key]:
     """Every key that may stand at the top of a recipe file, by name."""
     return {name: key for section, schema in SECTIONS.items() for name, key in keys_of(schema, section).items()}
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands inside mappings and lists of mappings, under names such as `datasets[0].path`.
+
+    >>> dict(leaves({"seed": 1, "datasets": [{"path": "a"}, {"path": "b"}]}))
+    {'seed': 1, 'datasets[0].path': 'a', 'datasets[1].path': 'b'}
+    """
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{name}[{number}]")
+    else:
+        yield name, value

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from finetune import __version__
 from finetune.amounts import count, counted, disk_size, gib
+from finetune.recipe.keys import leaves
 from finetune.report.charts import charts
 from finetune.report.planned import Planned
 from finetune.report.run_folder import RunRecord
@@ -90,26 +91,10 @@ def section(run: RunRecord, plan: Planned | None) -> dict[str, Any]:
 
 def differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """The recipe keys on which the runs disagree, with each run's value; of lists and mappings only what differs in them."""
-    leaves = [dict(_leaves(run.recipe)) for run in runs]
+    leaves = [dict(leaves(run.recipe)) for run in runs]
     keys = list(dict.fromkeys(key for found in leaves for key in found if key not in WHERE_KEYS))
     values = [(key, [_short(found[key]) if key in found else "–" for found in leaves]) for key in keys]
     return [(key, found) for key, found in values if len(set(found)) > 1]
-
-
-def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands inside mappings and lists of mappings, under names such as `datasets[0].path`.
-
-    >>> dict(_leaves({"seed": 1, "datasets": [{"path": "a"}, {"path": "b"}]}))
-    {'seed': 1, 'datasets[0].path': 'a', 'datasets[1].path': 'b'}
-    """
-    if isinstance(value, dict) and value:
-        for key, inner in value.items():
-            yield from _leaves(inner, f"{name}.{key}" if name else str(key))
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for number, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{number}]")
-    else:
-        yield name, value
 
 
 def subtitle(run: RunRecord) -> str:

@@ -156,10 +156,23 @@ def _device(sharding: Sharding) -> torch.device:
 
 
 def _use_all_cores(device: torch.device) -> None:
-    """Undoes OMP_NUM_THREADS=1, which a bare `accelerate launch` sets for the one process that it starts on a CPU."""
+    """Undoes OMP_NUM_THREADS=1, which a bare `accelerate launch` sets for the one process that it starts on a CPU.
+
+    Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
+    """
     alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if device.type == "cpu" and alone and os.environ.get("OMP_NUM_THREADS") == "1":
+    if device.type == "cpu" and alone and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
         torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+def _launcher_has_threads() -> bool:
+    """Whether OMP_NUM_THREADS stood in the environment of the process that started this one."""
+    import psutil
+
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return False
 
 
 def _join_process_group(device: torch.device, timeout: timedelta) -> None:

@@ -108,7 +108,7 @@ def refuse_or_skip(policy: Optimisation, step: Suspect, skipped: int, world: Wor
     what = f"step {step.step + 1}: the loss or gradient is not finite (gradient norm {_value(step.norm)}; {places})"
     if policy.on_nonfinite == "stop":
         raise UserError(
-            f"{what}; the parameters were not updated, and the last checkpoint stands. Look at these examples with "
+            f"{what}; the parameters were not updated. Look at these examples with "
             "`finetune inspect --examples ID,ID`, lower learning_rate, or set on_nonfinite: skip"
         )
     if skipped >= policy.max_skipped_steps:
