@@ -63,8 +63,10 @@ def rename(source: Path, target: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """Removes a folder and all in it; one that is not there is fine."""
-    if path.exists():
+    """Removes a folder and all in it; one that is not there is fine. Of a link, what it leads to stays."""
+    if path.is_symlink():
+        path.unlink()
+    elif path.exists():
         shutil.rmtree(path)
 
 

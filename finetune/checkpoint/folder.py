@@ -5,10 +5,11 @@
       .staging-00000200/    being written; never read
       .replaced-00000100/   a published step that is about to be replaced by a newer one of the same number
       .pruned-00000050/     on its way out
-      damaged-00000150/     did not verify when the run went on; kept for a person to look at
+      damaged-00000150/     did not verify when the run resumed below it; kept for a person to look at
 
-A folder is a checkpoint when it is called step-N and its manifest says that it holds step N and names every file in it
-with its size and checksum. It gets that name by one rename, after all its bytes are on disk.
+A folder is a checkpoint when it is called step-N, its manifest says that it holds step N and names every file in it with
+its size and checksum, and state.json says how far the run was. It gets that name by one rename, after all its bytes are
+on disk.
 """
 
 import hashlib
@@ -16,19 +17,21 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from finetune.checkpoint import files
+from finetune.checkpoint.json_files import read_object, read_state, refuse_malformed_manifest
 from finetune.errors import UserError
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 STATE = "state.json"
 PARTS = MODEL, OPTIMIZER = "model", "optimizer"
-MANIFEST_LIMIT_BYTES = 64 * 1024 * 1024
-_NAME = re.compile(r"step-(\d{8,})")
+_NAME = re.compile(r"step-([0-9]{8,})")
+_REPLACED = re.compile(r"\.replaced-([0-9]{8,})")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,26 +81,29 @@ def write_manifest(staging: Path, manifest: Manifest) -> None:
 
 def read_manifest(checkpoint: Path) -> Manifest:
     """The manifest of `checkpoint`. Raises `ValueError` (a sentence) where it is not one, `OSError` where it cannot be read."""
-    with (checkpoint / MANIFEST).open("rb") as file:
-        raw = file.read(MANIFEST_LIMIT_BYTES + 1)
+    content, raw = read_object(checkpoint / MANIFEST)
+    version, content = content.get("format_version"), {k: v for k, v in content.items() if k != "checksum"}
+    if version != FORMAT_VERSION:
+        raise ValueError(f"{MANIFEST} is of format {version!a}; this program reads format {FORMAT_VERSION}")
     try:
-        content = json.loads(raw)
-        version = content["format_version"]
-        manifest = (
-            Manifest(**{k: v for k, v in content.items() if k != "checksum"}) if version == FORMAT_VERSION else None
-        )
-        intact = _encoded({k: v for k, v in content.items() if k != "checksum"}) == raw
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"{MANIFEST} is damaged") from None
-    if manifest is None:
-        raise ValueError(f"{MANIFEST} is of format {version}; this program reads format {FORMAT_VERSION}")
-    if not intact:
-        raise ValueError(f"{MANIFEST} is damaged")
-    for name in manifest.files:
-        path = PurePosixPath(name)
-        if path.is_absolute() or ".." in path.parts:
-            raise ValueError(f"{MANIFEST} names a file outside the checkpoint: {name}")
-    return manifest
+        if _encoded(content) == raw:
+            refuse_malformed_manifest(MANIFEST, content)
+            return Manifest(**content)
+    except (TypeError, RecursionError):  # keys that no manifest has; nested too deep to be one
+        pass
+    raise ValueError(f"{MANIFEST} is damaged")
+
+
+def checkpoint_at(path: Path) -> Path | None:
+    """The checkpoint that `path` is, or whose model/ it is; None where it is neither.
+
+    >>> checkpoint_at(Path("runs/nosuch/checkpoints/step-00000100/model")) is None
+    True
+    """
+    for folder in (path, path.parent) if path.name == MODEL else (path,):
+        if (folder / MANIFEST).exists():
+            return folder
+    return None
 
 
 def problems_of(
@@ -125,7 +131,15 @@ def problems_of(
     match = _NAME.fullmatch(checkpoint.name)
     if match and int(match[1]) != manifest.step:
         return [f"{MANIFEST} is of step {manifest.step}"]
-    return list(_file_problems(checkpoint, manifest, checksums, mine, parts, advance))
+    return list(_file_problems(checkpoint, manifest, checksums, mine, parts, advance)) or _state_problems(checkpoint)
+
+
+def _state_problems(checkpoint: Path) -> list[str]:
+    try:
+        read_state(checkpoint, STATE)
+    except ValueError as error:
+        return [str(error)]
+    return []
 
 
 def _file_problems(
@@ -223,37 +237,67 @@ def publish(run_folder: Path, staging: Path, step: int) -> Path:
 
 
 def prune(
-    run_folder: Path, keep: int | None, keep_every_steps: int | None = None, best_step: int | None = None
-) -> list[Path]:
-    """Removes all but the newest `keep` checkpoints, by step and never by time. None keeps all.
+    run_folder: Path,
+    newest: int,
+    keep: int | None,
+    keep_every_steps: int | None = None,
+    best_step: int | None = None,
+) -> list[str]:
+    """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
 
-    To be called only when the newest one has been verified. Folders that do not look whole are neither counted nor
-    removed; checkpoints whose step divides by `keep_every_steps`, and that of `best_step`, are kept beside the others.
+    `newest` has just been published, so it is known to be sound and is always one of those that are kept. Later ones and
+    folders that do not look whole are neither counted nor removed; checkpoints whose step divides by `keep_every_steps`,
+    and that of `best_step`, are kept beside the others. Returns a sentence for each that could not be removed.
     """
     if keep is None:
         return []
-    whole = [(step, path) for step, path in published(run_folder) if not problems_of(path, checksums=False)]
-    removed = []
-    for step, path in whole[:-keep]:
+    older = [(s, path) for s, path in published(run_folder) if s < newest and not problems_of(path, checksums=False)]
+    problems = []
+    for step, path in older[: max(0, len(older) - (keep - 1))]:
         if step == best_step or (keep_every_steps and step % keep_every_steps == 0):
             continue
         leaving = checkpoints_of(run_folder) / f".pruned-{step:08d}"
-        files.remove_tree(leaving)
-        files.rename(path, leaving)
-        files.remove_tree(leaving)
-        removed.append(path)
-    return removed
+        try:
+            files.remove_tree(leaving)
+            files.rename(path, leaving)
+            files.remove_tree(leaving)
+        except OSError as error:
+            problems.append(f"{path}: an old checkpoint that could not be removed: {error.strerror or error}")
+    return problems
+
+
+def set_aside_after(run_folder: Path, step: int) -> list[Path]:
+    """Renames every checkpoint after `step` to damaged-N, and returns the new names. For the process that holds the folder.
+
+    To be called when the run resumes at `step`, since none of them verified: under a checkpoint's name they would count
+    in `save_total_limit` and be looked at by every start.
+    """
+    renamed = []
+    for number, path in published(run_folder):
+        if number <= step:
+            continue
+        target, copies = path.with_name(f"damaged-{number:08d}"), 1
+        while target.exists() or target.is_symlink():
+            copies += 1
+            target = path.with_name(f"damaged-{number:08d}-{copies}")
+        files.rename(path, target)
+        renamed.append(target)
+    return renamed
 
 
 def tidy(run_folder: Path) -> None:
-    """Clears away what a process that was killed left behind. Only for the process that holds the run's folder."""
+    """Clears away what a process that was killed left behind. Only for the process that holds the run's folder.
+
+    What cannot be removed stays: it is no checkpoint, and no reason not to start.
+    """
     folder = checkpoints_of(run_folder)
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if path.name.startswith(".replaced-"):
-            target = step_folder(run_folder, int(path.name.removeprefix(".replaced-")))
-            files.remove_tree(path) if target.exists() else files.rename(path, target)
-        elif path.name.startswith((".staging-", ".pruned-")):
-            files.remove_tree(path)
+        replaced = _REPLACED.fullmatch(path.name)
+        if replaced is not None and not (target := step_folder(run_folder, int(replaced[1]))).exists():
+            files.rename(path, target)
+        elif replaced is not None or path.name.startswith((".staging-", ".pruned-")):
+            with suppress(OSError):
+                files.remove_tree(path)
 
 
 def recipe_sha256(recipe: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ import torch
 
 from finetune.checkpoint import folder, state
 from finetune.checkpoint.agreement import Ranks
+from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.saving import Progress, plain_optimizer, plain_recipe
 from finetune.data.prepare import global_batch_size
 from finetune.errors import UserError
@@ -85,21 +86,9 @@ def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
 
 
 def read_progress(checkpoint: Path) -> Progress:
-    """How far the run was when `checkpoint` was written. Raises `UserError` where state.json does not say."""
+    """How far the run was when `checkpoint`, which has been verified, was written."""
     content = read_state(checkpoint)
-    try:
-        return Progress(**{field.name: content[field.name] for field in fields(Progress)})
-    except KeyError as error:
-        raise UserError(f"{checkpoint / folder.STATE}: {error.args[0]} is missing") from None
-
-
-def read_state(checkpoint: Path) -> dict[str, Any]:
-    """All of state.json."""
-    try:
-        content: dict[str, Any] = json.loads((checkpoint / folder.STATE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{checkpoint / folder.STATE}: cannot be read: {error}") from None
-    return content
+    return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
 
 def changed_keys(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
@@ -121,9 +110,13 @@ def changed_keys(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
 
 def _found(recipe: Recipe, run_folder: Path, ranks: int, data_fingerprint: str | None) -> str | None:
     checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder)
-    if checkpoint is not None:
-        _compare(recipe, checkpoint, ranks, data_fingerprint)
-    return str(checkpoint) if checkpoint else None
+    if checkpoint is None:
+        return None
+    _compare(recipe, checkpoint, ranks, data_fingerprint)
+    if _is_within(checkpoint, run_folder):
+        for damaged in folder.set_aside_after(run_folder, folder.read_manifest(checkpoint).step):
+            print(f"{damaged}: kept under this name for you to look at; remove it when you need the room")
+    return str(checkpoint)
 
 
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, data_fingerprint: str | None) -> None:

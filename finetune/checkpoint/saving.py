@@ -193,15 +193,20 @@ class Saver:
             folder.complete(staging, manifest)
             if publish:
                 folder.publish(self.run_folder, staging, progress.step)
-                kept = self.recipe.checkpoint
-                best = progress.best_step if kept.keep_best_checkpoint else None
-                folder.prune(self.run_folder, kept.save_total_limit, kept.keep_every_steps, best)
+                self._prune(progress)
             else:
                 files.remove_tree(staging)
             return manifest.bytes
 
         size: int = ranks.main(end)
         return size
+
+    def _prune(self, progress: Progress) -> None:
+        """Removes the checkpoints that `progress.step` replaces. One that cannot be removed is reported and stays."""
+        kept = self.recipe.checkpoint
+        best = progress.best_step if kept.keep_best_checkpoint else None
+        for problem in folder.prune(self.run_folder, progress.step, kept.save_total_limit, kept.keep_every_steps, best):
+            print(problem, flush=True)
 
 
 def write_pieces(staging: Path, pieces: list[state.Piece], world: World) -> dict[str, dict[str, Any]]:

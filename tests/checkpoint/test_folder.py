@@ -9,14 +9,16 @@ import pytest
 
 from finetune.checkpoint import files, folder
 from finetune.cli import main, read_arguments
+from tests.checkpoint.plain_state import state_of
 
 
 def write_checkpoint(run_folder: Path, step: int, content: bytes = b"weights", **manifest: Any) -> Path:
     """A published checkpoint of one file in each part."""
     staging = folder.staging_folder(run_folder, step)
     folder.make_staging(staging)
-    names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors", folder.STATE]
+    names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
     written = {name: files.write_file(staging / name, [content, str(step).encode()]) for name in names}
+    written[folder.STATE] = files.write_file(staging / folder.STATE, [state_of(step)])
     facts: dict[str, Any] = {"step": step, "layout": "single", "ranks": 1, "recipe_sha256": "", "packages": {}}
     folder.complete(staging, folder.Manifest(files=written, **facts | manifest))
     return folder.publish(run_folder, staging, step)
@@ -29,7 +31,7 @@ def test_the_newest_is_the_highest_step_whatever_the_clock_says(tmp_path: Path) 
         checkpoint = write_checkpoint(tmp_path, step)
         os.utime(checkpoint, (0, 1_000_000 - step))
     assert folder.newest_valid(tmp_path) == folder.step_folder(tmp_path, 30)
-    folder.prune(tmp_path, keep=2)
+    folder.prune(tmp_path, newest=30, keep=2)
     assert [step for step, _ in folder.published(tmp_path)] == [20, 30]
 
 

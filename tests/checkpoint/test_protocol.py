@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.checkpoint import files, folder
+from tests.checkpoint.plain_state import state_of
 
 KEEP = 2
 PATCHED = ("open", "write", "fsync", "rename", "mkdir", "unlink", "rmdir")
@@ -91,12 +92,13 @@ def write_checkpoint(run_folder: Path, step: int, content: bytes) -> None:
     """One save as a world of one does it: stage, complete, publish, prune."""
     staging = folder.staging_folder(run_folder, step)
     folder.make_staging(staging)
-    names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors", folder.STATE]
+    names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
     written = {name: files.write_file(staging / name, [content, name.encode()]) for name in names}
+    written[folder.STATE] = files.write_file(staging / folder.STATE, [state_of(step)])
     manifest = folder.Manifest(step=step, layout="single", ranks=1, recipe_sha256="", packages={}, files=written)
     folder.complete(staging, manifest)
     folder.publish(run_folder, staging, step)
-    folder.prune(run_folder, keep=KEEP)
+    folder.prune(run_folder, step, keep=KEEP)
 
 
 @dataclass(frozen=True)

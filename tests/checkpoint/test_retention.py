@@ -1,0 +1,183 @@
+"""Which checkpoints a run keeps: never is the one gone that it would need, whatever is wrong with the others."""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.checkpoint import folder
+from finetune.checkpoint.command import list_checkpoints
+from finetune.checkpoint.resuming import resume
+from finetune.checkpoint.saving import Progress, Saver
+from finetune.recipe.reader import read_recipe
+from finetune.sharding.config import Sharding
+from finetune.sharding.world import World, join, leave
+from tests.checkpoint.tiny_run import build
+from tests.conftest import make_chat, make_model, make_tokenizer
+
+DEEP = b"[" * 50_000 + b"]" * 50_000
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = join(Sharding(layout="single", use_cpu=True))
+    yield world
+    leave(world)
+
+
+class Run:
+    """A run of a tiny model, which is saved at chosen steps without being trained."""
+
+    def __init__(self, root: Path, world: World) -> None:
+        self.root, self.folder, self.world = root, root / "run", world
+        make_chat(root / "chat.jsonl", rows=4)
+        self.model, self.optimizer = build(str(make_model(root / "model", num_hidden_layers=1)), False, world)
+
+    def _recipe(self, limit: int | None) -> Any:
+        content = {
+            "model_name_or_path": str(self.root / "model"),
+            "datasets": [{"path": str(self.root / "chat.jsonl")}],
+        }
+        path = self.root / "recipe.yaml"
+        path.write_text(json.dumps(content | {"output_dir": str(self.folder), "save_total_limit": limit}))
+        return read_recipe(str(path))
+
+    def save(self, *steps: int, limit: int | None = None) -> None:
+        saver = Saver(self.folder, self.model, self.optimizer, self.world, self._recipe(limit), make_tokenizer())
+        for step in steps:
+            saver.save(Progress(step=step))
+
+    def start(self) -> int:
+        """The step at which the next start resumes."""
+        folder.tidy(self.folder)
+        return resume(self._recipe(None), self.folder, self.model, self.optimizer, self.world).step
+
+    def damage(self, *steps: int) -> None:
+        """Flips a byte of the weights: the sizes stay right."""
+        for step in steps:
+            weights = next((folder.step_folder(self.folder, step) / folder.MODEL).glob("*.safetensors"))
+            content = bytearray(weights.read_bytes())
+            content[-1] ^= 1
+            weights.write_bytes(content)
+
+    def names(self) -> list[str]:
+        return sorted(path.name for path in folder.checkpoints_of(self.folder).iterdir() if path.name[0] != ".")
+
+
+@pytest.fixture
+def run(tmp_path: Path, world: World) -> Run:
+    return Run(tmp_path, world)
+
+
+def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    run.save(4, 8, 12)
+    run.damage(8, 12)
+    assert run.start() == 4
+    assert "damaged-00000008: kept under this name" in capsys.readouterr().out
+    run.save(6, limit=2)  # a signal came at step 6
+    assert run.names() == ["damaged-00000008", "damaged-00000012", "step-00000004", "step-00000006"]
+    assert run.start() == 6
+    run.save(8, 12, limit=2)
+    run.damage(12)
+    assert run.start() == 8
+    assert run.names() == ["damaged-00000008", "damaged-00000012", "damaged-00000012-2", "step-00000008"]
+
+
+def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:
+    run.save(8, 10)
+    run.damage(10)
+    assert run.start() == 8
+    run.save(9, limit=1)
+    assert run.start() == 9, "not removed in favor of the damaged one"
+
+
+def test_later_checkpoints_that_are_not_known_to_be_sound_are_neither_counted_nor_removed(run: Run) -> None:
+    run.save(2, 4, 10)
+    assert folder.prune(run.folder, newest=4, keep=1) == []
+    assert run.names() == ["step-00000004", "step-00000010"]
+
+
+def test_an_old_step_that_is_a_link_is_pruned_and_what_it_leads_to_stays(run: Run) -> None:
+    run.save(1)
+    elsewhere = run.root / "another disk" / "step-00000001"
+    elsewhere.parent.mkdir()
+    folder.step_folder(run.folder, 1).rename(elsewhere)
+    folder.step_folder(run.folder, 1).symlink_to(elsewhere)
+    run.save(2, limit=1)
+    assert run.names() == ["step-00000002"]
+    assert (elsewhere / folder.MANIFEST).exists()
+    assert run.start() == 2
+
+
+def test_what_cannot_be_removed_is_reported_and_stops_neither_the_save_nor_the_next_start(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = folder.files.remove_tree
+
+    def remove(path: Path) -> None:
+        if ".pruned" in path.name and path.exists():
+            raise OSError(39, "Directory not empty", str(path))  # as NFS says while another machine reads the folder
+        real(path)
+
+    run.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(folder.files, "remove_tree", remove)
+        run.save(2, limit=1)
+        said = capsys.readouterr().out
+        assert "step-00000001: an old checkpoint that could not be removed: Directory not empty" in said
+        assert run.start() == 2
+    assert run.start() == 2
+    assert not list(folder.checkpoints_of(run.folder).glob(".pruned-*"))
+
+
+MANIFESTS: dict[str, Any] = {
+    "a list": [],
+    "files is a list": {"files": [["a", 1]]},
+    "files of numbers": {"files": {"state.json": 3}},
+    "sizes of text": {"files": {"state.json": {"size": "3", "xxh3_128": ""}}},
+    "a long name": {"files": {"x" * 5000: {"size": 3}}},
+    "half a surrogate pair": {"files": {"\ud800": {"size": 3}}},
+    "no name": {"files": {"": {"size": 3}}},
+    "packages is a list": {"packages": ["torch"]},
+    "step is a list": {"step": [2]},
+    "a key that no manifest has": {"more": 1},
+}
+STATES = {
+    "a list": b"[]",
+    "deep": DEEP,
+    "a deep recipe": b'{"recipe": ' + DEEP + b"}",
+    "a step that is a list": b'{"step": [1]}',
+    "no recipe": b'{"step": 2}',
+    "no JSON": b"\x80\x04",
+}
+
+
+@pytest.mark.parametrize("forged", [*MANIFESTS, *(f"state: {name}" for name in STATES), "deep"])
+def test_a_forged_checkpoint_is_passed_over_for_the_one_before_it(run: Run, forged: str) -> None:
+    run.save(1, 2)
+    newest = folder.step_folder(run.folder, 2)
+    content = json.loads((newest / folder.MANIFEST).read_text())
+    del content["checksum"]
+    if forged == "deep":
+        (newest / folder.MANIFEST).write_bytes(DEEP)
+    elif forged in MANIFESTS:
+        change = MANIFESTS[forged]
+        (newest / folder.MANIFEST).write_bytes(signed(content | change) if isinstance(change, dict) else b"[]")
+    else:
+        (newest / folder.STATE).write_bytes(STATES[forged.removeprefix("state: ")])
+        content["files"][folder.STATE] = folder.files.checksum(newest / folder.STATE)
+        (newest / folder.MANIFEST).write_bytes(signed(content))
+    listed = list_checkpoints(run.folder, checksums=True)
+    assert [bool(one.problems) for one in listed] == [False, True]
+    assert run.start() == 1
+    assert run.names() == ["damaged-00000002", "step-00000001"]
+
+
+def signed(content: dict[str, Any]) -> bytes:
+    """A manifest with the checksum that belongs to it."""
+    plain = json.dumps(content, sort_keys=True, indent=1)
+    checksum = hashlib.sha256(plain.encode()).hexdigest()
+    return json.dumps({"checksum": checksum} | content, sort_keys=True, indent=1).encode()
