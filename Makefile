@@ -2,7 +2,7 @@
 PYTHON ?= python3
 export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
-.PHONY: quickstart test test-slow check format clean
+.PHONY: quickstart test test-slow test-lowest check format clean
 
 quickstart: .venv/installed
 	accelerate launch finetune/run.py --config fsdp_full_shard.yaml
@@ -12,6 +12,16 @@ test: .venv/installed
 
 test-slow: .venv/installed
 	python -m pytest -m slow
+
+# The lowest versions that pyproject.toml admits; of torch the one that has a CPU build at hand (LOWEST_TORCH=2.11.0 with a GPU).
+LOWEST_TORCH ?= 2.13.0
+test-lowest:
+	rm -rf .venv-lowest
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python tests/lowest_versions.py torch==$(LOWEST_TORCH) > .venv-lowest/constraints.txt
+	.venv-lowest/bin/python -m pip install --quiet --editable . pytest pytest-timeout hypothesis --constraint .venv-lowest/constraints.txt
+	PATH=$(CURDIR)/.venv-lowest/bin:$$PATH python -m pytest -m "not slow" \
+	  tests/test_quickstart.py tests/training/test_same_losses.py tests/checkpoint/test_resuming.py tests/export/test_lora.py
 
 check: .venv/installed
 	ruff check .
@@ -31,4 +41,4 @@ format: .venv/installed
 	touch $@
 
 clean:
-	rm -rf .venv runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-lowest runs build *.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -18,7 +18,15 @@ from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Recipe
 from finetune.recipe.wording import what_is_wrong
 from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries, read_value
 
-RECIPES = Path(__file__).resolve().parents[2] / "recipes"
+
+def shipped_folder(name: str) -> Path:
+    """`recipes` or `accelerate_configs`: the repository's own in a checkout, else the copy inside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / name
+    return installed if installed.is_dir() else package.parent / name
+
+
+RECIPES = shipped_folder("recipes")
 COMMAND_LINE = "command line"
 ACCELERATE_KEYS = frozenset(
     [

@@ -5,14 +5,13 @@ No torch here, so that a wrong file is told at once.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from finetune.errors import UserError
-from finetune.recipe.reader import find_file
+from finetune.recipe.reader import find_file, shipped_folder
 from finetune.sharding.settings import Settings, from_environment, from_file
 
-ACCELERATE_CONFIGS = Path(__file__).resolve().parents[2] / "accelerate_configs"
+ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
 
 Layout = Literal["fsdp2", "fsdp1", "ddp", "single"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
