@@ -1,0 +1,94 @@
+"""The recipe's optimizer and learning rate, held against transformers' schedulers and torch's AdamW."""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import get_scheduler
+
+from finetune.optim import build_optimizer, learning_rate, schedule_of, set_learning_rate
+from finetune.recipe.reader import read_recipe
+from finetune.recipe.schema import Recipe
+
+STEPS = 50
+RecipeOf = Callable[..., Recipe]
+
+
+@pytest.fixture
+def recipe_of(tmp_path: Path) -> RecipeOf:
+    """`recipe_of(learning_rate=1e-3)`: a recipe with these keys, read by the reader."""
+
+    def read(**keys: Any) -> Recipe:
+        file = tmp_path / "recipe.yaml"
+        file.write_text("model_name_or_path: some/model\ndatasets:\n  - path: some/data\n")
+        return read_recipe(str(file), [f"{key}={value}" for key, value in keys.items()])
+
+    return read
+
+
+def rates_of(recipe: Recipe) -> list[float]:
+    """The learning rate of every step."""
+    schedule = schedule_of(recipe.optimisation, STEPS)
+    return [learning_rate(step, schedule) for step in range(STEPS)]
+
+
+def rates_of_transformers(name: str, warmup_steps: int, peak: float, **options: Any) -> list[float]:
+    """The same by transformers, whose warm-up begins at 0 and ours at the first share: its step i + 1 is our step i there."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=peak)
+    scheduler = get_scheduler(name, optimizer, warmup_steps, STEPS, scheduler_specific_kwargs=options)
+    rates = []
+    for _ in range(STEPS + 1):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates[1 : warmup_steps + 1] + rates[warmup_steps:STEPS]
+
+
+@pytest.mark.parametrize(
+    ("kind", "theirs"), [("cosine", "cosine"), ("linear", "linear"), ("constant", "constant_with_warmup")]
+)
+def test_lr_scheduler_type_is_the_schedule_of_that_name(recipe_of: RecipeOf, kind: str, theirs: str) -> None:
+    recipe = recipe_of(lr_scheduler_type=kind, learning_rate=1e-3, warmup_steps=5)
+    assert rates_of(recipe) == pytest.approx(rates_of_transformers(theirs, 5, 1e-3))
+
+
+def test_min_lr_ratio_is_where_the_cosine_ends(recipe_of: RecipeOf) -> None:
+    recipe = recipe_of(lr_scheduler_type="cosine", learning_rate=1e-3, warmup_steps=5, min_lr_ratio=0.1)
+    assert rates_of(recipe) == pytest.approx(rates_of_transformers("cosine_with_min_lr", 5, 1e-3, min_lr_rate=0.1))
+
+
+def test_warmup_ratio_is_a_share_of_the_steps_unless_warmup_steps_is_given(recipe_of: RecipeOf) -> None:
+    assert schedule_of(recipe_of(warmup_ratio=0.1).optimisation, STEPS).warmup_steps == 5
+    assert schedule_of(recipe_of(warmup_ratio=0.1, warmup_steps=7).optimisation, STEPS).warmup_steps == 7
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bf16_moments"])
+def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(recipe_of: RecipeOf, optim: str) -> None:
+    keys = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-3, "weight_decay": 0.3, "learning_rate": 0.01}
+    recipe = recipe_of(optim=optim, **keys)
+    torch.manual_seed(0)
+    ours, theirs = (nn.Sequential(OrderedDict(linear=nn.Linear(64, 64), norm=nn.LayerNorm(64))) for _ in range(2))
+    theirs.load_state_dict(ours.state_dict())
+    optimizer = build_optimizer(ours, recipe.optimisation)
+    matrices = [parameter for parameter in theirs.parameters() if parameter.dim() == 2]
+    others = [parameter for parameter in theirs.parameters() if parameter.dim() == 1]
+    reference = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}],
+        lr=0.01,
+        betas=(0.8, 0.9),
+        eps=1e-3,
+    )
+    for step in range(3):
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        for model, its in ((ours, optimizer), (theirs, reference)):
+            its.zero_grad()
+            model(inputs).square().mean().backward()
+            set_learning_rate(its, 0.01)
+            its.step()
+    tolerance = 1e-3 if optim == "adamw_bf16_moments" else 1e-6
+    for parameter, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(parameter, expected, atol=tolerance, rtol=0)
