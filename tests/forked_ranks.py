@@ -3,6 +3,7 @@
 For scripts (`*_on_ranks.py`, soak.py), not for pytest's own process: who forks must have no threads.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -17,7 +18,7 @@ from tests.ranks import free_port
 
 
 def import_all() -> None:
-    """Imports what a run imports on its way, so that no rank has to."""
+    """Imports what a run imports on its way, so that no rank has to; what is there then, no rank's collector looks at."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     import finetune.checkpoint.resuming
@@ -27,6 +28,9 @@ def import_all() -> None:
     import finetune.optim
     import finetune.sharding.world
     import finetune.training.conclusion  # noqa: F401
+
+    gc.collect()
+    gc.freeze()
 
 
 def fork_ranks(
