@@ -3,11 +3,12 @@
 import itertools
 import json
 import math
+import os
 import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -16,12 +17,15 @@ from typing import Any, Self
 import torch
 
 from finetune.amounts import gib
+from finetune.divergence import LONG, find_divergence, losses_of
 from finetune.flops import peak_flops_of
 from finetune.json_lines import read_json_lines
 from finetune.trackers import Tracker, first_line
 from finetune.whole_files import replace_text
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
+BAR_COLUMNS = 8  # of the bar itself, at least
+DIVERGED_ADVICE = "lower learning_rate, or raise warmup_ratio"
 RATE_LINES = 20  # lines of metrics over which the time left is reckoned
 
 
@@ -63,8 +67,11 @@ class MetricsLog:
         self._file = None
         self._tracker = tracker
         self._display: Display | None = None
+        self._losses: list[tuple[int, float]] = []  # (step, loss) of every training line
+        self._has_diverged = False
         if path is not None:
-            self._display = Display(steps, start_step, _losses(_kept_until(path, start_step)))
+            self._losses = losses_of(_kept_until(path, start_step))
+            self._display = Display(steps, start_step, (loss for _, loss in self._losses))
             self._file = path.open("a", buffering=1, encoding="utf-8")
 
     def __enter__(self) -> Self:
@@ -82,10 +89,14 @@ class MetricsLog:
         self._hand_on(lambda tracker: tracker.log(line))
 
     def step(self, line: dict[str, Any]) -> None:
-        """A training line: written, and shown."""
+        """A training line: written, and shown. Warns once a run whose loss has left where it started for long."""
         self.write(line)
         if self._display is not None:
             self._display.step(line)
+        self._losses.append((line["step"], line["loss"]))
+        if not self._has_diverged and (diverged := find_divergence(self._losses, at_end=False)):
+            self._has_diverged = True
+            self.say(f"warning {diverged}, for {LONG} lines in a row; {DIVERGED_ADVICE}")
 
     def say(self, text: str) -> None:
         """A sentence for the person, above the bar."""
@@ -143,13 +154,15 @@ class Display:
     def step(self, line: dict[str, Any]) -> None:
         """Shows a training line."""
         self._smooth(line["loss"])
-        shown = shown_line(
-            line, self._smoothed / self._weight if self._weight else line["loss"], self._left(line["step"])
-        )
+        smoothed = self._smoothed / self._weight if self._weight else line["loss"]
+        seconds_left = self._left(line["step"])
         if self._bar is not None:
-            self._bar.set_description_str(shown, refresh=False)
+            beside = len(f"100%|{'':{BAR_COLUMNS}}| {self._steps}/{self._steps}  ")
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            self._bar.set_description_str(shown_line(line, smoothed, seconds_left, columns - beside), refresh=False)
             self._bar.update(line["step"] - self._bar.n)
         else:
+            shown = shown_line(line, smoothed, seconds_left)
             print(f"step {line['step']:>{len(str(self._steps))}}/{self._steps}  {shown}", file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
@@ -177,19 +190,31 @@ class Display:
         return (self._steps - step) * (time.perf_counter() - started) / done if done > 0 else 0.0
 
 
-def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float) -> str:
-    """A training line as it is shown.
+def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width: int | None = None) -> str:
+    """A training line as it is shown; in `width` characters, what matters least is left out.
 
-    >>> shown_line({"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8, "tokens_per_second": 5200.0, "mfu": None,
-    ...             "peak_memory_bytes": 2**30}, 1.6, 150.0)
+    >>> line = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8, "tokens_per_second": 5200.0, "mfu": None,
+    ...         "peak_memory_bytes": 2**30}
+    >>> shown_line(line, 1.6, 150.0)
     'loss 1.5000 (smoothed 1.6000)  lr 1.00e-03  grad 0.8  5,200 tokens/s  1.00 GiB  0:02:30 left'
+    >>> shown_line(line, 1.6, 150.0, width=60)
+    'loss 1.5000 (smoothed 1.6000)  5,200 tokens/s  0:02:30 left'
     """
-    mfu = f"  {line['mfu']:.1%} MFU" if line.get("mfu") is not None else ""
-    return (
-        f"loss {line['loss']:.4f} (smoothed {smoothed:.4f})  lr {line['learning_rate']:.2e}  grad {line['grad_norm']:.3g}  "
-        f"{line['tokens_per_second']:,.0f} tokens/s{mfu}  {gib(line['peak_memory_bytes'])} GiB  "
-        f"{timedelta(seconds=round(seconds_left))} left"
-    )
+    parts = {
+        "loss": f"loss {line['loss']:.4f} (smoothed {smoothed:.4f})",
+        "learning_rate": f"lr {line['learning_rate']:.2e}",
+        "grad_norm": f"grad {line['grad_norm']:.3g}",
+        "speed": f"{line['tokens_per_second']:,.0f} tokens/s",
+        "mfu": f"{line['mfu']:.1%} MFU" if line.get("mfu") is not None else None,
+        "memory": f"{gib(line['peak_memory_bytes'])} GiB",
+        "left": f"{timedelta(seconds=round(seconds_left))} left",
+    }
+    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed"):
+        parts.pop(least, None)
+        shown = "  ".join(part for part in parts.values() if part is not None)
+        if width is None or len(shown) <= width:
+            break
+    return shown
 
 
 def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
@@ -202,10 +227,6 @@ def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
     kept = [line for line in whole if line is not None and line.get("step", 0) <= step and step > 0]
     replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
-
-
-def _losses(lines: Iterable[dict[str, Any]]) -> Iterator[float]:
-    return (line["loss"] for line in lines if isinstance(line.get("loss"), float))
 
 
 def _rounded(value: Any) -> Any:

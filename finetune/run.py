@@ -35,8 +35,8 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.data.tokenizer import load_tokenizer
     from finetune.modeling.load import load_model
     from finetune.optim import build_optimizer
-    from finetune.sharding.world import join
-    from finetune.training import beforehand, conclusion, evaluation, loop, run_folder
+    from finetune.sharding.world import join, leave
+    from finetune.training import beforehand, conclusion, evaluation, finished, loop, run_folder
     from finetune.training.job import assemble
 
     world = join(sharding, recipe.run.timeout_seconds)
@@ -45,6 +45,8 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     folder = run_folder.open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = prepare_data(recipe, tokenizer, world)
+    if finished.is_finished(folder, recipe, data.fingerprint, world):
+        return leave(world)
     with beforehand.out_of_memory_answered(recipe, world):
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
         optimizer = build_optimizer(model, recipe.optimisation)

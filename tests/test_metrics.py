@@ -54,9 +54,12 @@ def _all_that_stands_on(screen: int) -> str:
     return shown.decode()
 
 
-def test_at_a_terminal_one_bar_stands_below_what_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("columns", [150, 80])
+def test_at_a_terminal_one_bar_stands_below_what_is_said(
+    columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     screen, terminal = pty.openpty()
-    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 150, 0, 0))
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
     with os.fdopen(terminal, "w") as stderr:
         monkeypatch.setattr(sys, "stderr", stderr)
         log = MetricsLog(tmp_path / "metrics.jsonl", 2, 0)
@@ -68,4 +71,25 @@ def test_at_a_terminal_one_bar_stands_below_what_is_said(tmp_path: Path, monkeyp
     assert "\rstep 2: held-out loss 4.0000\r\n" in shown
     bar = re.split(r"[\r\n]+", shown.rstrip())[-1]
     assert bar.startswith("100%|") and bar.endswith("0:00:00 left")
-    assert "| 2/2  loss 4.0000 (smoothed 4.4737)  lr 1.00e-03" in bar
+    assert "| 2/2  loss 4.0000 (smoothed 4.4737)  " + ("lr 1.00e-03" if columns == 150 else "100 tokens/s") in bar
+    assert len(bar) <= columns
+
+
+def test_a_loss_that_leaves_where_it_started_is_reported_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    losses = [2.0, 9.0, 2.1] + [9.0] * 9  # a spike is none, and nine lines in a row are not yet
+    log = MetricsLog(tmp_path / "metrics.jsonl", 20, 0)
+    for step, loss in enumerate(losses, start=1):
+        log.step(_line(1) | {"step": step, "loss": loss})
+    assert "warning" not in capsys.readouterr().err
+    log.close()
+    resumed = MetricsLog(tmp_path / "metrics.jsonl", 20, len(losses))
+    for step in (13, 14):
+        resumed.step(_line(1) | {"step": step, "loss": float("inf")})
+    resumed.close()
+    warned = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning")]
+    assert warned == [
+        "warning the loss is inf at step 13, far above the 2 of step 1, for 10 lines in a row; lower learning_rate, or "
+        "raise warmup_ratio"
+    ]

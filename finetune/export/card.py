@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from finetune.divergence import find_divergence, losses_of
 from finetune.errors import UserError
 from finetune.export.architecture import CONFIG_FILE
 from finetune.export.sources import Source
@@ -104,7 +105,9 @@ def _training(source: Source) -> str:
             rows.append((f"{label}, first and last", f"{found[0][1]:.4f} → {found[-1][1]:.4f}"))
             best_step, best = min(found, key=lambda point: point[1])
             rows += [(f"{label}, best", f"{best:.4f} at step {best_step:,}")] if key == "eval_loss" else []
-    return _table(("", ""), rows)
+    diverged = find_divergence(losses_of(lines, state.get("step")))
+    warning = [f"**This run diverged**: {diverged}."] if diverged else []
+    return "\n\n".join([*warning, _table(("", ""), rows)])
 
 
 def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:

@@ -13,6 +13,7 @@ from markupsafe import Markup
 
 from finetune import __version__
 from finetune.amounts import count, counted, disk_size, gib
+from finetune.divergence import find_divergence, losses_of
 from finetune.recipe.keys import leaves
 from finetune.report.charts import charts
 from finetune.report.planned import Planned
@@ -66,15 +67,19 @@ def page(runs: Sequence[RunRecord], planned: Sequence[Planned | None]) -> str:
 def section(run: RunRecord, plan: Planned | None) -> dict[str, Any]:
     """What the template shows of one run."""
     tiles = list(_tiles(run))
-    samples, note = _samples(run)
+    questions = [sample for sample in run.samples if sample.get("expected")]
+    asked = [sample for sample in run.samples if not sample.get("expected")]  # the recipe's sample_prompts
+    diverged = find_divergence(losses_of(run.lines))
     findings, facts = _data(run.data_report)
     sources = [*run.data_report.get("sources", []), *run.data_report.get("eval_sources", [])]
     return {
         "name": run.name,
         "tiles": tiles,
         "by_name": {tile.name: tile for tile in tiles},
-        "samples": samples,
-        "samples_note": note,
+        "subtitle": subtitle(run),
+        "diverged": str(diverged) if diverged else "",
+        "questions": _samples(questions),
+        "prompts": _samples(asked),
         "findings": findings,
         "data": facts,
         "sources": [
@@ -90,11 +95,21 @@ def section(run: RunRecord, plan: Planned | None) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """The recipe keys on which the runs disagree, with each run's value; of lists and mappings only what differs in them."""
-    leaves = [dict(leaves(run.recipe)) for run in runs]
-    keys = list(dict.fromkeys(key for found in leaves for key in found if key not in WHERE_KEYS))
-    values = [(key, [_short(found[key]) if key in found else "–" for found in leaves]) for key in keys]
-    return [(key, found) for key, found in values if len(set(found)) > 1]
+    """What the runs disagree on, with each run's value: layout, ranks, device, and the recipe's keys; of lists and
+    mappings only what differs in them."""
+    found = [dict(leaves(_machine(run) | run.recipe)) for run in runs]
+    keys = list(dict.fromkeys(key for of_run in found for key in of_run if key not in WHERE_KEYS))
+    values = [(key, [_short(of_run[key]) if key in of_run else "–" for of_run in found]) for key in keys]
+    return [(key, of_runs) for key, of_runs in values if len(set(of_runs)) > 1]
+
+
+def _machine(run: RunRecord) -> dict[str, Any]:
+    """How a run was spread, and over what: where runs of one recipe differ."""
+    machine = {key: run.environment.get(key) for key in ("layout", "ranks", "device")}
+    spread = {
+        key: value for key, value in run.sharding.items() if key not in ("num_processes", "distributed_type", "use_cpu")
+    }
+    return machine | {"accelerate": spread}
 
 
 def subtitle(run: RunRecord) -> str:
@@ -133,10 +148,10 @@ def _tiles(run: RunRecord) -> Iterator[Tile]:
         yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
 
 
-def _samples(run: RunRecord) -> tuple[list[dict[str, str]], str]:
-    """Each prompt's first and last answer."""
+def _samples(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
+    """Each prompt's first and last answer, and a note on when these were given."""
     by_prompt: dict[str, list[dict[str, Any]]] = {}
-    for sample in run.samples:
+    for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
     shown = []
     for prompt, answers in list(by_prompt.items())[:SAMPLES_SHOWN]:
@@ -145,7 +160,7 @@ def _samples(run: RunRecord) -> tuple[list[dict[str, str]], str]:
         after = answers[-1] if answers[-1] is not before else None  # a run that is going on has not answered again
         shown.append({"prompt": prompt, "expected": expected, **_judged("before", before), **_judged("after", after)})
     hidden = len(by_prompt) - len(shown)
-    steps = sorted({sample.get("step", 0) for sample in run.samples})
+    steps = sorted({sample.get("step", 0) for sample in samples})
     notes = [f"at steps {steps[0]} and {steps[-1]}"] if len(steps) > 1 else []
     notes += [f"the first {len(shown)} of {len(by_prompt)}"] if hidden > 0 else []
     return shown, "; ".join(notes)

@@ -33,6 +33,7 @@ class RunRecord:
     name: str
     lines: tuple[dict[str, Any], ...]  # of metrics.jsonl
     recipe: dict[str, Any]  # every key filled in
+    sharding: dict[str, Any]  # of accelerate.yaml
     environment: dict[str, Any]
     data_report: dict[str, Any]
     samples: tuple[dict[str, Any], ...]
@@ -76,6 +77,7 @@ def read_run(folder: Path) -> RunRecord:
         name=folder.resolve().name,
         lines=tuple(_json_lines(folder / METRICS)),
         recipe=_yaml(folder / "recipe.yaml"),
+        sharding=_yaml(folder / "accelerate.yaml"),
         environment=_json(folder / "environment.json"),
         data_report=_json(folder / DATA_REPORT),
         samples=tuple(_json_lines(folder / SAMPLES)),

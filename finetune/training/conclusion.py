@@ -1,13 +1,18 @@
 """The end of a run: the export, some answers, and where everything is."""
 
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 from finetune.checkpoint.folder import step_folder
 from finetune.checkpoint.saving import Progress
+from finetune.divergence import find_divergence, losses_of
+from finetune.errors import Preempted
 from finetune.json_lines import read_json_lines
+from finetune.metrics import DIVERGED_ADVICE
 from finetune.sharding.world import leave
 from finetune.training.evaluation import SAMPLES
+from finetune.training.finished import results, write_finished
 from finetune.training.job import Job
 
 SHOWN = 5  # held-out questions in the last screen
@@ -22,15 +27,32 @@ def conclude(job: Job, progress: Progress) -> None:
     for line in answers_before_and_after(job.folder / SAMPLES, progress.step):
         job.log.say(line)
     if job.recipe.checkpoint.export_at_end:
-        from finetune.export.exporting import export_run
-
-        best = progress.best_step if job.recipe.checkpoint.keep_best_checkpoint else None
-        if best is not None:
-            job.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
-        export_run(job.folder, checkpoint=None if best is None else step_folder(job.folder, best), tell=job.log.say)
-    made = [name for name in ("export", "adapter", "checkpoints", "metrics.jsonl") if (job.folder / name).exists()]
-    job.log.say("made    " + "  ".join(str(job.folder / name) for name in made))
+        export(job, progress)
+    if diverged := find_divergence(losses_of(read_json_lines(job.folder / "metrics.jsonl"), progress.step)):
+        job.log.say(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
+    write_finished(job.folder, job.recipe, job.data.fingerprint, progress.step)
+    job.log.say(results(job.folder))
     job.log.close()
+
+
+def export(job: Job, progress: Progress) -> None:
+    """Exports the run's last checkpoint, or its best. Raises `Preempted` where a signal stops it."""
+    from finetune.export.command import stopped_by_signals
+    from finetune.export.exporting import export_run
+
+    best = progress.best_step if job.recipe.checkpoint.keep_best_checkpoint else None
+    if best is not None:
+        job.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
+    checkpoint = None if best is None else step_folder(job.folder, best)
+    try:
+        with stopped_by_signals():
+            export_run(job.folder, checkpoint=checkpoint, tell=job.log.say)
+    except SystemExit as stop:
+        auto = "" if job.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
+        raise Preempted(
+            f"{job.folder}: stopped by {Signals(int(str(stop.code)) - 128).name} during the export; all {progress.step} "
+            f"steps are saved, and the same command{auto} exports them"
+        ) from None
 
 
 def answers_before_and_after(path: Path, last_step: int) -> list[str]:

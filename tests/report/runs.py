@@ -9,8 +9,10 @@ import yaml
 STEPS = 60
 
 
-def make_run(folder: Path, recipe: Path, *, learning_rate: float = 1e-3) -> Path:
-    """A finished run of STEPS steps on two CPU ranks, with every file that DESIGN names but weights."""
+def make_run(
+    folder: Path, recipe: Path, *, learning_rate: float = 1e-3, ranks: int = 2, diverges: bool = False
+) -> Path:
+    """A finished run of STEPS steps on CPU ranks, with every file that DESIGN names but weights."""
     from finetune.recipe.reader import read_recipe, write_recipe
 
     folder.mkdir(parents=True)
@@ -20,7 +22,7 @@ def make_run(folder: Path, recipe: Path, *, learning_rate: float = 1e-3) -> Path
             {
                 "step": step,
                 "epoch": step / 30,
-                "loss": 0.4 + 5 * math.exp(-step / 15) + 0.1 * math.sin(step),
+                "loss": (9.0 * step if diverges else 0.4 + 5 * math.exp(-step / 15)) + 0.1 * math.sin(step),
                 "learning_rate": learning_rate * (1 - step / STEPS),
                 "grad_norm": 1 + math.cos(step) / 3,
                 "tokens": step * 512,
@@ -37,9 +39,14 @@ def make_run(folder: Path, recipe: Path, *, learning_rate: float = 1e-3) -> Path
     _write_lines(
         folder / "samples.jsonl",
         [
-            {"step": step, "prompt": prompt, "answer": "" if step == 0 else "5", "expected": expected}
+            {
+                "step": step,
+                "prompt": prompt,
+                "answer": ("" if step == 0 else "5") if expected else f"Once, at {step}.",
+                "expected": expected,
+            }
             for step in (0, STEPS)
-            for prompt, expected in asked
+            for prompt, expected in [*asked, ("Tell me a story.", "")]
         ],
     )
     write_recipe(read_recipe(str(recipe), [f"learning_rate={learning_rate}"]), folder / "recipe.yaml")
@@ -47,7 +54,7 @@ def make_run(folder: Path, recipe: Path, *, learning_rate: float = 1e-3) -> Path
     (folder / "accelerate.yaml").write_text(yaml.safe_dump(sharding))
     _write(
         folder / "environment.json",
-        {"ranks": 2, "device": "CPU, 2 cores", "layout": "fsdp2", "packages": {"torch": "2"}},
+        {"ranks": ranks, "device": "CPU, 2 cores", "layout": "fsdp2", "packages": {"torch": "2"}},
     )
     finding = {"severity": "warning", "rows": 3, "of": 24, "what": "are duplicates", "where": ["chat.jsonl:7"]}
     source = {"path": "data/chat.jsonl", "rows_read": 2417, "examples": 2400, "tokens": 9000}

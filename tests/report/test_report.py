@@ -22,6 +22,10 @@ MEASURED = """{
     plot: p.closest('figure').id, width: p.getBoundingClientRect().width, height: p.getBoundingClientRect().height,
     colour: w.getComputedStyle(p).stroke})),
   tiles: [...w.document.querySelectorAll('.tile')].map((t) => t.getBoundingClientRect().top),
+  faint: [...w.document.querySelectorAll('#loss .faint')].map((p) => w.getComputedStyle(p).opacity),
+  scrolled: [...w.document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth).length,
+  squeezed: [...w.document.querySelectorAll('table:not(.samples) :is(td, th)')].filter((cell) =>
+    cell.textContent.trim().length > 12 && cell.getBoundingClientRect().width < 90).length,
   labels: [...w.document.querySelectorAll('.x, .y')].map((l) => l.getBoundingClientRect().height),
   tip: (() => { const plot = w.document.querySelector('#loss .plot'); plot.focus();
     return plot.querySelector('.tip').innerText; })(),
@@ -50,6 +54,11 @@ def test_every_plot_is_seen_at_desk_and_phone_in_dark_and_light(
         assert any(line["height"] > 80 for line in drawn if line["plot"] == "loss")
         assert len(seen["tiles"]) == 7
         assert seen["tiles"].count(max(seen["tiles"])) >= 2, "no tile is alone in the last row"
+        assert all(float(opacity) >= 0.5 for opacity in seen["faint"]), (
+            "the loss as logged is seen under the smoothed one"
+        )
+        assert seen["squeezed"] == 0, "a wide table scrolls on a phone"
+        assert seen["scrolled"] >= 2 if width == 390 else seen["scrolled"] == 0
         assert min(seen["labels"]) > 8  # pixels: text is as tall on a phone
         brightness = sum(map(int, re.findall(r"\d+", seen["background"])[:3]))
         assert brightness < 120 if dark else brightness > 700
@@ -63,9 +72,13 @@ def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_pa
     }
     sources["two"][0]["weight"] = 0.5
     runs = [
-        make_run(tmp_path / name, tiny_recipe(name, datasets=sources[name]), learning_rate=rate)
-        for name, rate in (("one", 1e-3), ("two", 2e-3))
+        make_run(
+            tmp_path / name, tiny_recipe(name, datasets=sources[name]), learning_rate=rate, ranks=ranks, diverges=bad
+        )
+        for name, rate, ranks, bad in (("one", 1e-3, 2, False), ("two", 2e-3, 4, True))
     ]
+    layout = (runs[1] / "accelerate.yaml").read_text().replace("bf16", "fp16")
+    (runs[1] / "accelerate.yaml").write_text(layout)
     page = tmp_path / "both.html"
     assert _report(*map(str, runs), "--output", str(page))[0] == 0
     text = page.read_text()
@@ -73,6 +86,13 @@ def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_pa
     differing = text.partition('aria-label="What differs"')[2].partition("</section>")[0]
     assert re.search(r"<code>datasets\[0\].weight</code></td><td><code>1.0</code></td><td><code>0.5</code>", differing)
     assert "{" not in differing and "path" not in differing
+    assert re.search(r"<code>ranks</code></td><td><code>2</code></td><td><code>4</code>", differing)
+    assert re.search(
+        r"<code>accelerate.mixed_precision</code></td><td><code>bf16</code></td><td><code>fp16</code>", differing
+    )
+    assert "fsdp2 · 4 ranks" in text.partition('aria-label="Summary"')[2].partition("</section>")[0]
+    assert "<b>two diverged:</b> the loss is 540 at step 60, far above the 9.084 of step 1." in text
+    assert text.count("diverged:") == 1
     assert text.count('class="line run-1"') >= 5
     assert not re.search(r"https?://", text.replace("http://www.w3.org", ""))  # nothing is fetched
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
@@ -86,6 +106,10 @@ def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path]
     assert "run</script><b>" not in text
     assert "in 3 of 24 rows are duplicates (chat.jsonl:7)" in text
     assert "9.00 MB" in text
+    questions = text.partition("Held-out questions <small>")[2].partition("</table>")[0]
+    prompts = text.partition("Sample prompts <small>")[2].partition("</table>")[0]
+    assert "Tell me a story." in prompts and "Expected" not in prompts and "Once, at 60." in prompts
+    assert "Six?" in questions and "Tell me a story." not in questions
     assert re.search(r"<td>chat.jsonl</td><td class=\"number\">2,417</td>", text)
 
 
