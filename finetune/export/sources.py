@@ -21,6 +21,7 @@ from finetune.errors import UserError
 from finetune.export import lora, torch_files
 from finetune.export.architecture import CONFIG_FILE, stored_dtype
 from finetune.export.beforehand import DTYPES
+from finetune.export.dcp_metadata import METADATA
 from finetune.export.progress import progress_bar
 from finetune.hub import folder_at_hand, hub_file
 from finetune.safetensors_header import read_json
@@ -138,7 +139,7 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
 def _open_adapter(path: Path, base_model: str | None) -> Source:
     config = _json_object(path / lora.CONFIG_FILE)
     if not (path / lora.WEIGHTS_FILE).exists() and (path / "adapter_model.bin").exists():
-        tensors = torch_files.read_torch_file(path / "adapter_model.bin")
+        tensors = torch_files.read_torch_files([path / "adapter_model.bin"])
     else:
         tensors = read_folder(path)
     name = base_model or config.get("base_model_name_or_path")
@@ -162,13 +163,13 @@ def _with_base(source: Source, config: dict[str, Any], revision: str | None) -> 
 def _foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
     """The tensors of a folder that others wrote, and whether their names may stand behind a prefix."""
     for folder in (path, path / FSDP_FOLDER):
-        if (folder / torch_files.METADATA).exists():
+        if (folder / METADATA).exists():
             return torch_files.read_dcp_folder(folder), True
     if any(path.glob("*.safetensors")):
         return read_folder(path), False
     files = [path / name for name in TORCH_FILES if (path / name).exists()][:1] or sorted(path.glob(TORCH_SHARDS))
     if files:
-        return {name: tensor for file in files for name, tensor in torch_files.read_torch_file(file).items()}, True
+        return torch_files.read_torch_files(files), True
     raise UserError(
         f"{path}: nothing to export is here: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no *.safetensors, no "
         f"{' or '.join(TORCH_FILES[:2])}"

@@ -1,9 +1,13 @@
 """Folders that torch wrote with pickle: their tensors are found without running anything, and damage is told."""
 
+import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +21,10 @@ from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export.torch_files import read_dcp_folder, read_torch_file
+from finetune.export import torch_files
+from finetune.export.dcp_metadata import read_metadata
+from finetune.export.torch_files import read_dcp_folder, read_torch_files
+from finetune.export.torch_layout import layout
 from finetune.tensors import read
 
 TENSORS = {
@@ -27,6 +34,14 @@ TENSORS = {
     "d": torch.zeros(0, 3),
 }
 FUZZ_EXAMPLES = int(os.environ.get("FINETUNE_FUZZ_EXAMPLES", "150"))
+
+
+@pytest.fixture
+def in_this_process() -> Iterator[None]:
+    """Leaves out the reader's own process, which takes seconds to start and would hide a crash."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_files, "_layout", lambda *paths: json.loads(json.dumps(layout(list(paths)))))
+        yield
 
 
 class Hostile:
@@ -53,7 +68,7 @@ def change_metadata(folder: Path, change: Callable[[Any], object]) -> None:
 def test_a_dcp_folder_and_a_torch_file_read_back(tmp_path: Path) -> None:
     torch.save(TENSORS | {"note": "text"}, tmp_path / "model.bin")
     folder = save_dcp(tmp_path / "dcp", {"model": TENSORS, "step": 3, "lists": [1, {"x": torch.ones(2)}]})
-    found = read_torch_file(tmp_path / "model.bin")
+    found = read_torch_files([tmp_path / "model.bin"])
     stored = read_dcp_folder(folder)
     for name, tensor in TENSORS.items():
         assert torch.equal(read(found[name]), tensor)
@@ -78,6 +93,122 @@ def test_a_folder_of_python_3_11_0_whose_enumerations_are_written_by_getattr(
         read_dcp_folder(folder)
 
 
+def repack(
+    source: Path,
+    target: Path,
+    change: Callable[[str, bytes], bytes] = lambda _, content: content,
+    compression: int = zipfile.ZIP_STORED,
+    added: str | None = None,
+) -> None:
+    """Writes the records of a torch file by Python's zipfile, in the opposite order, and `added` as another."""
+    with zipfile.ZipFile(source) as before, zipfile.ZipFile(target, "w", compression) as after:
+        folder = before.namelist()[0].partition("/")[0]
+        for name in reversed(before.namelist()):
+            after.writestr(name, change(name.removeprefix(f"{folder}/"), before.read(name)))
+        if added:
+            after.writestr(f"{folder}/{added}", b"")
+
+
+def test_a_torch_file_that_a_zip_program_wrote_again_reads_back(tmp_path: Path) -> None:
+    torch.save({f"t{i}": torch.full((16,), float(i)) for i in range(8)}, tmp_path / "saved.bin")
+    repack(tmp_path / "saved.bin", tmp_path / "model.bin")
+    found = read_torch_files([tmp_path / "model.bin"])
+    assert [read(found[f"t{i}"]).unique().tolist() for i in range(8)] == [[float(i)] for i in range(8)]
+
+
+REPACKED: dict[str, tuple[dict[str, Any], str]] = {
+    "compressed": (
+        {"compression": zipfile.ZIP_DEFLATED},
+        r"its record data/1 is compressed or encrypted; save it again",
+    ),
+    "other byte order": (
+        {"change": lambda name, content: b"big" if name == "byteorder" else content},
+        r"written on a machine of another byte order",
+    ),
+    "size beyond its record": (
+        {"change": lambda name, content: content[:16] if name == "data/0" else content},
+        r"a: claims more bytes than the 16 of its record",
+    ),
+    "TorchScript": ({"added": "constants.pkl"}, r"a TorchScript archive; save its state_dict"),
+}
+
+
+@pytest.mark.usefixtures("in_this_process")
+@pytest.mark.parametrize("case", REPACKED)
+def test_a_torch_file_that_cannot_be_read_exactly_is_refused(case: str, tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(16), "b": torch.zeros(16)}, tmp_path / "saved.bin")
+    changes, message = REPACKED[case]
+    repack(tmp_path / "saved.bin", tmp_path / "model.bin", **changes)
+    with pytest.raises(UserError, match=rf"model\.bin: {message}"):
+        read_torch_files([tmp_path / "model.bin"])
+
+
+def test_a_view_that_conjugates_is_no_plain_value(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "model.bin")
+    with pytest.raises(UserError, match=r"a: is a conjugated or negated view"):
+        read_torch_files([tmp_path / "model.bin"])
+
+
+class Large:
+    """A pickle of this asks for 8 GiB, of a class that torch's weights-only loader admits."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return bytearray, (2**33,)
+
+
+def test_a_torch_file_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None:
+    torch.save({"a": torch.ones(2), "b": Large()}, tmp_path / "model.bin")
+    with pytest.raises(UserError, match=r"model\.bin: needs over 1 GiB to be described alone"):
+        read_torch_files([tmp_path / "model.bin"])
+    folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
+    torch.save(Large(), tmp_path / "item")
+    item = (tmp_path / "item").read_bytes()
+    (folder / "__0_0.distcp").write_bytes(item)
+    change_metadata(folder, lambda m: (setattr(_storage(m), "offset", 0), setattr(_storage(m), "length", len(item))))
+    with pytest.raises(UserError, match=r"dcp: needs over 1 GiB to be described alone"):
+        read_dcp_folder(folder)
+
+
+def _class(name: str) -> bytes:
+    return b"ctorch.distributed.checkpoint.metadata\n" + name.encode() + b"\n"
+
+
+def _path_of_doubled_length(times: int) -> bytes:
+    return b"\x80\x02X\x01\x00\x00\x00aq\x00" + times * b"cpathlib\nPosixPath\nh\x00h\x00\x86Rq\x00" + b"."
+
+
+HOSTILE_METADATA = {
+    "memo of gigabytes": (b"\x80\x02}r\x00\x00\x00\x10.", r"refers to place 268,435,456 of a memo of 0"),
+    "memory for bytes that are not there": (b"\x80\x05\x96" + struct.pack("<Q", 2**33) + b".", r"damaged|BYTEARRAY8"),
+    "a bytearray": (pickle.dumps(Large()), r"wants to import builtins\.bytearray"),
+    "attributes of an admitted class": (
+        b"\x80\x02" + _class("TensorStorageMetadata") + b"N}X\x04\x00\x00\x00sizeK\x05s\x86b.",
+        r"damaged \(TypeError\)",
+    ),
+    "attributes of an admitted class by a mapping": (
+        b"\x80\x02" + _class("Metadata") + b"}X\x0c\x00\x00\x00storage_data}sb.",
+        r"damaged \(TypeError\)",
+    ),
+    "a path of doubled length": (_path_of_doubled_length(28), r"does not describe a checkpoint"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE_METADATA)
+def test_hostile_metadata_takes_no_memory_and_leaves_nothing_behind(case: str, tmp_path: Path) -> None:
+    """Read in this process, so that a later folder meets what the hostile one may have left."""
+    content, message = HOSTILE_METADATA[case]
+    folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
+    sound = (folder / ".metadata").read_bytes()
+    (folder / ".metadata").write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(UserError, match=message):
+        read_metadata(folder)
+    assert tracemalloc.get_traced_memory()[1] < 10 * 1024**2
+    tracemalloc.stop()
+    (folder / ".metadata").write_bytes(sound)
+    assert read_metadata(folder).state_dict_metadata["a"].size == (3, 4)
+
+
 def test_a_hostile_pickle_is_refused_unread(tmp_path: Path) -> None:
     trap = tmp_path / "trap"
     folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
@@ -86,7 +217,7 @@ def test_a_hostile_pickle_is_refused_unread(tmp_path: Path) -> None:
         read_dcp_folder(folder)
     torch.save({"a": Hostile(trap)}, tmp_path / "model.bin")
     with pytest.raises(UserError, match=r"model\.bin: holds more than weights"):
-        read_torch_file(tmp_path / "model.bin")
+        read_torch_files([tmp_path / "model.bin"])
     assert not trap.exists()
 
 
@@ -118,6 +249,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+@pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("case", WRONG)
 def test_a_damaged_dcp_folder_is_told(case: str, tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
@@ -167,6 +299,7 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file=st.sampled_from([".metadata", "__0_0.distcp", "model.bin"]),
     changes=st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 255)), min_size=1, max_size=4),
 )
+@pytest.mark.usefixtures("in_this_process")
 def test_no_changed_byte_crashes_the_reader(
     file: str, changes: list[tuple[int, int]], sound: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -176,7 +309,7 @@ def test_no_changed_byte_crashes_the_reader(
     for position, value in changes:
         content[position % len(content)] = value
     (folder / file).write_bytes(content)
-    for reader in (lambda: read_dcp_folder(folder), lambda: read_torch_file(folder / "model.bin")):
+    for reader in (lambda: read_dcp_folder(folder), lambda: read_torch_files([folder / "model.bin"])):
         try:
             tensors = reader()
         except UserError as error:
