@@ -195,11 +195,11 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
         values = with_adapters(values, shapes, seed=0)
     if case.checkpointed:
         checkpoint_activations(model, every=1)
-    if case.torch_compile:
-        compile_layers(model)
     multiplied = size_of(model).multiplied
     flop = flop_per_token_of(config, parameters=multiplied, length=case.length, frozen_base=case.use_peft)
     model = parallelize(model, values, world).train()
+    if case.torch_compile:
+        compile_layers(model)
     return world, model, build_optimizer(model, Optimisation(optim=case.optim, learning_rate=1e-5)), flop  # type: ignore[arg-type]
 
 
@@ -268,21 +268,33 @@ def timed(step: Callable[[int], Any], start: int, steps: int, device: str) -> li
 
 
 def synchronisations(step: Callable[[], Any]) -> str:
-    """Runs a step in which waiting for the device is an error; "nothing", or the first place that waits."""
+    """Runs a step that is warned of every wait for the device; "nothing", or the first place that waits.
+
+    Warned, not stopped: an error in the middle of a step would leave gradients and sharded weights half done for the
+    steps that are timed after it.
+    """
     import traceback
+    import warnings
 
     import torch
 
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    except RuntimeError as error:
-        frames = [f for f in traceback.extract_tb(error.__traceback__) if "finetune" in f.filename]
+    waits: list[str] = []
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(ROOT / "finetune")]
         place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
-        return place + str(error).splitlines()[0]
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    return "nothing"
+        if "synchronizing" in str(message):
+            waits.append(place + str(message).splitlines()[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return waits[0] if waits else "nothing"
 
 
 def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:

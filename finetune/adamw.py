@@ -87,7 +87,7 @@ def update_(
     decay = torch.tensor(1 - settings["lr"] * settings["weight_decay"])
     correction = torch.tensor((1 - beta2**step) ** -0.5)
     flat = [_local(each).view(-1) for each in (parameter, grad, first, second)]
-    update = _compiled_update() if parameter.is_cuda and shutil.which("cc") else _update_
+    update = _compiled_update() if parameter.is_cuda and has_compiler() else _update_
     length = flat[0].numel() if update is not _update_ else SLICE
     for start in range(0, flat[0].numel(), max(length, 1)):
         weights, gradient, mean, variance = (each[start : start + length] for each in flat)
@@ -97,6 +97,12 @@ def update_(
 def _local(tensor: Tensor) -> Tensor:
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
+
+
+@cache
+def has_compiler() -> bool:
+    """Whether torch.compile finds a C compiler. Asked once: searching the PATH for every parameter takes milliseconds a step."""
+    return shutil.which("cc") is not None
 
 
 @cache

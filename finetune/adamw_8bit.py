@@ -3,7 +3,6 @@
 Imports torchao, so that it is imported only where a recipe asks for it.
 """
 
-import shutil
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torchao.optim import AdamW8bit
 
-from finetune.adamw import load_as_saved
+from finetune.adamw import has_compiler, load_as_saved
 
 
 class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
@@ -51,7 +50,7 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
 
 def compiled_where_it_pays(device: torch.device) -> AbstractContextManager[Any]:
     """torchao compiles its update for every shape. On a CPU that takes minutes, and without a compiler it fails."""
-    if device.type == "cuda" and shutil.which("cc"):
+    if device.type == "cuda" and has_compiler():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
     return stance

@@ -42,7 +42,7 @@ class MicroBatch:
 
     Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
     ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the right; attention is causal and padding comes last without
-    labels, so that no mask is needed. A rank that has no row left in a step gets one token without a label.
+    labels, so that no mask is needed. A rank that has no row left in a step gets a `filler`.
     """
 
     input_ids: Tensor  # int64[rows, tokens]
@@ -124,7 +124,7 @@ class Batches:
             rows += len(of_step)
             for rank in range(0 if self.arrangement.packing else self.ranks.size):
                 for micro_batch in self._micro_batches(of_step, rank):
-                    longest = max(int(self.examples.lengths[row].max()) for row in micro_batch) if micro_batch else 1
+                    longest = max((int(self.examples.lengths[row].max()) for row in micro_batch), default=ROUND_TOKENS)
                     padded += longest * max(len(micro_batch), 1)
         return tokens / (rows * self.arrangement.max_length if self.arrangement.packing else padded)
 
@@ -249,13 +249,14 @@ def _trained_positions(labels: Ids) -> Tensor:
 
 
 def filler(packed: bool) -> MicroBatch:
-    """One token without a label, for a rank that has no row: it takes part in the step's collectives and adds nothing."""
+    """ROUND_TOKENS tokens without a label, for a rank that has no row: it takes part in the step's collectives and adds
+    nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers once more."""
     return MicroBatch(
-        input_ids=torch.zeros(1, 1, dtype=torch.int64),
-        labels=torch.full((1, 1), IGNORE, dtype=torch.int64),
-        position_ids=torch.zeros(1, 1, dtype=torch.int64),
+        input_ids=torch.zeros(1, ROUND_TOKENS, dtype=torch.int64),
+        labels=torch.full((1, ROUND_TOKENS), IGNORE, dtype=torch.int64),
+        position_ids=torch.arange(ROUND_TOKENS)[None],
         trained_positions=torch.zeros(0, dtype=torch.int64),
-        cu_seq_lens=torch.tensor([0, 1], dtype=torch.int32) if packed else None,
-        max_document_length=1,
+        cu_seq_lens=torch.tensor([0, ROUND_TOKENS], dtype=torch.int32) if packed else None,
+        max_document_length=ROUND_TOKENS,
         example_ids=(),
     )

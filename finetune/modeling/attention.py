@@ -24,7 +24,8 @@ NAME = "packed"
 UNSUPPORTED = ("s_aux", "position_bias")
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LARGEST_FLASH_HEAD = 256
-TAKES_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
+# torch 2.12 and later refuse fewer key-value heads than heads without it; 2.11 takes them as they are.
+ASKS_FOR_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def install(model: Any, implementation: str = "auto") -> None:
@@ -162,10 +163,7 @@ def _varlen(
     if cu_seq_lens is None or longest is None:
         cu_seq_lens = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
         longest = tokens
-    grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and TAKES_GROUPED_HEADS else {}
-    if key.shape[1] != heads and not grouped:
-        repeats = heads // key.shape[1]
-        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and ASKS_FOR_GROUPED_HEADS else {}
     query, key, value = [each.transpose(1, 2).reshape(rows * tokens, -1, size) for each in (query, key, value)]
     # Flash attention counts the tokens BEFORE a query, transformers counts the query itself too.
     window = (-1 if scores.window is None else scores.window - 1, 0)

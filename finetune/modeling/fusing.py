@@ -7,23 +7,40 @@ from torch import nn
 
 from finetune.errors import UserError
 
+# Graphs that dynamo keeps for one piece of code before it runs the rest uncompiled, which the default of 8 is soon at: one
+# for each kind of layer, with and without gradients, and for a batch of one row.
+RECOMPILE_LIMIT = 64
+
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
-    """Compiles the inside of every decoder layer (regional compilation); returns how many.
+    """Compiles the inside of every decoder layer (regional compilation) of a sharded model; returns how many.
 
-    Only `forward`, not the module's call: sharding's and checkpointing's hooks stay outside, and the layers, which are
-    alike, share one compiled body. Sizes are symbols, since packed rows differ in length.
+    Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are alike, share one
+    compiled body. After sharding, because FSDP2 changes a layer's class: the forward compiled before would be the old
+    class's, and transformers checkpoints a layer's activations in the forward of its own class only.
+    Sizes are symbols, since packed rows differ in length.
     """
+    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+    # Else sizes that are equal in the first batch (tokens and hidden size, tokens and the longest document) become one symbol.
+    torch.fx.experimental._config.use_duck_shape = False
     layers = decoder_layers(model)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
+    model.get_input_embeddings().register_forward_hook(_match_grad_mode)  # type: ignore[operator]
     return len(layers)
+
+
+def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:
+    """Makes the first layer's input require a gradient exactly when those of the other layers do: a frozen embedding's
+    output (LoRA) does not, which would compile the first layer by itself."""
+    return embedded.requires_grad_(torch.is_grad_enabled())
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers that transformers itself would not split over devices."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in classes]
+    # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in classes]
 
 
 def use_liger_kernels(model: Any, device: torch.device) -> None:

@@ -17,7 +17,7 @@ from finetune.modeling.loss import install_loss
 from finetune.modeling.weights import is_adapter, refuse_mismatch, seeded_values, stored_values, with_adapters
 from finetune.recipe.schema import Lora, Model
 from finetune.sharding.config import Sharding
-from finetune.sharding.layouts import Values, parallelize
+from finetune.sharding.layouts import Values, parallelize, unwrap
 from finetune.sharding.world import World
 from finetune.tensors import read_folder
 
@@ -54,10 +54,11 @@ def load_model(model: Model, lora: Lora, seed: int, vocabulary: int, world: Worl
         )
     if world.sharding.activation_checkpointing:
         checkpoint_activations(built, model.activation_checkpointing_every)
-    if model.torch_compile:
-        compile_layers(built)
     size = size_of(built)
-    return parallelize(built, values, world), size
+    sharded = parallelize(built, values, world)
+    if model.torch_compile:
+        compile_layers(unwrap(sharded))
+    return sharded, size
 
 
 def size_of(model: Any) -> Size:

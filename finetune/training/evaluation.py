@@ -113,7 +113,8 @@ def _generated(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, worl
         input_ids[row, longest - len(prompt.prompt_ids) :] = torch.as_tensor(prompt.prompt_ids)
         attention_mask[row, longest - len(prompt.prompt_ids) :] = 1
     expected = [len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer]
-    with inner_model_called(model, world):
+    # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
+    with inner_model_called(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
             input_ids=input_ids.to(world.device),
             attention_mask=attention_mask.to(world.device),

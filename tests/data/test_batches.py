@@ -141,12 +141,12 @@ def test_rows_of_one_step_are_of_similar_length_where_they_are_padded() -> None:
     assert loader(lengths, packing=True).fill() > 0.99
 
 
-def test_a_rank_without_a_row_has_one_token_without_a_label() -> None:
+def test_a_rank_without_a_row_has_a_round_of_tokens_without_a_label() -> None:
     (share,) = loader([5], packing=True, size=2, rank=1, epochs=1).batches()
     (filler,) = share.micro_batches
-    assert filler.example_ids == () and filler.input_ids.shape == (1, 1)
-    assert filler.labels.tolist() == [[IGNORE]] and share.tokens == 5
-    assert filler.inputs["cu_seq_lens"].tolist() == [0, 1]
+    assert filler.example_ids == () and filler.input_ids.shape == (1, ROUND_TOKENS)
+    assert filler.labels.tolist() == [[IGNORE] * ROUND_TOKENS] and share.tokens == 5
+    assert filler.inputs["cu_seq_lens"].tolist() == [0, ROUND_TOKENS]
 
 
 def test_leaving_the_loader_early_leaves_no_thread_behind() -> None:

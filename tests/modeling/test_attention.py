@@ -152,12 +152,15 @@ def varlen_as_documented(
     scale: float | None = None,
     window_size: list[int] | None = None,
 ) -> torch.Tensor:
-    """torch's varlen_attn by its documentation: [tokens, heads, size], `window_size` tokens to the left of a query."""
+    """torch 2.11's varlen_attn: [tokens, heads, size], `window_size` tokens to the left of a query, and fewer heads of
+    keys and values as they are."""
     left = (window_size or [-1])[0]
     outs = []
     for start, end in itertools.pairwise(cu_seq_q.tolist()):
-        assert 0 < end - start <= max_q == max_k and query.shape == key.shape == value.shape
-        q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
+        assert 0 < end - start <= max_q == max_k
+        assert key.shape[1] == value.shape[1] == 2, "keys and values were repeated, which costs memory"
+        repeated = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (query, key, value))
+        q, k, v = (each[start:end].transpose(0, 1) for each in repeated)
         visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
         visible = visible if left < 0 else visible.triu(-left)
         scores = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
@@ -174,7 +177,7 @@ def _(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 def use_documented_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends attention the way it goes on CUDA under torch 2.11, to the kernel above."""
-    monkeypatch.setattr(attention, "TAKES_GROUPED_HEADS", False)
+    monkeypatch.setattr(attention, "ASKS_FOR_GROUPED_HEADS", False)
     monkeypatch.setattr(attention, "_varlen_serves", lambda _query, _value, scores: scores.softcap is None)
     monkeypatch.setattr(
         attention,

@@ -1,0 +1,88 @@
+"""torch's varlen attention kernels for the CPU, so that the branch that CUDA takes runs, differentiates and compiles here."""
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import varlen
+
+
+@cache
+def register_cpu_kernels() -> None:
+    """Registers plain kernels behind `torch.nn.attention.varlen.varlen_attn`, whose fake ones and autograd stay torch's."""
+    varlen._varlen_attn.register_kernel("cpu")(_forward)
+    varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
+
+
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Any = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[tokens, heads, head size] of each -> the attended values, log-sum-exp and random state; the last two are not read."""
+    out = torch.empty_like(query)
+    for rows, weights in _weights(query, key, cu_seq_q, scale, window_size):
+        out[rows] = (weights @ _repeated(value[rows], query)).transpose(0, 1)
+    return out, query.new_empty(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+
+
+def _backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool,
+    rng_state: Tensor,
+    scale: float | None = None,
+    window_size: Any = None,
+    *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients to query, key and value: Dao et al. 2022 (FlashAttention), appendix B.2."""
+    grads = tuple(torch.empty_like(each) for each in (query, key, value))
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    for rows, weights in _weights(query, key, cu_seq_q, scale, window_size):
+        upstream = grad_out[rows].transpose(0, 1)
+        to_weights = upstream @ _repeated(value[rows], query).transpose(1, 2)
+        to_scores = weights * (to_weights - (to_weights * weights).sum(-1, keepdim=True)) * factor
+        grads[0][rows] = (to_scores @ _repeated(key[rows], query)).transpose(0, 1)
+        of_heads = (to_scores.transpose(1, 2) @ query[rows].transpose(0, 1), weights.transpose(1, 2) @ upstream)
+        for grad, each in zip(grads[1:], of_heads, strict=True):
+            grad[rows] = each.unflatten(0, (key.shape[1], -1)).sum(1).transpose(0, 1)
+    return grads
+
+
+def _weights(
+    query: Tensor, key: Tensor, boundaries: Tensor, scale: float | None, window_size: Any
+) -> Iterator[tuple[slice, Tensor]]:
+    """For each document, its rows and its attention weights [heads, tokens, tokens]."""
+    left, right = window_size
+    assert right == 0, "causal attention is expected"
+    factor = query.shape[-1] ** -0.5 if scale is None else scale
+    for start, end in itertools.pairwise(boundaries.tolist()):
+        rows = slice(start, end)
+        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        visible = visible if left < 0 else visible.triu(-left)
+        scores = query[rows].transpose(0, 1) @ _repeated(key[rows], query).transpose(1, 2) * factor
+        yield rows, scores.masked_fill(~visible, -1e30).softmax(-1)
+
+
+def _repeated(states: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [tokens, key-value heads, head size] for every head of `query`: [heads, tokens, head size]."""
+    return states.repeat_interleave(query.shape[1] // states.shape[1], dim=1).transpose(0, 1)
