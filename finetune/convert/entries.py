@@ -11,10 +11,13 @@ BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where
 FILES = "an entry for each file; the files of a hub data set cannot be picked"
 COLUMNS = "columns are recognised, or named with prompt_column and the like"
 TURNS = "turns are read from role or from, and content or value"
-ROLES = "user, assistant, system and tool are known, human, gpt, observation and the like too"
+ROLES = "user, assistant, system and tool are known, human, gpt, function_call, observation and the like too"
 TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
 PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
-PREFERENCE = "preference tuning has no counterpart: the chosen answer alone is learnt"
+PREFERENCE = (
+    "preference tuning has no counterpart: completion_column: chosen trains on the chosen answers alone, and "
+    "on_bad_row: skip leaves out rows that are labelled false"
+)
 SLICE = "a split slice, such as split: train[:1000]"
 FOLDER = "path takes a file, glob, folder or hub name"
 SYSTEM = "system turns are read from the rows"
@@ -61,7 +64,8 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         *_none(ROLES, "tags.user_tag", "tags.assistant_tag", "tags.observation_tag", "tags.function_tag",
                "tags.system_tag"),
         *_none(PREFERENCE, "ranking", "columns.chosen", "columns.rejected", "columns.kto_tag"),
-        *_none(PAIR, "columns.query", "columns.history"),
+        *_none(PAIR, "columns.query"),
+        *_none("type alpaca reads the column of that name", "columns.history"),
         *_none("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
         *_none("text only", "columns.images", "columns.videos", "columns.audios"),
         *_none(SLICE, "num_samples"),
@@ -100,8 +104,10 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "tags.user_tag": ("user", "human"),
     "tags.assistant_tag": ("assistant", "gpt"),
     "tags.observation_tag": ("tool", "observation"),
+    "tags.function_tag": ("function_call",),
     "tags.system_tag": ("system",),
     "columns.tools": ("tools",),
+    "columns.history": ("history",),
     "conversation_style": ("sharegpt", "openai"),
 }
 

@@ -1,14 +1,13 @@
 """Documents as text, with the stretches of it that are trained on. A mask is born here, together with its text."""
 
-import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from finetune.data.formats import BadRow, Completion, Conversation, Document, Message, Text
+from finetune.data.formats import Completion, Conversation, Document, Text
+from finetune.data.messages import BadRow, Message
 from finetune.data.renderer import Renderer, Span, Tools, apply_template, rendered
-
-THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
+from finetune.data.unrendered import find_unrendered
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +34,9 @@ def render(document: Document, way: Renderer) -> Rendered:
             whole = prompt + completion + way.eos
             return Rendered(whole, ((len(prompt), len(whole)),), True, tuple(_completion_remarks(document, way)))
         case Conversation():
-            text, spans = _conversation(document, way)
-            return Rendered(text, spans, False, tuple(_chat_remarks(document, text, spans, way)))
+            text, spans, turns = _conversation(document, way)
+            remarks = (*_chat_remarks(document, text, spans, way), *find_unrendered(document, text, turns))
+            return Rendered(text, spans, False, remarks)
 
 
 def _completion_remarks(document: Completion, way: Renderer) -> Iterable[str]:
@@ -55,13 +55,6 @@ def _chat_remarks(conversation: Conversation, text: str, spans: tuple[Span, ...]
     messages = conversation.messages
     if any(way.special_tokens.search(message["content"]) for message in messages):
         yield "typed_special_token"
-    if messages[0]["role"] in ("system", "developer") and messages[0]["content"].strip() not in text:
-        yield "system_dropped"
-    if any(_last_line(message) not in text for message in messages if message["role"] == "user"):
-        yield "user_dropped"
-    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
-    if conversation.trained[last] and not messages[last].get("tool_calls") and _last_line(messages[last]) not in text:
-        yield "assistant_dropped"
     if messages[0]["role"] == "assistant":
         yield "begins_with_assistant"
     if not way.has_template:
@@ -72,11 +65,6 @@ def _chat_remarks(conversation: Conversation, text: str, spans: tuple[Span, ...]
         yield "end_of_turn_is_text"
 
 
-def _last_line(message: Message) -> str:
-    """What a template that shows a message shows of it: it may trim the content, or set its reasoning apart."""
-    return str(THINKING_END.split(message["content"])[-1].strip().rpartition("\n")[2].strip())
-
-
 def _ends_turn(words: str, way: Renderer) -> bool:
     """Whether a trained stretch holds, at its end, what tells a reader that the assistant has finished."""
     if way.end_of_turn and words.endswith(way.end_of_turn):
@@ -85,8 +73,12 @@ def _ends_turn(words: str, way: Renderer) -> bool:
     return bool(specials) and specials[-1] == len(words.rstrip())
 
 
-def _conversation(conversation: Conversation, way: Renderer) -> tuple[str, tuple[Span, ...]]:
-    """(text, trained stretches): every assistant turn with its end, less those that carry `train: false`."""
+def _conversation(conversation: Conversation, way: Renderer) -> tuple[str, tuple[Span, ...], dict[int, Span]]:
+    """(text, trained stretches, where each assistant message stands).
+
+    Trained is every assistant turn with its end, less those that carry `train: false`. Where the template's own marks
+    are not one for each turn, it is not known where each stands.
+    """
     messages = list(conversation.messages)
     if way.has_markers:
         text, marked = rendered(way, messages, conversation.tools, return_assistant_tokens_mask=True)
@@ -95,17 +87,18 @@ def _conversation(conversation: Conversation, way: Renderer) -> tuple[str, tuple
         text = apply_template(way, messages, conversation.tools)
         found = None if conversation.tools else _by_shape(text, messages, way)
         spans = _by_prefix(text, messages, conversation, way) if found is None else found
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = dict(zip(answers, spans, strict=True)) if len(spans) == len(answers) else {}
     if not way.assistant_only:
-        return text, ((0, len(text)),)
-    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    if all(conversation.trained[i] for i in turns):
-        return text, tuple(spans)
-    if len(spans) != len(turns):
+        return text, ((0, len(text)),), turns
+    if all(conversation.trained[i] for i in answers):
+        return text, tuple(spans), turns
+    if not turns:
         raise BadRow(
-            f"the chat template marks {len(spans)} stretches for {len(turns)} assistant turns, so that `train: false`"
+            f"the chat template marks {len(spans)} stretches for {len(answers)} assistant turns, so that `train: false`"
             " has no place"
         )
-    return text, tuple(span for i, span in zip(turns, spans, strict=True) if conversation.trained[i])
+    return text, tuple(span for i, span in turns.items() if conversation.trained[i]), turns
 
 
 def _end_of_turn(text: str, start: int, end: int, way: Renderer) -> int:
@@ -197,13 +190,35 @@ def _by_prefix(text: str, messages: list[Message], conversation: Conversation, w
             continue
         # The turn stands otherwise in the history than at the end (its reasoning left out, say): up to its end token.
         end = -1 if start is None or not way.end_of_turn else text.find(way.end_of_turn, start)
-        if start is None or end < 0 or way.end_of_turn in message["content"]:
+        if start is not None and end >= 0 and way.end_of_turn not in message["content"]:
+            spans.append((start, end + len(way.end_of_turn)))
+            continue
+        found = _by_substitution(text, messages, i, conversation.tools, way)
+        if found is None:
             raise BadRow(
                 f"message {i + 1}: the chat template rewrites earlier turns, so that what the assistant said cannot be "
                 "told from the rest; use a template with {% generation %} markers"
             )
-        spans.append((start, end + len(way.end_of_turn)))
+        spans.append(found)
     return spans
+
+
+def _by_substitution(text: str, messages: list[Message], i: int, tools: Tools, way: Renderer) -> Span | None:
+    """The stretch of turn `i`, from what changes when other words stand in its place; None where more than it does.
+
+    Mistral's templates describe the tools before the last question, so that no text of fewer turns begins the whole.
+    """
+    mark = f"MESSAGE{i}CONTENT"
+    try:
+        marked = apply_template(way, [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]], tools)
+    except BadRow:
+        return None
+    before, found, behind = marked.partition(mark)
+    # White space behind the prompt belongs to the words, unless the prompt itself ends with it.
+    begins = before if way.generation_prompt and before.endswith(way.generation_prompt) else before.rstrip()
+    if not found or not text.startswith(begins) or not text.endswith(behind) or len(begins + behind) > len(text):
+        return None
+    return len(begins), _end_of_turn(text, len(begins), len(text) - len(behind), way)
 
 
 def _start_of_turn(text: str, before: list[Message], tools: Tools, way: Renderer) -> int | None:

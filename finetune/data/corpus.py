@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -12,7 +12,8 @@ import numpy as np
 
 from finetune.data.chat import Rendered, render
 from finetune.data.findings import Tally
-from finetune.data.formats import BadRow, format_of, read_row
+from finetune.data.formats import format_of, read_document
+from finetune.data.messages import BadRow
 from finetune.data.renderer import Renderer, renderer
 from finetune.data.sources import RowBatch
 from finetune.data.store import Tokens
@@ -21,6 +22,7 @@ from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
 SHOWN_BAD_ROWS = 5
+NAMED_COLUMNS = 100  # of the unused ones; a file may have another column in every row
 ENCODED_AHEAD = 4  # batches for each thread
 
 
@@ -34,6 +36,7 @@ class Facts:
     rows_skipped: int = 0
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
     formats: list[str] = field(default_factory=list)  # of its rows, as they are met
+    unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
     tally: Tally = field(default_factory=Tally)
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: where the stream stands behind it
 
@@ -98,7 +101,8 @@ def _rendered(
         try:
             if isinstance(row, BadRow):
                 raise row
-            document = render(read_row(row, source), way)
+            read, unused = read_document(row, source)
+            document = render(read, way)
             document.text.encode()
         except BadRow as problem:
             bad.append(f"{batch.file}:{number}: {problem}")
@@ -109,6 +113,7 @@ def _rendered(
         else:
             documents.append(document)
             places.append((file, number))
+            count_columns(facts.unused_columns, dict.fromkeys(unused, 1))
             if (kind := format_of(row, source)) not in facts.formats:
                 facts.formats.append(kind)
     facts.rows_read += len(batch.rows)
@@ -118,6 +123,13 @@ def _rendered(
     facts.skipped += bad[: SHOWN_BAD_ROWS - len(facts.skipped)]
     facts.tally.note("skipped", [problem.split(": ", 1)[0] for problem in bad])
     return documents, places
+
+
+def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:
+    """Adds `more` to the rows counted for each column, naming at most `NAMED_COLUMNS` of them."""
+    for column, rows in more.items():
+        if column in counts or len(counts) < NAMED_COLUMNS:
+            counts[column] = counts.get(column, 0) + rows
 
 
 def _told(bad: Sequence[str], rows: int) -> str:

@@ -71,6 +71,27 @@ KINDS: dict[str, Kind] = {
         "the chat template leaves the assistant's words out; give one that writes message['content']",
         many=0.1,
     ),
+    "tool_calls_dropped": Kind(
+        "fatal",
+        "fatal",
+        "the chat template leaves tool calls out, so that the model learns to say nothing where it should call; give "
+        "one that writes them (chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
+    ),
+    "tools_dropped": Kind(
+        "warning",
+        "warning",
+        "the chat template leaves tools out: their schemas, what they answered, or calls that are not trained on; "
+        "give one that writes them (chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
+    ),
+    "reasoning_dropped": Kind(
+        "warning", "fatal", "the chat template leaves reasoning_content out; give one that writes it, or take it out"
+    ),
+    "empty_answer": Kind(
+        "warning",
+        "fatal",
+        "an answer that is trained on is empty, so that the model learns to say nothing",
+        many=0.5,
+    ),
     "skipped": Kind("warning", "warning", "the format is not known or the row is damaged; it was skipped (on_bad_row)"),
     "truncated": Kind("warning", "warning", "more than max_length tokens stood; the rest was cut off (overlength)"),
     "truncated_untrained": Kind(

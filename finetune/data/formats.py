@@ -1,35 +1,15 @@
 """Rows of a file as conversations, prompts with completions, or text; recognised from their columns."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.data.messages import BadRow, Message, Tool, parse_json, read_messages, read_tools, shown
 from finetune.recipe.schema import DatasetSource
 
-Row = Mapping[str, Any]
-Message = dict[str, Any]  # role, content and whatever else the chat template reads
+__all__ = ["BadRow", "Completion", "Conversation", "Document", "Message", "Row", "Text", "read_document", "read_row"]
 
-ROLES = {
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bard": "assistant",
-    "bing": "assistant",
-    "model": "assistant",
-    "ai": "assistant",
-    "bot": "assistant",
-    "prompter": "user",
-    "function": "tool",
-    "ipython": "tool",
-    "observation": "tool",
-    "tool_response": "tool",
-    "function_response": "tool",
-}
+Row = Mapping[str, Any]
 KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
     "prompt + completion, text"
@@ -42,7 +22,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]  # [messages]: whether an assistant's turn is trained on
-    tools: tuple[dict[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +43,22 @@ class Text:
 Document = Conversation | Completion | Text
 
 
-class BadRow(Exception):
-    """A row that fits no known format. Its text says what is wrong with the row; the reader adds file and row number."""
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """A row, and which of its columns have been read."""
+
+    row: Row
+    used: set[str] = field(default_factory=set)
+
+    def take(self, column: str) -> Any:
+        """The value of a column, which counts as used from here on; None where the row has no such column."""
+        self.used.add(column)
+        return self.row.get(column)
+
+    @property
+    def unused(self) -> tuple[str, ...]:
+        """The columns that hold a value and have not been read."""
+        return tuple(str(c) for c, value in self.row.items() if c not in self.used and value not in (None, "", [], {}))
 
 
 def read_row(row: Row, source: DatasetSource) -> Document:
@@ -73,7 +67,16 @@ def read_row(row: Row, source: DatasetSource) -> Document:
     >>> read_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl"))
     Completion(prompt='2+2=', completion='4')
     """
-    return READERS[format_of(row, source)](row, source)
+    return read_document(row, source)[0]
+
+
+def read_document(row: Row, source: DatasetSource) -> tuple[Document, tuple[str, ...]]:
+    """(the document that a row holds, its columns that were not used). Raises `BadRow`."""
+    kind, columns = format_of(row, source), Columns(row)
+    if kind != "text":
+        _check_preference(columns, kind, source)
+    document = READERS[kind](columns, source)
+    return document, columns.unused
 
 
 def format_of(row: Row, source: DatasetSource) -> str:
@@ -83,18 +86,20 @@ def format_of(row: Row, source: DatasetSource) -> str:
 
 def recognise(row: Row, source: DatasetSource) -> str:
     """The type of a row, from the columns that the source names, then from the columns that the row has."""
+    present = {column for column, value in row.items() if value is not None}
+    is_sharegpt = bool(present & {"conversations", "conversation"})
+    completes_sharegpt = is_sharegpt and "prompt" not in present
     named = {
         "messages": source.messages_column,
-        "prompt_completion": source.prompt_column or source.completion_column,
+        "prompt_completion": source.prompt_column or (None if completes_sharegpt else source.completion_column),
         "text": source.text_column,
     }
     for kind, column in named.items():
         if column is not None:
             return kind
-    present = {column for column, value in row.items() if value is not None}
     if "messages" in present:
         return "messages"
-    if "conversations" in present or "conversation" in present:
+    if is_sharegpt:
         return "sharegpt"
     if {"instruction", "output"} <= present:
         return "alpaca"
@@ -111,58 +116,88 @@ def recognise(row: Row, source: DatasetSource) -> str:
     )
 
 
-def _read_messages(row: Row, source: DatasetSource) -> Document:
+def _check_preference(columns: Columns, kind: str, source: DatasetSource) -> None:
+    """Refuses rows that say how good an answer is: a bad answer would be trained on like a good one."""
+    row = columns.row
+    for column in ("label", "kto_tag"):
+        label = row.get(column)
+        says = str(label).strip().lower() if isinstance(label, bool | str) else ""
+        if says == "true":
+            columns.take(column)
+        if says == "false":
+            raise BadRow(
+                f"{column}: false marks a bad answer, which would be trained on as a good one; there is no preference "
+                "training (KTO) yet; train on the other rows alone"
+            )
+    named = (source.messages_column, source.prompt_column, source.completion_column)
+    if row.get("rejected") and "chosen" not in named:
+        key = "messages_column" if kind == "messages" else "completion_column"
+        raise BadRow(
+            "rejected: there is no preference training (DPO) yet; to train on the chosen answers alone, set "
+            f"{key}: chosen"
+        )
+    if row.get("score") is not None and not any(named):
+        raise BadRow(
+            "score: there is no training by scores yet; to train on every row alike, name the columns that are read "
+            "(messages_column, or prompt_column and completion_column)"
+        )
+
+
+def _read_messages(columns: Columns, source: DatasetSource) -> Document:
     if source.prompt_column or source.completion_column:
-        question = _string(row, source.prompt_column or "prompt")
-        answer = _string(row, source.completion_column or "completion")
-        return _conversation([{"role": "user", "content": question}, {"role": "assistant", "content": answer}], row)
-    column = source.messages_column or ("messages" if row.get("messages") is not None else "chosen")
-    return _conversation(_turns(row, column), row)
+        question = _string(columns, source.prompt_column or "prompt")
+        answer = _string(columns, source.completion_column or "completion")
+        return _conversation(columns, [_turn("user", question), _turn("assistant", answer)])
+    default = "messages" if columns.row.get("messages") is not None else "chosen"
+    return _conversation(columns, _turns(columns, source.messages_column or default))
 
 
-def _read_sharegpt(row: Row, source: DatasetSource) -> Document:
-    column = source.messages_column or ("conversations" if row.get("conversations") is not None else "conversation")
-    turns = list(_turns(row, column))
-    if isinstance(row.get("system"), str) and row["system"]:
-        turns.insert(0, {"role": "system", "content": row["system"]})
-    if row.get("chosen") is not None:  # a preference pair: the chosen side is what is learnt
-        chosen = row["chosen"]
+def _read_sharegpt(columns: Columns, source: DatasetSource) -> Document:
+    default = "conversations" if columns.row.get("conversations") is not None else "conversation"
+    turns = list(_turns(columns, source.messages_column or default))
+    chosen = columns.take(source.completion_column or "chosen")  # of a preference pair
+    if chosen is not None:
         turns += chosen if isinstance(chosen, list) else [chosen]
-    return _conversation(turns, row)
+    return _conversation(columns, turns)
 
 
-def _read_alpaca(row: Row, source: DatasetSource) -> Document:
-    instruction, output = _string(row, "instruction"), _string(row, "output")
-    given = _string(row, "input") if row.get("input") is not None else ""
-    turns: list[Any] = [
-        {"role": "user", "content": f"{instruction}\n\n{given}" if given else instruction},
-        {"role": "assistant", "content": output},
-    ]
-    if isinstance(row.get("system"), str) and row["system"]:
-        turns.insert(0, {"role": "system", "content": row["system"]})
-    return _conversation(turns, row)
+def _read_alpaca(columns: Columns, source: DatasetSource) -> Document:
+    instruction = _string(columns, source.prompt_column or "instruction")
+    output = _string(columns, source.completion_column or "output")
+    given = _string(columns, "input") if columns.row.get("input") is not None else ""
+    turns = [*_history(columns), _turn("user", f"{instruction}\n\n{given}" if given else instruction)]
+    return _conversation(columns, [*turns, _turn("assistant", output)])
 
 
-def _read_prompt_completion(row: Row, source: DatasetSource) -> Document:
-    prompt_column = source.prompt_column or "prompt"
+def _history(columns: Columns) -> list[Message]:
+    """The earlier turns of an Alpaca row, from its list of [question, answer]."""
+    history = parse_json(columns.take("history")) or []
+    turns = []
+    for pair in history if isinstance(history, list) else [history]:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise BadRow(f"history: a list of [question, answer] is expected, found {shown(pair)}")
+        turns += [_turn("user", pair[0]), _turn("assistant", pair[1])]
+    return turns
+
+
+def _read_prompt_completion(columns: Columns, source: DatasetSource) -> Document:
+    row, prompt_column = columns.row, source.prompt_column or "prompt"
     completion_column = source.completion_column or (
         "completion" if row.get("completion") is not None or row.get("chosen") is None else "chosen"
     )
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
-        prompt, completion = _turns(row, prompt_column), _turns(row, completion_column)
-        conversation = _conversation([*prompt, *completion], row)
-        only_completion = tuple(
-            trained and i >= len(prompt) for i, trained in enumerate(conversation.trained)
-        )  # what the prompt holds is not trained on, its assistant turns neither
-        return Conversation(conversation.messages, only_completion, conversation.tools)
-    return Completion(_string(row, prompt_column), _string(row, completion_column, empty=False))
+        prompt, completion = _turns(columns, prompt_column), _turns(columns, completion_column)
+        # What the prompt holds is not trained on, its assistant turns neither.
+        untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in prompt]
+        return _conversation(columns, [*untrained, *completion])
+    return Completion(_string(columns, prompt_column), _string(columns, completion_column, empty=False))
 
 
-def _read_text(row: Row, source: DatasetSource) -> Document:
-    return Text(_string(row, source.text_column or "text", empty=False))
+def _read_text(columns: Columns, source: DatasetSource) -> Document:
+    return Text(_string(columns, source.text_column or "text", empty=False))
 
 
-READERS: dict[str, Callable[[Row, DatasetSource], Document]] = {
+READERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
     "messages": _read_messages,
     "sharegpt": _read_sharegpt,
     "alpaca": _read_alpaca,
@@ -171,90 +206,36 @@ READERS: dict[str, Callable[[Row, DatasetSource], Document]] = {
 }
 
 
-def _conversation(turns: Sequence[Any], row: Row) -> Conversation:
-    """Checked turns under the names that chat templates read. Raises `BadRow`."""
-    if not turns:
-        raise BadRow("the list of messages is empty")
-    messages, trained = [], []
-    for number, turn in enumerate(turns, 1):
-        message, is_trained = _message(turn, number)
-        messages.append(message)
-        trained.append(is_trained and message["role"] == "assistant")
-    _check_order([message["role"] for message in messages])
-    tools = row.get("tools") or ()
-    if not isinstance(tools, list | tuple) or not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f"tools: a list of JSON schemas is expected, found {_shown(tools)}")
-    return Conversation(tuple(messages), tuple(trained), tuple(tools))
+def _turn(role: str, content: str) -> Message:
+    return {"role": role, "content": content}
 
 
-def _message(turn: Any, number: int) -> tuple[Message, bool]:
-    if not isinstance(turn, dict):
-        raise BadRow(f"message {number}: a mapping with role and content is expected, found {_shown(turn)}")
-    role = turn.get("role", turn.get("from"))
-    if not isinstance(role, str) or role.lower() not in ROLES:
-        raise BadRow(
-            f"message {number}: unknown role {_shown(role)}; known are system, developer, user, assistant, tool"
-            " (human and gpt too)"
-        )
-    content = turn.get("content", turn.get("value"))
-    if content is None and turn.get("tool_calls"):
-        content = ""
-    if isinstance(content, list):
-        content = "".join(_part(part, number) for part in content)
-    if not isinstance(content, str):
-        raise BadRow(f"message {number}: content: text is expected, found {_shown(content)}")
-    message = {key: value for key, value in turn.items() if key not in _OURS and value is not None}
-    train = turn.get("train") if turn.get("train") is not None else turn.get("weight")
-    if train not in (None, True, False):  # 0 and 1 are equal to these
-        raise BadRow(f"message {number}: train: true or false is expected, found {_shown(train)}")
-    return {"role": ROLES[role.lower()], "content": content, **message}, train is None or bool(train)
+def _conversation(columns: Columns, turns: list[Any]) -> Conversation:
+    """The turns with the row's own `system` and `tools` columns. Raises `BadRow`."""
+    messages, trained = read_messages(turns)
+    system = columns.row.get("system")
+    if isinstance(system, str):
+        columns.take("system")
+        if system and messages[0] != _turn("system", system):
+            messages, trained = (_turn("system", system), *messages), (False, *trained)
+    return Conversation(messages, trained, read_tools(columns.take("tools")))
 
 
-_OURS = frozenset({"role", "from", "content", "value", "train", "weight"})
-
-
-def _part(part: Any, number: int) -> str:
-    """The text of one part of a content list, as the OpenAI API writes them."""
-    if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
-        return str(part["text"])
-    raise BadRow(f"message {number}: content: only text parts are known here, found {_shown(part)}")
-
-
-def _check_order(roles: list[str]) -> None:
-    for number, (before, role) in enumerate(zip([None, *roles], roles, strict=False), 1):
-        if role in ("system", "developer") and before not in (None, "system", "developer"):
-            raise BadRow(f"message {number}: roles out of order: a {role} turn may only come first, not after {before}")
-        if role == before and role in ("user", "assistant"):
-            raise BadRow(f"message {number}: roles out of order: two {role} turns in a row; join them, or drop the row")
-        if role == "tool" and before not in ("assistant", "tool"):
-            raise BadRow(f"message {number}: roles out of order: a tool turn answers an assistant, not {before}")
-    if "assistant" not in roles:
-        raise BadRow(f"no assistant turn to learn from; the roles are {', '.join(roles)}")
-
-
-def _turns(row: Row, column: str) -> Sequence[Any]:
-    value = row.get(column)
+def _turns(columns: Columns, column: str) -> list[Any]:
+    value = columns.take(column)
     if not isinstance(value, list):
-        missing = f"; its columns are {', '.join(map(str, row))}" if column not in row else ""
-        raise BadRow(f"{column}: a list of messages is expected, found {_shown(value)}{missing}")
+        raise BadRow(f"{column}: a list of messages is expected, found {shown(value)}{_missing(columns, column)}")
     return value
 
 
-def _string(row: Row, column: str, empty: bool = True) -> str:
-    value = row.get(column)
+def _string(columns: Columns, column: str, empty: bool = True) -> str:
+    value = columns.take(column)
     if not isinstance(value, str):
-        missing = f"; its columns are {', '.join(map(str, row))}" if column not in row else ""
-        raise BadRow(f"{column}: text is expected, found {_shown(value)}{missing}")
+        raise BadRow(f"{column}: text is expected, found {shown(value)}{_missing(columns, column)}")
     if not value and not empty:
         raise BadRow(f"{column}: empty")
     return value
 
 
-def _shown(value: Any) -> str:
-    if value is None:
-        return "nothing"
-    try:
-        text = repr(value)
-    except RecursionError:
-        text = "deeply nested values"
-    return f"{text[:60]}... ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"
+def _missing(columns: Columns, column: str) -> str:
+    return "" if column in columns.row else f"; its columns are {', '.join(map(str, columns.row))}"

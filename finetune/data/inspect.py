@@ -174,5 +174,10 @@ def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
     )
     if source.tokens_lost:
         yield f"  lost to max_length: {counted(source.tokens_lost, 'token')}, {source.trained_tokens_lost:,} of them trained"
+    if source.unused_columns:
+        columns = ", ".join(
+            f"{name.translate(PICTURES)} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()
+        )
+        yield f"  columns that are not used: {columns}"
     for problem in source.skipped:
         yield f"  skipped {problem}"

@@ -23,6 +23,7 @@ class SourceReport:
     rows_read: int
     rows_skipped: int
     skipped: tuple[str, ...]  # what was wrong with the first of them
+    unused_columns: dict[str, int]  # column that nothing was read from -> rows that hold a value in it
     documents: int
     tokens: int
     trained_tokens: int
@@ -51,6 +52,7 @@ def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[E
         rows_read=facts.rows_read,
         rows_skipped=facts.rows_skipped,
         skipped=tuple(facts.skipped),
+        unused_columns=dict(facts.unused_columns),
         documents=len(store.rows),
         tokens=len(store.input_ids),
         trained_tokens=int(store.trained.sum(dtype=np.int64)),

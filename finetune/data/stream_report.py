@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from finetune.data.corpus import SHOWN_BAD_ROWS
+from finetune.data.corpus import SHOWN_BAD_ROWS, count_columns
 from finetune.data.findings import Finding, Tally, findings
 from finetune.data.mixing import SourceReport
 
@@ -29,6 +29,7 @@ class StreamReport:
     eval_sources: tuple[SourceReport, ...] = ()
     counts: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
+    unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
     tally: Tally = field(default_factory=Tally)
     told: dict[str, int] = field(default_factory=dict)  # name of a finding -> its rows when it was told
 
@@ -36,6 +37,7 @@ class StreamReport:
         """Counts a block in, and returns what a person is to be told of it."""
         self.counts.update({name: getattr(block, name) for name in COUNTED})
         self.skipped += block.skipped[: SHOWN_BAD_ROWS - len(self.skipped)]
+        count_columns(self.unused_columns, block.unused_columns)
         for finding in block.findings:
             self.tally.count(finding.name, finding.rows, finding.where)
         lines = []
@@ -56,6 +58,7 @@ class StreamReport:
             "streamed_from_step": self.from_step,
             **self.counts,
             "skipped": self.skipped,
+            "unused_columns": self.unused_columns,
             "eval_sources": [asdict(source) for source in self.eval_sources],
             "findings": [asdict(finding) for finding in (*self.findings(), *of_eval)],
         }

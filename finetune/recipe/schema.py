@@ -118,7 +118,8 @@ class Data:
         str | None,
         FileOrName,
         SameOnResume,
-        "The tokenizer's own where left out; or plain, chatml, llama3, mistral, gemma, a file, or inline Jinja.",
+        "The tokenizer's own where left out; or plain, chatml, hermes, qwen, llama3, llama3.1, mistral, gemma, a file, or "
+        "inline Jinja.",
     ] = None
     max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
     packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True

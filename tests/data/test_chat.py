@@ -31,7 +31,7 @@ THINKING = """\
 FINAL_END = NAMED["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
 TEMPLATES = NAMED | {"thinking": THINKING, "final end": FINAL_END}
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
-ENDS = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "gemma": "<end_of_turn>", "thinking": "<|im_end|>", "final end": "<|im_end|>"}  # fmt: skip
+ENDS = {"chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "gemma": "<end_of_turn>", "thinking": "<|im_end|>", "final end": "<|im_end|>"}  # fmt: skip
 
 
 def tokenizer_with(template: str) -> Any:

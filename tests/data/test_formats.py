@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.formats import BadRow, Completion, Conversation, Text, read_row
+from finetune.data.formats import BadRow, Completion, Conversation, Text, read_document, read_row
 from finetune.recipe.schema import DatasetSource
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -38,12 +38,13 @@ ASKED = [("user", "Q", False), ("assistant", "A", True)]
         {"messages": [USER, ASSISTANT], "text": "rendered elsewhere"},
         {"messages": [{"role": "user", "content": [{"type": "text", "text": "Q"}]}, ASSISTANT]},
         {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
-        {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}, "rejected": {}},
+        {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}},
         {"instruction": "Q", "input": "", "output": "A"},
         {"instruction": "Q", "output": "A"},
         {"prompt": [USER], "completion": [ASSISTANT]},
-        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": []},
-        {"chosen": [USER, ASSISTANT], "rejected": [USER]},
+        {"prompt": [USER], "chosen": [ASSISTANT]},
+        {"chosen": [USER, ASSISTANT]},
+        {"messages": [USER, ASSISTANT], "label": True, "kto_tag": "true"},
     ],
 )
 def test_conversations_are_recognised(row: dict[str, Any]) -> None:
@@ -52,7 +53,7 @@ def test_conversations_are_recognised(row: dict[str, Any]) -> None:
 
 def test_plain_formats_are_recognised() -> None:
     assert read_row({"prompt": "2+2=", "completion": "4"}, SOURCE) == Completion("2+2=", "4")
-    assert read_row({"prompt": "2+2=", "chosen": "4", "rejected": "5"}, SOURCE) == Completion("2+2=", "4")
+    assert read_row({"prompt": "2+2=", "chosen": "4"}, SOURCE) == Completion("2+2=", "4")
     assert read_row({"text": "Once"}, SOURCE) == Text("Once")
 
 
@@ -76,6 +77,66 @@ def test_alpaca_input_system_and_what_is_trained() -> None:
         False,
         True,
     ]
+
+
+def test_the_system_column_and_the_history_are_turns() -> None:
+    system = ("system", "Be brief.", False)
+    for row in (
+        {"messages": [USER, ASSISTANT]},
+        {"messages": [{"role": "system", "content": "Be brief."}, USER, ASSISTANT]},
+        {"prompt": [USER], "completion": [ASSISTANT]},
+        {"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}]},
+    ):
+        assert turns({**row, "system": "Be brief."}) == [system, *ASKED]
+    row = {"instruction": "Add", "output": "4", "system": "Be brief."}
+    earlier = [("user", "Hi", False), ("assistant", "Hello", True)]
+    for history in ([["Hi", "Hello"]], '[["Hi", "Hello"]]'):
+        assert turns({**row, "history": history}) == [
+            system,
+            *earlier,
+            ("user", "Add", False),
+            ("assistant", "4", True),
+        ]
+    assert len(turns({**row, "history": "[]"})) == 3
+
+
+PAIR = {"chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "B"}]}
+
+
+def test_the_chosen_side_is_trained_on_where_the_recipe_says_so() -> None:
+    pairs = {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}, "rejected": {"from": "gpt", "value": "B"}}  # fmt: skip
+    assert turns(pairs, completion_column="chosen") == ASKED
+    assert turns({"prompt": [USER], **PAIR}, completion_column="chosen") == ASKED
+    assert turns({**PAIR, "chosen": [USER, ASSISTANT]}, messages_column="chosen") == ASKED
+    assert turns({"messages": [USER, ASSISTANT], "score": 0.1}, messages_column="messages") == ASKED
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [USER, ASSISTANT], "label": False}, "label: false marks a bad answer"),
+        ({"messages": [USER, ASSISTANT], "kto_tag": "False"}, "kto_tag: false marks a bad answer"),
+        ({"prompt": "Q", "completion": "A", "label": False}, "label: false marks a bad answer"),
+        (
+            {"prompt": "Q", "chosen": "A", "rejected": "B"},
+            "to train on the chosen answers alone, set completion_column",
+        ),
+        ({**PAIR, "chosen": [USER, ASSISTANT]}, "to train on the chosen answers alone, set messages_column: chosen"),
+        ({"instruction": "Q", "output": "A", "score": 0}, "score: there is no training by scores yet"),
+        ({"instruction": "Q", "output": "A", "history": [["Hi"]]}, "history: a list of [question, answer] is expected"),
+    ],
+)
+def test_rows_that_ask_for_another_method_are_refused(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRow) as problem:
+        read_row(row, SOURCE)
+    assert words in str(problem.value)
+
+
+def test_the_labels_of_plain_text_are_no_obstacle_and_every_unused_column_is_named() -> None:
+    assert read_document({"text": "Once", "label": False, "score": 3}, SOURCE) == (Text("Once"), ("label", "score"))
+    row = {"messages": [USER, ASSISTANT], "tools": "[]", "system": "", "label": True, "id": 7, "note": "", "url": "x"}
+    assert read_document(row, SOURCE)[1] == ("id", "url")
+    assert read_document({"prompt": "Q", "completion": "A", "system": "S"}, SOURCE)[1] == ("system",)
 
 
 @pytest.mark.parametrize(

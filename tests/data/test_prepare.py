@@ -22,7 +22,7 @@ Prepare = Callable[..., PreparedData]
 ASKED = {"prompt_column": "question", "completion_column": "answer"}
 REAL: dict[str, dict[str, str]] = {
     "alpaca_en_demo.json": {},
-    "dpo_en_demo.json": {},
+    "dpo_en_demo.json": {"completion_column": "chosen"},
     "c4_demo.jsonl": {},
     "gsm8k_test.jsonl": ASKED,
 }
@@ -259,6 +259,28 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_
     path.write_text("")
     with pytest.raises(UserError, match="there is no row in it"):
         prepare([{"path": str(path)}])
+
+
+def test_rows_labelled_false_stop_the_run_or_are_left_out_and_counted(prepare: Prepare, tmp_path: Path) -> None:
+    rows = [chat(f"Q{i}", "good" if i % 2 else "bad") | {"label": bool(i % 2), "source": "kto"} for i in range(6)]
+    path = write_lines(tmp_path / "kto.jsonl", rows)
+    with pytest.raises(UserError, match=r"kto\.jsonl:1: label: false marks a bad answer, which would be trained on as"):
+        prepare([{"path": str(path)}])
+    prepared = prepare([{"path": str(path)}], on_bad_row="skip")
+    (source,) = prepared.report.sources
+    assert (source.rows_read, source.rows_skipped, source.unused_columns) == (6, 3, {"source": 3})
+    assert {answer_of(prepared, i) for i in range(3)} == {"good<|end|>"}
+
+
+def test_a_lost_tool_call_stops_the_training_in_any_row(prepare: Prepare, tmp_path: Path) -> None:
+    call = {"from": "function_call", "value": '{"name": "now", "arguments": {}}'}
+    asked = {"conversations": [{"from": "human", "value": "What time is it?"}, call], "tools": "[]"}
+    path = write_lines(tmp_path / "a.jsonl", [*(chat(f"Q{i}", "A") for i in range(40)), asked])
+    with pytest.raises(
+        UserError, match="fatal: tool_calls_dropped: in 1 of 41 rows the chat template leaves tool calls"
+    ):
+        prepare([{"path": str(path)}])
+    assert not prepare([{"path": str(path)}], chat_template="chatml").report.findings[1:]
 
 
 def test_fatal_findings_stop_the_training_in_their_own_words(prepare: Prepare, tmp_path: Path) -> None:

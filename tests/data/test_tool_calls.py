@@ -1,0 +1,322 @@
+"""Tool calls: ShareGPT sets as they are published, OpenAI's form, the templates that write calls, and what is lost without."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli import main
+from finetune.data.chat import render
+from finetune.data.formats import BadRow, Conversation, read_row
+from finetune.data.renderer import renderer
+from finetune.data.templates import NAMED
+from finetune.errors import EXIT_USER_ERROR
+from finetune.recipe.schema import DatasetSource
+from tests.data.test_chat import conversation, tokenizer_with
+from tests.ranks import ROOT, run_command
+
+SOURCE = DatasetSource(path="calls.jsonl")
+SCHEMA = {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties": {}}}
+TOOL = {"type": "function", "function": SCHEMA}
+ARGUMENTS = {"city": "Köln", "days": 2}
+CALL = {"type": "function", "function": {"name": "weather", "arguments": ARGUMENTS}}
+ASKED = {"role": "user", "content": "Weather?"}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+ANSWERED = [{"role": "tool", "content": "rain"}, {"role": "assistant", "content": "It rains."}]
+WITH_TOOLS = ("chatml", "hermes", "qwen", "llama3.1", "mistral")
+
+
+def turn(role: str, value: Any) -> dict[str, Any]:
+    return {"from": role, "value": value}
+
+
+def document(row: dict[str, Any]) -> Conversation:
+    found = read_row(row, SOURCE)
+    assert isinstance(found, Conversation)
+    return found
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {  # ShareGPT, calls, arguments and schemas as JSON text
+            "conversations": [
+                turn("human", "Weather?"),
+                turn("function_call", json.dumps({"name": "weather", "arguments": json.dumps(ARGUMENTS)})),
+                turn("observation", "rain"),
+                turn("gpt", "It rains."),
+            ],
+            "tools": json.dumps([SCHEMA]),
+        },
+        {  # the calls as a list, the roles by other names
+            "conversations": [
+                turn("user", "Weather?"),
+                turn("tool_call", [{"name": "weather", "arguments": ARGUMENTS}]),
+                turn("tool", "rain"),
+                turn("assistant", "It rains."),
+            ],
+            "tools": [json.dumps(TOOL)],
+        },
+        {  # OpenAI's: arguments as text, content null
+            "messages": [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "tool_calls": [
+                        {"type": "function", "function": {"name": "weather", "arguments": json.dumps(ARGUMENTS)}}
+                    ],
+                },
+                *ANSWERED,
+            ],
+            "tools": [TOOL],
+        },
+        {  # OpenAI's older form
+            "messages": [
+                ASKED,
+                {
+                    "role": "assistant",
+                    "content": None,
+                    "function_call": {"name": "weather", "arguments": json.dumps(ARGUMENTS)},
+                },
+                {"role": "function", "content": "rain"},
+                ANSWERED[1],
+            ],
+            "tools": [TOOL],
+        },
+    ],
+)
+def test_calls_in_every_form_are_the_same_conversation(row: dict[str, Any]) -> None:
+    read = document(row)
+    assert list(read.messages) == [ASKED, CALLED, *ANSWERED]
+    assert read.trained == (False, True, False, True)
+    assert read.tools == (TOOL,)
+
+
+@pytest.mark.parametrize("nothing", ["[]", "", None, [], "null"])
+def test_no_tools_are_no_tools(nothing: Any) -> None:
+    row = {"conversations": [turn("human", "Hi"), turn("gpt", "Hello")], "tools": nothing}
+    assert document(row).tools == ()
+
+
+def test_words_and_calls_that_follow_each_other_are_one_turn() -> None:
+    call = json.dumps({"name": "weather", "arguments": {"city": "Köln"}})
+    turns = [turn("human", "Weather?"), turn("gpt", "Let me see."), turn("function_call", call), turn("function_call", call)]  # fmt: skip
+    read = document({"conversations": [*turns, turn("observation", "rain"), turn("gpt", "It rains.")]})
+    assert [(m["role"], m["content"], len(m.get("tool_calls", ()))) for m in read.messages] == [
+        ("user", "Weather?", 0),
+        ("assistant", "Let me see.", 2),
+        ("tool", "rain", 0),
+        ("assistant", "It rains.", 0),
+    ]
+    assert read.trained == (False, True, False, True)
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("weather(Köln)", "message 2: a tool call {name, arguments} is expected, found 'weather(Köln)' (str)"),
+        ("", "message 2: function_call: JSON of {name, arguments} is expected, found nothing"),
+        ('{"arguments": {}}', "message 2: a tool call {name, arguments} is expected"),
+        (
+            '{"name": "weather", "arguments": "Köln"}',
+            "message 2: tool call weather: arguments: a JSON object is expected, found 'Köln' (str)",
+        ),
+        ('{"name": "weather", "arguments": [1]}', "message 2: tool call weather: arguments: a JSON object is expected"),
+        ("[" * 100_000, "message 2: a tool call {name, arguments} is expected"),
+    ],
+)
+def test_a_call_that_cannot_be_read_says_why(value: str, words: str) -> None:
+    with pytest.raises(BadRow) as problem:
+        document({"conversations": [turn("human", "Weather?"), turn("function_call", value)]})
+    assert words in str(problem.value)
+
+
+# What each family documents: (how it describes the tools, a call and its end, what a tool answered).
+JSON_TOOL, JSON_CALL = json.dumps(TOOL), '{"name": "weather", "arguments": {"city": "Köln", "days": 2}}'
+IN_TAGS = f"<tool_call>\n{JSON_CALL}\n</tool_call><|im_end|>"
+DOCUMENTED = {
+    "chatml": (f"<tools>\n{JSON_TOOL}\n</tools>", IN_TAGS, "<|im_start|>user\n<tool_response>\nrain\n</tool_response>"),
+    "qwen": (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\n\n# Tools\n\nYou may"
+        " call one or more functions to assist with the user query.\n\nYou are provided with function signatures within"
+        f" <tools></tools> XML tags:\n<tools>\n{JSON_TOOL}\n</tools>",
+        IN_TAGS,
+        "<|im_start|>user\n<tool_response>\nrain\n</tool_response><|im_end|>\n<|im_start|>assistant\n",
+    ),
+    "hermes": (
+        "You are a function calling AI model. You are provided with function signatures within <tools></tools> XML tags."
+        " You may call one or more functions to assist with the user query. Don't make assumptions about what values to"
+        f" plug into functions. Here are the available tools: <tools> {JSON_TOOL} </tools>",
+        IN_TAGS,
+        "<|im_start|>tool\n<tool_response>\nrain\n</tool_response>\n<|im_end|>\n",
+    ),
+    "llama3.1": (
+        "Environment: ipython\nCutting Knowledge Date: December 2023\nToday Date: 26 Jul 2024\n\n<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nGiven the following functions, please respond with a JSON for a"
+        " function call with its proper arguments that best answers the given prompt.\n\nRespond in the format"
+        ' {"name": function name, "parameters": dictionary of argument name and its value}.Do not use variables.\n\n'
+        f"{json.dumps(TOOL, indent=4)}\n\nWeather?<|eot_id|>",
+        '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}<|eot_id|>',
+        '<|start_header_id|>ipython<|end_header_id|>\n\n"rain"<|eot_id|>',
+    ),
+    "mistral": (
+        f"[AVAILABLE_TOOLS] [{JSON_TOOL}][/AVAILABLE_TOOLS][INST] Weather?[/INST][TOOL_CALLS]",
+        f"[TOOL_CALLS] [{JSON_CALL}]<|end|>",
+        '[TOOL_RESULTS] {"content": "rain"}[/TOOL_RESULTS] It rains.',
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WITH_TOOLS)
+def test_a_named_template_writes_tools_as_its_family_documents_them(name: str) -> None:
+    read = document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]})
+    rendered = render(read, renderer(tokenizer_with(NAMED[name]), True))
+    tools, call, answer = DOCUMENTED[name]
+    assert tools in rendered.text and answer in rendered.text
+    said = [rendered.text[start:end] for start, end in rendered.spans]
+    assert said[0] == call
+    assert len(said) == 2 and "It rains." in said[1]
+    assert not {r for r in rendered.remarks if "dropped" in r}
+
+
+def test_mistral_writes_ids_where_there_are_some_and_tools_before_the_last_question() -> None:
+    called = {**CALLED, "tool_calls": [{**CALL, "id": "a1b2c3d4e"}]}
+    answered = [{**ANSWERED[0], "content": '{"sky": "rain"}', "tool_call_id": "a1b2c3d4e"}, ANSWERED[1]]
+    read = document({"messages": [ASKED, called, *answered, {"role": "user", "content": "And now?"}, called, *answered], "tools": [TOOL]})  # fmt: skip
+    rendered = render(read, renderer(tokenizer_with(NAMED["mistral"]), True))
+    assert rendered.text.count("[AVAILABLE_TOOLS]") == 1
+    assert "[/AVAILABLE_TOOLS][INST] And now?[/INST]" in rendered.text
+    assert '[TOOL_RESULTS] {"content": {"sky": "rain"}, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]' in rendered.text
+    said = [rendered.text[start:end] for start, end in rendered.spans]
+    with_id = JSON_CALL.removesuffix("}") + ', "id": "a1b2c3d4e"}'
+    assert said == [f"[TOOL_CALLS] [{with_id}]<|end|>", " It rains.<|end|>"] * 2
+
+
+@pytest.mark.parametrize("name", ["plain", "llama3", "gemma"])
+def test_what_a_template_leaves_out_is_noticed(name: str) -> None:
+    way = renderer(tokenizer_with(NAMED[name]), True)
+    both = render(document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]}), way).remarks
+    assert {"tool_calls_dropped", "tools_dropped"} <= set(both)
+    given = render(document({"messages": [ASKED, {**CALLED, "train": False}, *ANSWERED]}), way).remarks
+    assert "tools_dropped" in given and "tool_calls_dropped" not in given
+    schemas = render(document({"messages": [ASKED, ANSWERED[1]], "tools": [TOOL]}), way).remarks
+    assert "tools_dropped" in schemas
+
+
+def test_words_beside_a_call_reasoning_and_empty_answers_are_not_lost_unnoticed() -> None:
+    silent = NAMED["chatml"].replace("+ message['content'] -}}\n        {%- for call", "-}}\n        {%- for call")
+    beside = document({"messages": [ASKED, {**CALLED, "content": "Let me see."}, *ANSWERED], "tools": [TOOL]})
+    assert "assistant_dropped" in render(beside, renderer(tokenizer_with(silent), True)).remarks
+    chatml = renderer(tokenizer_with(NAMED["chatml"]), True)
+    assert "assistant_dropped" not in render(beside, chatml).remarks
+    reasoned = document({"messages": [ASKED, {**ANSWERED[1], "reasoning_content": "Clouds."}]})
+    assert "reasoning_dropped" in render(reasoned, chatml).remarks
+    shown = NAMED["chatml"].replace("message['content'] + '<|im_end|>", "message['reasoning_content'] | default('') + message['content'] + '<|im_end|>")  # fmt: skip
+    assert "reasoning_dropped" not in render(reasoned, renderer(tokenizer_with(shown), True)).remarks
+    assert "empty_answer" in render(conversation("Q", " "), chatml).remarks
+    assert "empty_answer" not in render(conversation("Q", "A"), chatml).remarks
+
+
+def sharegpt_rows(count: int) -> list[dict[str, Any]]:
+    """A set as it is published: calls, arguments and schemas as JSON text, some rows without tools."""
+    rows = []
+    for i in range(count):
+        asked = [turn("human", f"Weather in city {i}?")]
+        if i % 4 == 3:
+            rows.append({"conversations": [*asked, turn("gpt", f"I cannot know {i}.")], "tools": "[]"})
+            continue
+        call = {"name": "weather", "arguments": {"city": f"city {i}", "days": i}}
+        turns = [
+            *asked,
+            turn("function_call", json.dumps(call)),
+            turn("observation", json.dumps({"sky": "rain"})),
+            turn("gpt", f"It rains in city {i}."),
+        ]
+        rows.append({"conversations": turns, "tools": json.dumps([SCHEMA]), "system": "Be brief.", "id": i})
+    return rows
+
+
+def openai_form(i: int) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """(messages, tools) of row `i` of `sharegpt_rows`, written down a second time as transformers takes them."""
+    asked = {"role": "user", "content": f"Weather in city {i}?"}
+    if i % 4 == 3:
+        return [asked, {"role": "assistant", "content": f"I cannot know {i}."}], None
+    function = {"name": "weather", "arguments": {"city": f"city {i}", "days": i}}
+    return [
+        {"role": "system", "content": "Be brief."},
+        asked,
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]},
+        {"role": "tool", "content": '{"sky": "rain"}'},
+        {"role": "assistant", "content": f"It rains in city {i}."},
+    ], [TOOL]
+
+
+def answers_by_prefix(tokenizer: Any, messages: list[dict[str, Any]], tools: Any) -> list[str]:
+    """What the template adds for each assistant turn, by transformers' own rendering alone."""
+
+    def text(count: int, prompt: bool) -> str:
+        return str(
+            tokenizer.apply_chat_template(
+                messages[:count], tools=tools, tokenize=False, add_generation_prompt=prompt
+            )
+        )  # fmt: skip
+
+    turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    return [text(i + 1, False).removeprefix(text(i, True)).rstrip("\n") for i in turns]
+
+
+def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tokenizer_with(NAMED["chatml"])
+    Path("calls.json").write_text(json.dumps(sharegpt_rows(12)))
+    tokenizer.save_pretrained("tokenizer")
+    recipe = {
+        "model_config": {
+            "model_type": "llama",
+            "vocab_size": len(tokenizer),
+            "hidden_size": 16,
+            "intermediate_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+        },
+        "tokenizer_name_or_path": "tokenizer",
+        "chat_template": "llama3",
+        "datasets": [{"path": "calls.json"}],
+        "dataset_cache_dir": "cache",
+        "max_length": 2048,
+    }
+    Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["inspect", "--recipe", "recipe.yaml", "--rows", "0"]) == EXIT_USER_ERROR
+    said = capsys.readouterr().out
+    assert "fatal: tool_calls_dropped: in 9 of 12 rows the chat template leaves tool calls out" in said
+    assert "warning: tools_dropped: in 9 of 12 rows" in said
+    assert "columns that are not used: id (9 rows)" in said
+
+    Path("recipe.yaml").write_text(yaml.safe_dump({**recipe, "chat_template": "chatml"}))
+    assert main(["inspect", "--recipe", "recipe.yaml", "--rows", "12", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["report"]["sources"][0]["unused_columns"] == {"id": 9}
+    for i, row in enumerate(found["rows"]):
+        messages, tools = openai_form(i)
+        text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert "".join(token["text"] for token in row["tokens"]) == text
+        masked = "".join(token["text"] if token["trained"] else "\0" for token in row["tokens"])
+        assert [part for part in masked.split("\0") if part] == answers_by_prefix(tokenizer, messages, tools)
+
+    extra = ["max_steps=2", "logging_steps=1", "export_at_end=false", "output_dir=run", "chat_template=chatml"]
+    finished = run_command(
+        ["python", str(ROOT / "finetune/run.py"), "--config", "single", "--recipe", "recipe.yaml", *extra],
+        timeout=300,
+        cwd=tmp_path,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    lines = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2]
+    report = json.loads(Path("run/data_report.json").read_text())
+    assert report["sources"][0]["unused_columns"] == {"id": 9}
