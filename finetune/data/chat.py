@@ -111,6 +111,9 @@ def _end_of_turn(text: str, start: int, end: int, way: Renderer) -> int:
         return inside[-1]
     if way.end_of_turn and text.startswith(way.end_of_turn, end):
         return end + len(way.end_of_turn)
+    words = text[start:end].rstrip()
+    if way.end_of_turn and words.endswith(way.end_of_turn):  # which is text to this tokenizer, no special token
+        return start + len(words)
     # Another end than the last turn's (<|end|> for <|return|>), or the next turn's first token, which then is the end.
     behind = way.special_tokens.match(text, end)
     return behind.end() if behind else end
