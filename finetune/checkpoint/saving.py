@@ -23,6 +23,7 @@ from finetune.checkpoint.agreement import Ranks
 from finetune.checkpoint.replicas import refuse_different_replicas
 from finetune.data.prepare import global_batch_size
 from finetune.errors import UserError
+from finetune.export.publishing import SPARE_BYTES
 from finetune.hub import folder_at_hand
 from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
@@ -255,19 +256,21 @@ def describe(progress: Progress, recipe: Recipe, world: World, data_fingerprint:
 def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_bytes: int, parameters: int) -> None:
     """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write there.
 
-    One checkpoint more than are kept, since an old one goes only when the new one is there; and the export.
+    One checkpoint more than are kept, since an old one goes only when the new one is there; and the export, with what it
+    wants to be free beside it.
     """
     wanted = recipe.checkpoint
     saves = math.ceil(steps / wanted.save_steps) if wanted.save_steps else 1
     kept = saves if wanted.save_total_limit is None else min(saves, wanted.save_total_limit + 1)
     new = max(1, kept - len(folder.published(run_folder)))
     export = parameters * EXPORT_BYTES[wanted.export_dtype or recipe.model.dtype] if wanted.export_at_end else 0
-    needed, free = new * checkpoint_bytes + export, shutil.disk_usage(run_folder).free
+    spare = SPARE_BYTES if export else 0
+    needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
     if needed > free:
         fewer = "lower save_total_limit, " if wanted.save_total_limit != 1 and kept > 1 else ""
         raise UserError(
             f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} and an export of "
-            f"{disk_size(export)}, but {disk_size(free)} are free here; {fewer}make room, or set another output_dir"
+            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but {disk_size(free)} are free here; {fewer}make room, or set another output_dir"
         )
 
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from finetune.plan.job import Job
 from finetune.plan.memory import peak
 from finetune.recipe.schema import Recipe
 
+Optim = Literal["adamw_bf16_moments", "adamw_8bit"]
+FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
+SHORTEST_ROW = 512  # tokens; no shorter row is suggested
 RANKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 
@@ -30,23 +34,21 @@ class Advice:
 
 
 def advise(job: Job, device_bytes: int) -> Advice:
-    """The cheapest single change that fits; where none does, the changes one after another, then those not needed
-    taken away again."""
+    """The changes that make `job` fit, none dearer than needed: the first in order of cost that fits alone, or with those
+    before it, of which the ones not needed are dropped."""
     needed = peak(job).total
     if needed <= device_bytes:
         return Advice(True, (), needed)
-    changes = list(possible_changes(job))
-    for change in changes:
+    taken: list[Change] = []
+    for change in possible_changes(job):
         if (alone := peak(change.apply(job)).total) <= device_bytes:
             return Advice(False, (change,), alone)
-    taken: list[Change] = []
-    for change in changes:
         taken.append(change)
         if _peak_after(job, taken) <= device_bytes:
             break
     else:
         return Advice(False, None, _peak_after(job, taken), _enough_ranks(job, taken, device_bytes))
-    for change in list(taken):
+    for change in reversed(list(taken)):  # the dearest first
         fewer = [other for other in taken if other is not change]
         if _peak_after(job, fewer) <= device_bytes:
             taken = fewer
@@ -54,21 +56,18 @@ def advise(job: Job, device_bytes: int) -> Advice:
 
 
 def possible_changes(job: Job) -> Iterator[Change]:
-    """What can still be changed, in order of what it costs: time, then more time, then what is learnt."""
+    """What can still be changed, the cheapest first: what costs next to no time, then more time, then what is learned."""
     sharding, recipe = job.sharding, job.recipe
+    yield from _smaller_micro_batch(job)
+    if recipe.optimisation.optim in FP32_MOMENTS:
+        yield Change(
+            "optim=adamw_bf16_moments", "moments rounded to bf16, no more time", _with_optim("adamw_bf16_moments")
+        )
     if not sharding.activation_checkpointing:
         yield Change(
             "fsdp_activation_checkpointing: true" if sharding.is_fsdp else "accelerate_config=fsdp_full_shard",
             "about 30% more time",
             lambda job: replace(job, sharding=replace(job.sharding, activation_checkpointing=True)),
-        )
-    if job.rows > 1:
-        rows = job.global_batch_size
-        keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
-        yield Change(
-            f"per_device_train_batch_size=1{keep}",
-            "more micro-batches, the same step",
-            lambda job: _with_batch(job, per_device_train_batch_size=1, global_batch_size=rows),
         )
     if job.pieces < job.ranks or sharding.strategy == "SHARD_GRAD_OP":
         yield Change(
@@ -85,6 +84,11 @@ def possible_changes(job: Job) -> Iterator[Change]:
                 ),
             ),
         )
+    if recipe.optimisation.optim != "adamw_8bit" and sharding.layout != "fsdp1":
+        yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", _with_optim("adamw_8bit"))
+    if recipe.data.max_length >= 2 * SHORTEST_ROW:
+        half = recipe.data.max_length // 2
+        yield Change(f"max_length={half}", "longer examples are cut", lambda job: _with_length(job, half))
     if not sharding.cpu_offload:
         yield Change(
             "accelerate_config=fsdp_cpu_offload",
@@ -103,6 +107,27 @@ def possible_changes(job: Job) -> Iterator[Change]:
         )
     if not recipe.lora.use_peft:
         yield Change("use_peft=true", "adapters instead of all parameters", _with_lora)
+
+
+def _smaller_micro_batch(job: Job) -> Iterator[Change]:
+    if job.rows > 1:
+        rows = job.global_batch_size
+        keep = "" if job.recipe.batch.global_batch_size else f" global_batch_size={rows}"
+        yield Change(
+            f"per_device_train_batch_size=1{keep}",
+            "more micro-batches, the same step",
+            lambda job: _with_batch(job, per_device_train_batch_size=1, global_batch_size=rows),
+        )
+
+
+def _with_optim(optim: Optim) -> Callable[[Job], Job]:
+    return lambda job: _with_recipe(
+        job, replace(job.recipe, optimisation=replace(job.recipe.optimisation, optim=optim))
+    )
+
+
+def _with_length(job: Job, tokens: int) -> Job:
+    return _with_recipe(job, replace(job.recipe, data=replace(job.recipe.data, max_length=tokens)))
 
 
 def _with_lora(job: Job) -> Job:

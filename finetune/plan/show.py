@@ -8,7 +8,7 @@ from finetune.flops import FORMULA, PEAK_FLOPS
 from finetune.plan.advice import Advice
 from finetune.plan.job import Job
 from finetune.plan.memory import Moment, Phase
-from finetune.plan.speed import ASSUMED_DEVICE, Speed
+from finetune.plan.speed import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
 from finetune.plan.state import frozen_dtype, shards
 from finetune.plan.storage import Disk, Host
 
@@ -125,6 +125,12 @@ def speed_lines(found: Speed, ranks: int) -> str:
         f"{counted(ranks, 'rank')}{steps}; {epoch}\n"
         f"           at {found.mfu:.0%} of {PEAK_FLOPS[ASSUMED_DEVICE] / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
         f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); --mfu sets another share"
+        + (
+            f"\n           of a step, {duration(found.offload_seconds)} are offload: state and gradients over PCIe at "
+            f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at {HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
+            if found.offload_seconds
+            else ""
+        )
     )
 
 
@@ -149,7 +155,8 @@ def advice_lines(advice: Advice, device_bytes: int) -> str:
         ranks = f"; {advice.ranks} ranks would do" if advice.ranks else ""
         return (
             f"too large  even with every change below it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
-            "           checkpointing, a micro-batch of 1, full sharding, offload and LoRA were tried together"
+            "           a micro-batch of 1, smaller moments, checkpointing, full sharding, half the row, offload and LoRA were tried "
+            "together"
         )
     lines = [f"too large  for {limit} GiB; with this it takes {gib(advice.peak)} GiB:"]
     lines += [f"           {change.text}   ({change.cost})" for change in advice.changes]
