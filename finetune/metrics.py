@@ -64,7 +64,8 @@ class MetricsLog:
     others' says nothing."""
 
     def __init__(self, path: Path | None, steps: int, start_step: int, tracker: Tracker | None = None) -> None:
-        self._file = None
+        self._file: Any = None
+        self._unwritten = b""  # lines that a full disk has refused
         self._tracker = tracker
         self._display: Display | None = None
         self._losses: list[tuple[int, float]] = []  # (step, loss) of every training line
@@ -72,7 +73,7 @@ class MetricsLog:
         if path is not None:
             self._losses = losses_of(_kept_until(path, start_step))
             self._display = Display(steps, start_step, (loss for _, loss in self._losses))
-            self._file = path.open("a", buffering=1, encoding="utf-8")
+            self._file = path.open("ab", buffering=0)
 
     def __enter__(self) -> Self:
         return self
@@ -83,9 +84,9 @@ class MetricsLog:
             self.close()
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl."""
+        """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line that finds room."""
         if self._file is not None:
-            self._file.write(json.dumps({key: _rounded(value) for key, value in line.items()}) + "\n")
+            self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
         self._hand_on(lambda tracker: tracker.log(line))
 
     def step(self, line: dict[str, Any]) -> None:
@@ -118,8 +119,23 @@ class MetricsLog:
         self.close_tracker()
         if self._display is not None:
             self._display.close()
-        if self._file is not None:
+        if self._file is not None and not self._file.closed:
+            if self._unwritten:
+                self._append(b"")
             self._file.close()
+
+    def _append(self, text: bytes) -> None:
+        is_first = not self._unwritten
+        self._unwritten += text
+        try:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        except OSError as error:
+            if is_first:
+                self.say(
+                    f"{self._file.name}: cannot be written ({error.strerror}); the run continues, and its lines are added "
+                    "once there is room"
+                )
 
     def _hand_on(self, act: Callable[[Tracker], None]) -> None:
         """Does `act` with the tracker; one that fails is told and left out from then on."""

@@ -30,7 +30,7 @@ def main() -> None:
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
     quieten()
-    from finetune.checkpoint.resuming import resume
+    from finetune.checkpoint import inputs, resuming
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
     from finetune.modeling.load import load_model
@@ -45,13 +45,14 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     folder = run_folder.open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = prepare_data(recipe, tokenizer, world)
-    if finished.is_finished(folder, recipe, data.fingerprint, world):
+    found = inputs.fingerprints(recipe, tokenizer, data, world)
+    if finished.is_finished(folder, recipe, found, world):
         return leave(world)
     with beforehand.out_of_memory_answered(recipe, world):
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
         optimizer = build_optimizer(model, recipe.optimisation)
-        progress = resume(recipe, folder, model, optimizer, world, data.fingerprint)
-        job = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress)
+        progress = resuming.resume(recipe, folder, model, optimizer, world, found)
+        job = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, found)
         evaluation.evaluate_untrained(job, progress)
         progress = evaluation.evaluate(job, loop.train(job, progress), questions=True)
     return conclusion.conclude(job, progress)

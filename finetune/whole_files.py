@@ -17,5 +17,8 @@ def replace_text(path: Path, text: str) -> None:
     try:
         aside.write_text(text, encoding="utf-8")
         aside.replace(target)
+    except OSError as error:
+        error.filename = str(path)  # of a write the system names no file, and nobody knows the one aside
+        raise
     finally:
         aside.unlink(missing_ok=True)

@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import resource
 import struct
 import sys
 import termios
@@ -43,6 +44,23 @@ def test_the_smoothed_loss_goes_on_where_it_was(tmp_path: Path, capsys: pytest.C
     assert before[:4] + after == whole
     steps = [line["step"] for line in map(json.loads, broken.read_text().splitlines()) if "loss" in line]
     assert steps == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_full_disk_neither_ends_the_run_nor_loses_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path, len(LOSSES), 0)
+    log.step(_line(1))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, before[1]))  # a write beyond it fails
+    try:
+        log.step(_line(2))
+        log.step(_line(4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().err.count(f"{path}: cannot be written (File too large); the run continues") == 1
+    log.step(_line(5))
+    log.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4, 5]
 
 
 def _all_that_stands_on(screen: int) -> str:

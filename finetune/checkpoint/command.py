@@ -10,6 +10,7 @@ from typing import Any
 from finetune.amounts import counted, disk_size
 from finetune.checkpoint import folder
 from finetune.errors import UserError
+from finetune.export.publishing import bring_back_exports
 
 EXIT_DAMAGED = 1
 
@@ -35,6 +36,7 @@ class Listed:
 def checkpoints_command(options: argparse.Namespace) -> int:
     """Lists the checkpoints of `options.run`; with `options.verify` reads every byte. Returns 1 where one is damaged."""
     run = Path(options.run)
+    bring_back_exports(run)
     found = list_checkpoints(run, checksums=options.verify)
     if options.json:
         print(json.dumps([asdict(listed) for listed in found], indent=1))
@@ -102,6 +104,6 @@ def _listed(step: int, path: Path, problems: list[str]) -> Listed:
 def _json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

@@ -1,6 +1,7 @@
 """Going on from a checkpoint, in any layout and on any number of ranks."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import torch
 
 from finetune.checkpoint import folder, state
 from finetune.checkpoint.agreement import Ranks
+from finetune.checkpoint.inputs import changed_inputs
 from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.saving import Progress, plain_optimizer, plain_recipe
 from finetune.data.prepare import global_batch_size
@@ -24,14 +26,14 @@ def resume(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     world: World,
-    data_fingerprint: str | None = None,
+    inputs: Mapping[str, str] | None = None,
 ) -> Progress:
     """Goes on from where `resume_from_checkpoint` says, or begins. All ranks call it.
 
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
-    recipe, or the content of its files (`data_fingerprint`; None: not known).
+    recipe, or what it names (`inputs`: their `fingerprints`).
     """
-    found = Ranks(world, None).main(lambda: _found(recipe, run_folder, world.size, data_fingerprint))
+    found = Ranks(world, None).main(lambda: _found(recipe, run_folder, world.size, inputs or {}))
     return Progress() if found is None else load(Path(found), model, optimizer, world)
 
 
@@ -108,18 +110,18 @@ def changed_keys(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
     return deciding, other
 
 
-def _found(recipe: Recipe, run_folder: Path, ranks: int, data_fingerprint: str | None) -> str | None:
+def _found(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]) -> str | None:
     checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder)
     if checkpoint is None:
         return None
-    _compare(recipe, checkpoint, ranks, data_fingerprint)
+    _compare(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
         for damaged in folder.set_aside_after(run_folder, folder.read_manifest(checkpoint).step):
             print(f"{damaged}: kept under this name for you to look at; remove it when you need the room")
     return str(checkpoint)
 
 
-def _compare(recipe: Recipe, checkpoint: Path, ranks: int, data_fingerprint: str | None) -> None:
+def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
     deciding, other = changed_keys(then["recipe"], plain_recipe(recipe))
     before, after = then["global_batch_size"], global_batch_size(recipe.batch, ranks)
@@ -127,10 +129,8 @@ def _compare(recipe: Recipe, checkpoint: Path, ranks: int, data_fingerprint: str
         deciding.append(
             f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any number of ranks)"
         )
-    data_then = then.get("data_fingerprint")
-    other_files = any(change.startswith("datasets") for change in deciding)
-    if None not in (data_then, data_fingerprint) and data_then != data_fingerprint and not other_files:
-        deciding.append("datasets: the files are named as before, but what they hold has changed")
+    inputs_then = then.get("inputs", {}) | {"datasets": then.get("data_fingerprint")}
+    deciding += changed_inputs(inputs_then, inputs, deciding)
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(
             [

@@ -5,6 +5,7 @@ import math
 import shutil
 import tempfile
 import threading
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -65,10 +66,10 @@ class Saver:
         world: World,
         recipe: Recipe,
         tokenizer: PreTrainedTokenizerBase,
-        data_fingerprint: str | None = None,
+        inputs: Mapping[str, str] | None = None,
     ) -> None:
         self.run_folder, self.model, self.optimizer = run_folder, model, plain_optimizer(optimizer)
-        self.world, self.recipe, self.data_fingerprint = world, recipe, data_fingerprint
+        self.world, self.recipe, self.inputs = world, recipe, inputs or {}
         wanted = recipe.checkpoint.async_save
         self.is_async = world.device.type == "cuda" if wanted is None else wanted
         timeout = timedelta(seconds=recipe.run.timeout_seconds)
@@ -179,7 +180,7 @@ class Saver:
         receipts = ranks.all(lambda: write_pieces(staging, pieces, self.world))
 
         def end() -> int:
-            content = json.dumps(describe(progress, self.recipe, self.world, self.data_fingerprint), indent=1).encode()
+            content = json.dumps(describe(progress, self.recipe, self.world, self.inputs), indent=1).encode()
             written = {name: entry for receipt in receipts for name, entry in receipt.items()}
             for name, text in (self._descriptions | {folder.STATE: content}).items():
                 written[name] = files.write_file(staging / name, [text])
@@ -242,13 +243,14 @@ def descriptions(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTo
         return {f"{folder.MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
 
 
-def describe(progress: Progress, recipe: Recipe, world: World, data_fingerprint: str | None) -> dict[str, Any]:
+def describe(progress: Progress, recipe: Recipe, world: World, inputs: Mapping[str, str]) -> dict[str, Any]:
     """What state.json says."""
     base = recipe.model.model_name_or_path
     return asdict(progress) | {
         "recipe": plain_recipe(recipe),
         "global_batch_size": global_batch_size(recipe.batch, world.size),
-        "data_fingerprint": data_fingerprint,
+        "data_fingerprint": inputs.get("datasets"),
+        "inputs": {name: value for name, value in inputs.items() if name != "datasets"},
         "base_model": str(Path(base).resolve()) if base is not None and Path(base).is_dir() else base,
     }
 

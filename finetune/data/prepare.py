@@ -18,7 +18,7 @@ from finetune.data.mixing import SourceReport, examples_of, held_out_in_training
 from finetune.data.order import Arrangement
 from finetune.data.renderer import renderer
 from finetune.data.store import IGNORE
-from finetune.data.streaming import StreamedBatches, streamed
+from finetune.data.streaming import StreamedBatches, stream_fingerprint, streamed
 from finetune.data.templates import PLAIN
 from finetune.errors import UserError
 from finetune.recipe.schema import Batch, DatasetSource, Recipe
@@ -77,12 +77,12 @@ class PreparedData:
 
     @property
     def fingerprint(self) -> str | None:
-        """A hash of the content of all files that are trained on; None where they are streamed, and not read beforehand.
+        """A hash of the content of all files that are trained on (of a stream, of pieces of it); None for a stream of the hub.
 
         Not of the rendered text: a chat template may put today's date into it.
         """
         if isinstance(self.train, StreamedBatches):
-            return None
+            return stream_fingerprint(self.train.sources)
         content = [store.facts["content"] for store in self.train.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 

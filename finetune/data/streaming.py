@@ -15,20 +15,25 @@ from pathlib import Path
 from threading import Event
 from typing import Any
 
+import xxhash
+
 from finetune.data.batches import Batches, MicroBatch, Ranks, StepBatch, batches_of
 from finetune.data.cache import cache_folder, find_store, hashed
 from finetune.data.corpus import Facts, read_facts, tokenised
 from finetune.data.examples import Examples
+from finetune.data.files import readable
 from finetune.data.findings import fatal
 from finetune.data.mixing import SourceReport, examples_of
 from finetune.data.order import Arrangement, generator
-from finetune.data.sources import RowBatch, local_splits, read_rows
+from finetune.data.sources import RowBatch, files_of, local_splits, read_rows
 from finetune.data.store import Tokens, TokenStore
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
 BLOCK_ROWS = 8192  # rows that are shuffled together
 RUN_ROWS = 64  # rows read from one source before the next is drawn
+PIECE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
+FINGERPRINT_BYTES = 256 * 1024 * 1024  # read for it of one source at most, two pieces of each file at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +226,35 @@ def _described(source: DatasetSource) -> Any:
     splits = local_splits(source.path) or {}
     files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
     return asdict(source), files
+
+
+def stream_fingerprint(sources: tuple[DatasetSource, ...]) -> str | None:
+    """A hash of what the sources' files hold: all of it up to FINGERPRINT_BYTES, else pieces that are spread evenly over it.
+
+    None where a source is of the hub. Names and times do not count: a copy on another disk is the same stream.
+    """
+    content = []
+    for source in sources:
+        paths = files_of(source)
+        if not paths:
+            return None
+        pieces = max(2, FINGERPRINT_BYTES // PIECE_BYTES // len(paths))
+        with ThreadPoolExecutor(8) as pool:
+            content.append(list(pool.map(lambda path, most=pieces: _sampled(path, most), paths)))
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def _sampled(path: str, most_pieces: int) -> tuple[int, str]:
+    """A file's size and a hash of at most `most_pieces` of it, the first and the last among them."""
+    digest = xxhash.xxh3_128()
+    with readable(path), Path(path).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        last = max(0, -(-size // PIECE_BYTES) - 1)  # number of the last piece
+        count = min(last + 1, most_pieces)
+        for index in range(count):
+            file.seek(index * last // max(1, count - 1) * PIECE_BYTES)
+            digest.update(file.read(PIECE_BYTES))
+    return size, digest.hexdigest()
 
 
 def _numbered(batch: StepBatch, first_step: int, first_example: int, note: Note) -> StepBatch:

@@ -4,13 +4,16 @@ from pathlib import Path
 
 from finetune.amounts import read_size
 from finetune.errors import UserError
-from finetune.export.publishing import refuse_existing, refuse_unwritable
+from finetune.export.publishing import bring_back, bring_back_exports, refuse_existing, refuse_unwritable
 
 DTYPES = ("float32", "bfloat16", "float16")
 
 
 def refuse_mistakes(source: Path, output: Path, *, dtype: str | None, max_shard_size: str, overwrite: bool) -> None:
     """Raises `UserError` where the export could only fail, whatever `source` holds."""
+    bring_back_exports(source)
+    for place in (source, output):
+        bring_back(place)
     if not source.exists():
         raise UserError(f"{source}: no such folder; give a run's folder or a checkpoint")
     if source.is_file():

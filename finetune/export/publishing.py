@@ -13,6 +13,7 @@ from finetune.checkpoint.files import sync_folder
 from finetune.errors import UserError
 
 SPARE_BYTES = 64 * 1024 * 1024  # for tokenizer, index and card, and so that the disk is not filled to the brim
+EXPORTS = ("export", "adapter")  # in a run's folder
 MARKS = ("config.json", "adapter_config.json")  # what a folder must hold for --overwrite to replace it
 
 
@@ -24,8 +25,9 @@ def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     Raises `UserError` where `output` exists and may not be replaced, or someone else is writing it now.
     """
+    bring_back(output)
     refuse_existing(output, overwrite)
-    staging = output.parent / f".{output.name}.exporting"
+    staging = _staging_of(output)
     missing = [folder for folder in output.parents if not folder.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -46,6 +48,32 @@ def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
+
+
+def bring_back(output: Path) -> None:
+    """Gives the export at `output` its name back, where a process was killed while it replaced it.
+
+    Between the two renames of `_publish` the old export is called .NAME.replaced. Every command that may meet one calls
+    this. Nothing is done while another process is at it, or where nothing can be written.
+    """
+    replaced, staging = _replaced_by(output), _staging_of(output)
+    if output.exists() or not replaced.is_dir():
+        return
+    with suppress(UserError, OSError):
+        lock = _locked(staging, output)
+        try:
+            if replaced.is_dir() and not output.exists():
+                replaced.rename(output)
+                sync_folder(output.parent)
+            _remove_empty([staging])
+        finally:
+            os.close(lock)
+
+
+def bring_back_exports(run: Path) -> None:
+    """`bring_back` of what a run's end leaves."""
+    for name in EXPORTS:
+        bring_back(run / name)
 
 
 def refuse_existing(output: Path, overwrite: bool) -> None:
@@ -79,6 +107,14 @@ def refuse_full_disk(folder: Path, needed_bytes: int) -> None:
             f"{folder.parent}: the export takes {disk_size(needed_bytes)}, but the disk has {disk_size(free)} free; "
             "make room or choose another --output"
         )
+
+
+def _staging_of(output: Path) -> Path:
+    return output.parent / f".{output.name}.exporting"
+
+
+def _replaced_by(output: Path) -> Path:
+    return output.parent / f".{output.name}.replaced"
 
 
 def _unwritable(output: Path, error: OSError) -> UserError:
@@ -120,7 +156,7 @@ def _remove_empty(folders: Iterable[Path]) -> None:
 
 def _publish(staging: Path, output: Path) -> None:
     sync_folder(staging)
-    replaced = output.parent / f".{output.name}.replaced"
+    replaced = _replaced_by(output)
     if output.exists():
         shutil.rmtree(replaced, ignore_errors=True)
         output.rename(replaced)

@@ -60,7 +60,7 @@ def open_source(path: Path, *, base_model: str | None = None, tell: Callable[[st
     """
     checkpoint = _checkpoint_of(path, tell)
     if checkpoint is not None:
-        return _open_checkpoint(checkpoint, base_model)
+        return _of_same_base(_open_checkpoint(checkpoint, base_model), base_model, tell)
     if (path / lora.CONFIG_FILE).exists():
         return _open_adapter(path, base_model)
     tensors, prefixed = _foreign_tensors(path)
@@ -94,10 +94,11 @@ def _checkpoint_of(path: Path, tell: Callable[[str], object]) -> Path | None:
     """The checkpoint of ours that `path` is or holds; None where it is nothing of ours."""
     from finetune.checkpoint import folder
 
-    if (path / folder.MANIFEST).exists():
-        if problems := _problems_of(path):
+    checkpoint = folder.checkpoint_at(path)
+    if checkpoint is not None:
+        if problems := _problems_of(checkpoint):
             raise UserError(f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run")
-        return path
+        return checkpoint
     if path.name == "checkpoints" and folder.published(path.parent):
         path = path.parent
     if not folder.published(path):
@@ -122,9 +123,10 @@ def _problems_of(checkpoint: Path) -> list[str]:
 
 def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     from finetune.checkpoint import folder
+    from finetune.checkpoint.json_files import read_state
 
     model = checkpoint / folder.MODEL
-    state = _json_object(checkpoint / folder.STATE)
+    state = read_state(checkpoint, folder.STATE)
     name = base_model or state.get("base_model")
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
@@ -134,6 +136,23 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     if base_model is not None:
         return replace(source, base=find_base(base_model, revision))
     return replace(source, base=folder_at_hand(name, revision) if name else None)
+
+
+def _of_same_base(source: Source, given: str | None, tell: Callable[[str], object]) -> Source:
+    """`source`, if its adapters were trained on the base that stands under them; every byte of the base is read.
+
+    Raises `UserError` where they were not; where the user named that base with --base-model, `tell` hears of it.
+    """
+    from finetune.checkpoint.inputs import base_fingerprint
+
+    then = source.state.get("inputs", {}).get("base")
+    if source.adapter is None or source.base is None or then is None or base_fingerprint(source.base) == then:
+        return source
+    said = f"{source.base}: these are not the weights that the adapters of {source.path} were trained on"
+    if given is None:
+        raise UserError(f"{said}; restore them, or name a folder with --base-model")
+    tell(f"{said}; merged with them all the same, since --base-model names them")
+    return source
 
 
 def _open_adapter(path: Path, base_model: str | None) -> Source:

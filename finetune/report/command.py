@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from finetune.errors import UserError
+from finetune.export.publishing import bring_back_exports
 from finetune.report.page import page
 from finetune.report.planned import planned
 from finetune.report.png import can_draw, draw_loss
@@ -14,6 +15,8 @@ from finetune.whole_files import replace_text
 
 def report_command(arguments: argparse.Namespace) -> int:
     """Writes the HTML of `arguments.runs`, and the loss curve as a PNG beside it (of the same name, where one was given)."""
+    for name in arguments.runs:
+        bring_back_exports(Path(name))
     runs = [read_run(Path(name)) for name in arguments.runs]
     path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
     if path.suffix == ".png":

@@ -30,7 +30,7 @@ def conclude(job: Job, progress: Progress) -> None:
         export(job, progress)
     if diverged := find_divergence(losses_of(read_json_lines(job.folder / "metrics.jsonl"), progress.step)):
         job.log.say(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
-    write_finished(job.folder, job.recipe, job.data.fingerprint, progress.step)
+    write_finished(job.folder, job.recipe, job.inputs, progress.step)
     job.log.say(results(job.folder))
     job.log.close()
 

@@ -67,9 +67,12 @@ def evaluate(job: Job, progress: Progress, questions: bool = False) -> Progress:
 
 
 def keep_samples(job: Job, progress: Progress, samples: Sequence[Sample]) -> None:
-    """Writes the samples down, on the main rank."""
+    """Writes the samples down, on the main rank. They are only looked at: a full disk does not end the run here."""
     if job.world.is_main:
-        append_samples(job.folder / SAMPLES, progress.step, samples)
+        try:
+            append_samples(job.folder / SAMPLES, progress.step, samples)
+        except OSError as error:
+            job.log.say(f"{job.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues")
 
 
 def append_samples(path: Path, step: int, samples: Sequence[Sample]) -> None:

@@ -1,6 +1,7 @@
 """A run that is done: written down at its end, so that the same command, started again, has nothing to do."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +15,17 @@ from finetune.whole_files import replace_text
 FINISHED = "finished.json"
 
 
-def write_finished(folder: Path, recipe: Recipe, data_fingerprint: str | None, step: int) -> None:
-    """Writes down that the run of `recipe` on this data is done: `step` is its last, and what it exports is there."""
-    replace_text(folder / FINISHED, json.dumps(_record(recipe, data_fingerprint, step), indent=1) + "\n")
+def write_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], step: int) -> None:
+    """Writes down that the run of `recipe` on these inputs is done: `step` is its last, and what it exports is there."""
+    replace_text(folder / FINISHED, json.dumps(_record(recipe, inputs, step), indent=1) + "\n")
 
 
-def is_finished(folder: Path, recipe: Recipe, data_fingerprint: str | None, world: World) -> bool:
-    """Whether this very run is done: same recipe, same data, and its last checkpoint and its exports still there.
+def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], world: World) -> bool:
+    """Whether this very run is done: same recipe, same inputs, and its last checkpoint and its exports still there.
 
     All ranks call it; rank 0 looks, and prints where the results are.
     """
-    done: bool = Ranks(world, None).main(lambda: _is_finished(folder, recipe, data_fingerprint))
+    done: bool = Ranks(world, None).main(lambda: _is_finished(folder, recipe, inputs))
     if done and world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results(folder))
@@ -37,7 +38,7 @@ def results(folder: Path) -> str:
     return "made    " + "  ".join(str(folder / name) for name in made)
 
 
-def _is_finished(folder: Path, recipe: Recipe, data_fingerprint: str | None) -> bool:
+def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str]) -> bool:
     steps = [step for step, _ in published(folder)]
     exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
     if not steps or not all((folder / name).is_dir() for name in exports):
@@ -46,8 +47,8 @@ def _is_finished(folder: Path, recipe: Recipe, data_fingerprint: str | None) -> 
         then = json.loads((folder / FINISHED).read_bytes())
     except (OSError, ValueError):
         return False
-    return bool(then == _record(recipe, data_fingerprint, steps[-1]))
+    return bool(then == _record(recipe, inputs, steps[-1]))
 
 
-def _record(recipe: Recipe, data_fingerprint: str | None, step: int) -> dict[str, Any]:
-    return {"step": step, "recipe_sha256": recipe_sha256(plain_recipe(recipe)), "data_fingerprint": data_fingerprint}
+def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
+    return {"step": step, "recipe_sha256": recipe_sha256(plain_recipe(recipe)), "inputs": dict(inputs)}

@@ -1,7 +1,7 @@
 """What a training run works with, as one value."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from finetune.recipe.schema import Recipe
 from finetune.sharding.layouts import unwrap, wrapped_units
 from finetune.sharding.world import World
 from finetune.trackers import Tracker, open_tracker
-from finetune.training.run_folder import run_name
+from finetune.training.run_folder import describe_run, run_name
 from finetune.training.watchdog import Watchdog
 from finetune.whole_files import replace_text
 
@@ -44,6 +44,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     schedule: Schedule
     log: MetricsLog
+    inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog
     flop_per_token: float
     peak_flops: float | None  # per second and device; None where it is not known
@@ -59,6 +60,7 @@ def assemble(
     size: Size,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
+    inputs: Mapping[str, str],
 ) -> Job:
     """The job of this rank; rank 0 opens metrics.jsonl and tells what is about to be done."""
     config: Any = unwrap(model).config
@@ -74,6 +76,7 @@ def assemble(
         optimizer=optimizer,
         schedule=schedule_of(recipe.optimisation, data.train.steps),
         log=open_log(recipe, world, folder, data, progress),
+        inputs=inputs,
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
         flop_per_token=flop_per_token_of(
             config, parameters=size.multiplied, length=recipe.data.max_length, frozen_base=recipe.lora.use_peft
@@ -86,22 +89,24 @@ def assemble(
 
 
 def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress) -> MetricsLog:
-    """On the main rank, metrics.jsonl with the display and the tracker, and data_report.json; nothing on the others.
+    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the description of the run; nothing
+    on the others.
 
-    Raises `UserError` on all ranks where the tracker does not start.
+    Raises `UserError` on all ranks where one of the files cannot be written, or the tracker does not start.
     """
     tracker: Tracker | None = None
+    log = MetricsLog(None, data.train.steps, progress.step)
 
     def start() -> None:
-        nonlocal tracker
+        nonlocal tracker, log
         tracker = open_tracker(recipe.run.report_to, run_name(recipe), folder, as_written(recipe), progress.step)
+        describe_run(folder, recipe, world)
+        if data.report is not None:  # streamed data is reported while it is read
+            write_data_report(folder, data.report.as_json())
+        log = MetricsLog(folder / "metrics.jsonl", data.train.steps, progress.step, tracker)
 
     Ranks(world, None).main(start)
-    if not world.is_main:
-        return MetricsLog(None, data.train.steps, progress.step)
-    if data.report is not None:  # streamed data is told of while it is read
-        write_data_report(folder, data.report.as_json())
-    return MetricsLog(folder / "metrics.jsonl", data.train.steps, progress.step, tracker)
+    return log
 
 
 def write_data_report(folder: Path, report: dict[str, Any]) -> None:
@@ -118,7 +123,10 @@ def teller_of_stream(job: Job, from_step: int) -> Callable[[SourceReport], None]
         for line in report.add(block):
             job.log.say(f"stream  {line}")
         if job.world.is_main:
-            write_data_report(job.folder, report.as_json())
+            try:
+                write_data_report(job.folder, report.as_json())
+            except OSError as error:  # it is only looked at; the next block writes it again
+                job.log.say(f"{error.filename}: cannot be written ({error.strerror}); the run continues")
 
     return tell
 

@@ -38,7 +38,7 @@ def train(job: Job, progress: Progress) -> Progress:
         return progress
     window = Window(torch.zeros((), device=world.device))
     guard = guard_of(job.optimizer, recipe.optimisation, world)
-    saver = Saver(job.folder, job.model, job.optimizer, world, recipe, job.tokenizer, job.data.fingerprint)
+    saver = Saver(job.folder, job.model, job.optimizer, world, recipe, job.tokenizer, job.inputs)
     with job.log, job.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
         saver.rehearse(steps)
         job.model.train()

@@ -13,8 +13,10 @@ import yaml
 
 from finetune import __version__
 from finetune.checkpoint.agreement import Ranks
+from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.lock import hold
 from finetune.errors import UserError
+from finetune.export.publishing import bring_back, bring_back_exports
 from finetune.optim import refuse_unusable
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
@@ -36,31 +38,48 @@ def run_name(recipe: Recipe) -> str:
 
 
 def open_run_folder(recipe: Recipe, world: World) -> Path:
-    """Makes the run's folder, holds it against other runs, and writes into it what is enough to repeat the run.
+    """Makes the run's folder and holds it against other runs.
 
-    Rank 0 writes, all ranks return it. Raises `UserError` on all where it cannot be written or another run has it, and
-    where the recipe asks for what is not installed.
+    Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has it, where
+    the recipe asks for what is not installed, and where it names a checkpoint that is damaged.
     """
     refuse_missing(recipe.run.report_to)
     refuse_unusable(recipe.optimisation, world.sharding)
     folder = run_folder(recipe)
-    Ranks(world, None).main(lambda: _open(folder, recipe, world))
+    Ranks(world, None).main(lambda: _open(folder, recipe))
     return folder
 
 
-def _open(folder: Path, recipe: Recipe, world: World) -> None:
+def _open(folder: Path, recipe: Recipe) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         hold(folder)
+        bring_back_exports(folder)
+    except OSError as error:
+        raise _unwritable(folder, error) from None
+    if recipe.model.model_name_or_path is not None:
+        bring_back(Path(recipe.model.model_name_or_path))
+    refuse_damaged_model(recipe)
+
+
+def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
+    """Writes what is enough to repeat the run. On the main rank, once the run is sure to start: a start that is refused
+    leaves the description of the run that is there.
+
+    Raises `UserError` where it cannot be written.
+    """
+    try:
         write_recipe(recipe, folder / "recipe.yaml")
         (folder / "accelerate.yaml").write_text(
             yaml.safe_dump(as_accelerate_file(world.sharding, world.size), sort_keys=False)
         )
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:
-        raise UserError(
-            f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can"
-        ) from None
+        raise _unwritable(folder, error) from None
+
+
+def _unwritable(folder: Path, error: OSError) -> UserError:
+    return UserError(f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can")
 
 
 def environment(world: World) -> dict[str, Any]:

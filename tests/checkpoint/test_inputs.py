@@ -1,0 +1,46 @@
+"""What a run reads beside its recipe is compared by content when it starts again, and what is refused changes nothing."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from finetune.data.streaming import PIECE_BYTES, stream_fingerprint
+from finetune.recipe.schema import DatasetSource
+from tests.ranks import ROOT, environment
+
+SCENARIOS = re.findall(
+    r"^def (an?_\w+|adapters_\w+|metrics_\w+)\(", (Path(__file__).parent / "starts.py").read_text(), re.M
+)
+
+
+@pytest.fixture(scope="module")
+def starts(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What starts.py says of all its scenarios."""
+    command = [sys.executable, str(ROOT / "tests" / "checkpoint" / "starts.py"), str(tmp_path_factory.mktemp("starts"))]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_a_run_that_is_started_again(starts: str, scenario: str) -> None:
+    assert f"passed {scenario}" in starts, starts
+
+
+def test_a_long_stream_is_sampled_from_its_first_byte_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("finetune.data.streaming.FINGERPRINT_BYTES", 4 * PIECE_BYTES)
+    path = tmp_path / "rows.jsonl"
+    content = bytes(range(256)) * (40 * PIECE_BYTES // 256) + b"the end"
+    sources = (DatasetSource(path=str(path)),)
+    path.write_bytes(content)
+    whole = stream_fingerprint(sources)
+    for other in (b"!" + content[1:], content[:-1] + b"!", content[1:] + content[:1], content + b"!"):
+        path.write_bytes(other)
+        assert stream_fingerprint(sources) != whole
+    path.write_bytes(content)
+    assert stream_fingerprint(sources) == whole
