@@ -5,9 +5,44 @@ counts no untied input embedding, which multiplies nothing; L layers, H heads, Q
 activations are not counted. Source: Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
+import re
 from typing import Any
 
-PEAK_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L40S": 362e12, "4090": 165e12}  # dense bf16, per second
+# Dense bf16 with fp32 sums, per second, by the words of a device's name; where two fit, the longer one. From the vendors' data
+# sheets, whose figures "with sparsity" are halved. AMD's MI250X counts as two devices, of which this is one.
+PEAK_FLOPS = {
+    "GB300": 2500e12,
+    "GB200": 2500e12,
+    "B300": 2250e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H200": 989e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H800": 989e12,
+    "H800 PCIe": 756e12,
+    "H20": 148e12,
+    "A100": 312e12,
+    "A800": 312e12,
+    "A40": 150e12,
+    "A30": 165e12,
+    "A10": 125e12,
+    "L40S": 362e12,
+    "L40": 181e12,
+    "L4": 121e12,
+    "RTX 6000 Ada": 364e12,
+    "RTX A6000": 155e12,
+    "RTX 5090": 209e12,
+    "RTX 4090": 165e12,
+    "RTX 3090": 71e12,
+    "MI355X": 2500e12,
+    "MI350X": 2300e12,
+    "MI325X": 1307e12,
+    "MI300X": 1307e12,
+    "MI250X": 191e12,
+}
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
@@ -38,7 +73,11 @@ def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen_base:
 def peak_flops_of(device_name: str) -> float | None:
     """The dense bf16 peak of a GPU in FLOP per second, by its name; None where it is not known.
 
-    >>> peak_flops_of("NVIDIA H200"), peak_flops_of("a laptop")
-    (989000000000000.0, None)
+    Not known either: a part of a GPU (MIG), and laptops' versions, which run at other clocks under the same name.
+
+    >>> peak_flops_of("NVIDIA H200"), peak_flops_of("NVIDIA H100 PCIe"), peak_flops_of("a laptop")
+    (989000000000000.0, 756000000000000.0, None)
     """
-    return next((peak for model, peak in PEAK_FLOPS.items() if model in device_name), None)
+    words = set(re.split(r"[\s-]+", device_name))
+    fitting = [model for model in PEAK_FLOPS if words.issuperset(model.split())]
+    return PEAK_FLOPS[max(fitting, key=len)] if fitting and not words & {"MIG", "Laptop", "D"} else None

@@ -8,8 +8,8 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -41,15 +41,17 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@dataclass(slots=True)
 class Window:
     """What has happened since the last line of metrics. Loss stays on the device until a line is due."""
 
-    loss_sum: torch.Tensor
-    trained_tokens: int = 0
-    tokens: int = 0
-    data_wait_seconds: float = 0.0
-    started: float = field(default_factory=time.perf_counter)
+    def __init__(self, device: torch.device) -> None:
+        self.loss_sum = torch.zeros((), device=device)
+        self.trained_tokens = 0
+        self.tokens = 0
+        self.data_wait_seconds = 0.0
+        self._device = device
+        self._seconds = 0.0  # of the steps before the last pause
+        self._started = time.perf_counter()
 
     def add(self, loss_sum: torch.Tensor, tokens: int, trained_tokens: int, data_wait_seconds: float) -> None:
         """One step: this rank's summed loss, and the counts of all ranks."""
@@ -57,6 +59,26 @@ class Window:
         self.tokens += tokens
         self.trained_tokens += trained_tokens
         self.data_wait_seconds += data_wait_seconds
+
+    def tokens_per_second(self) -> float:
+        """Tokens of all ranks over the seconds of the steps, pauses left aside."""
+        return self.tokens / (self._seconds + time.perf_counter() - self._started)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Around an evaluation or a save: its seconds are no step's. Waits for the device, whose queue is the steps'."""
+        _synchronize(self._device)
+        self._seconds += time.perf_counter() - self._started
+        try:
+            yield
+        finally:
+            _synchronize(self._device)
+            self._started = time.perf_counter()
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class MetricsLog:

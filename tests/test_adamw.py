@@ -1,9 +1,12 @@
 """bf16 moments: as torch's AdamW up to the rounding, unbiased, and saved and loaded in bf16."""
 
 import copy
+import shutil
 
+import pytest
 import torch
 
+from finetune import adamw
 from finetune.adamw import AdamWBf16Moments, stochastically_rounded
 
 
@@ -83,3 +86,21 @@ def test_state_is_loaded_in_bf16_and_training_goes_on_as_if_nothing_had_happened
     step(weight, optimizer, 9)
     step(twin, other, 9)
     assert torch.equal(weight, twin)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True  # type: ignore[assignment]
+
+
+def test_a_gpu_run_looks_for_the_compiler_once_not_for_every_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookups: list[str] = []
+    monkeypatch.setattr(shutil, "which", lookups.append)
+    monkeypatch.setattr(adamw, "_compiled_update", lambda: adamw._update_)
+    parameters = [torch.zeros(3).as_subclass(OnGpu).requires_grad_() for _ in range(5)]
+    optimizer = AdamWBf16Moments(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.ones(3)
+    optimizer.step()
+    assert len(lookups) <= 1

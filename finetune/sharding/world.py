@@ -96,7 +96,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     """
     _be_told_of_launchers_end()
     device = _device(sharding)
-    _use_all_cores(device)
+    _use_own_cores(device, sharding)
     if sharding.mixed_precision == "fp16" and device.type == "cpu":
         raise UserError(f"{sharding.source}: mixed_precision: fp16 does not train on a CPU; use bf16 or no")
     # The watchdog, which shows every rank's stacks, looks on for SECONDS_FOR_CAUSE: only then may a collective give up.
@@ -155,14 +155,17 @@ def _device(sharding: Sharding) -> torch.device:
     return device
 
 
-def _use_all_cores(device: torch.device) -> None:
-    """Undoes OMP_NUM_THREADS=1, which a bare `accelerate launch` sets for the one process that it starts on a CPU.
+def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
+    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process that a bare
+    `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
 
     Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
     """
     alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
-    if device.type == "cpu" and alone and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
-        torch.set_num_threads(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    has_work = alone if device.type == "cpu" else sharding.cpu_offload
+    if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _launcher_has_threads() -> bool:

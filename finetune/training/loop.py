@@ -36,12 +36,12 @@ def train(job: Job, progress: Progress) -> Progress:
     recipe, world, steps = job.recipe, job.world, job.schedule.steps
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
-    window = Window(torch.zeros((), device=world.device))
     guard = guard_of(job.optimizer, recipe.optimisation, world)
     saver = Saver(job.folder, job.model, job.optimizer, world, recipe, job.tokenizer, job.inputs)
     with job.log, job.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
         saver.rehearse(steps)
         job.model.train()
+        window = Window(world.device)
         for batch, waited in _timed(_batches(job, progress)):
             job.watchdog.beat(f"training step {batch.step + 1}")
             rate = learning_rate(batch.step, job.schedule)
@@ -75,14 +75,16 @@ def train(job: Job, progress: Progress) -> Progress:
                 guard.check(recipe.optimisation)
             if log_due:
                 job.log.step(_line(job, window, progress, rate, norm))
-                window = Window(torch.zeros((), device=world.device))
+                window = Window(world.device)
                 collect()
             if eval_due:
-                progress = evaluate(job, progress)
-                job.model.train()
+                with window.paused():
+                    progress = evaluate(job, progress)
+                    job.model.train()
                 last = stopped_early(job, progress)
             if save_due or last or is_new_best(progress, recipe.checkpoint):
-                saver.save(progress)
+                with window.paused():
+                    saver.save(progress)
                 signals.save = False
             if last:
                 break
@@ -158,7 +160,7 @@ def _seed_from(text: str) -> None:
 def _line(job: Job, window: Window, progress: Progress, rate: float, norm: torch.Tensor) -> dict[str, Any]:
     """A line of metrics. The one place of a step where the host waits for the device."""
     loss = job.world.sum(window.loss_sum).item() / max(1, window.trained_tokens)
-    tokens_per_second = window.tokens / (time.perf_counter() - window.started)
+    tokens_per_second = window.tokens_per_second()
     peak = job.peak_flops
     return {
         "step": progress.step,

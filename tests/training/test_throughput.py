@@ -1,0 +1,41 @@
+"""Tokens per second are those of the steps: evaluations and saves between two lines of metrics are left out."""
+
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.checkpoint.saving import Saver
+from finetune.recipe.reader import read_recipe
+from finetune.run import fine_tune
+from finetune.sharding.config import read_sharding
+from finetune.training import loop
+from tests.training.layouts import steps_of
+
+PAUSE_SECONDS = 2.0
+
+
+def test_evaluations_and_saves_do_not_slow_the_steps_that_are_logged(
+    tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, save = loop.evaluate, Saver.save
+
+    def slow_evaluate(*arguments: Any) -> Any:
+        time.sleep(PAUSE_SECONDS)
+        return evaluate(*arguments)
+
+    def slow_save(*arguments: Any) -> None:
+        time.sleep(PAUSE_SECONDS)
+        save(*arguments)
+
+    monkeypatch.setattr(loop, "evaluate", slow_evaluate)
+    monkeypatch.setattr(Saver, "save", slow_save)
+    # Between the lines of steps 2 and 4: two evaluations, the first right after a line, and two saves.
+    keys = {"logging_steps": 2, "eval_steps": 1, "save_steps": 1, "eval_split_size": 0.2, "export_at_end": False}
+    fine_tune(read_recipe(str(tiny_recipe(**keys))), read_sharding("single", None, os.environ))
+    first, second = steps_of(tmp_path / "run")
+    seconds = (second["tokens"] - first["tokens"]) / second["tokens_per_second"]
+    assert 0 < seconds < PAUSE_SECONDS
