@@ -7,6 +7,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from finetune import __version__
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
@@ -51,6 +52,8 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The command line, read; for the subcommands that take a recipe, `overrides` holds its `key=value` texts."""
     parser = build_parser()
     options, rest = parser.parse_known_args(arguments)
+    if options.command == "inspect":
+        options.file = _take_file(rest)
     if options.command in TAKES_A_RECIPE:
         options.overrides = read_overrides(rest, vars(options).keys() - {"command"})
     elif rest:
@@ -58,6 +61,15 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
             f"{options.command} takes no {' '.join(rest)}; finetune {options.command} --help lists what it does"
         )
     return options
+
+
+def _take_file(rest: list[str]) -> str | None:
+    """Takes the first word out of `rest` that is neither an option, nor an option's value, nor `key=value`."""
+    for i, word in enumerate(rest):
+        is_value = i > 0 and rest[i - 1].startswith("--") and "=" not in rest[i - 1]
+        if not (word.startswith("--") or is_value or ("=" in word and not Path(word).exists())):
+            return rest.pop(i)
+    return None
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -85,7 +97,16 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--json", action="store_true", help="print JSON")
 
     inspect = _add(subcommands, "inspect", "the data as the model will see it, and what is wrong with it")
-    _add_recipe(inspect)
+    inspect.usage = (
+        "finetune inspect [FILE [--model M] | --recipe R] [--rows N | --examples ID,ID] [--json] [key=value ...]"
+    )
+    inspect.description = (
+        "The data as the model will see it, and what is wrong with it: a recipe's, or FILE's without one."
+    )
+    inspect.add_argument("--recipe", metavar="R", help="a file, or a name in recipes/ (default: quickstart)")
+    inspect.add_argument(
+        "--model", metavar="M", help="whose tokenizer and chat template are used: a folder or hub name"
+    )
     inspect.add_argument("--rows", type=int, default=3, metavar="N", help="examples to show (default: 3)")
     inspect.add_argument("--examples", metavar="ID,ID", help="these instead, by the numbers that a run tells")
     inspect.add_argument("--json", action="store_true", help="print JSON")

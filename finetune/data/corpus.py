@@ -13,6 +13,7 @@ import numpy as np
 from finetune.data.chat import Rendered, render
 from finetune.data.findings import Tally
 from finetune.data.formats import format_of, read_document
+from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.renderer import Renderer, renderer
 from finetune.data.sources import RowBatch
@@ -37,6 +38,7 @@ class Facts:
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
     formats: list[str] = field(default_factory=list)  # of its rows, as they are met
     unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
+    structured_files: list[int] = field(default_factory=list)  # indexes of the files with rows that are not plain text
     tally: Tally = field(default_factory=Tally)
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: where the stream stands behind it
 
@@ -114,8 +116,13 @@ def _rendered(
             documents.append(document)
             places.append((file, number))
             count_columns(facts.unused_columns, dict.fromkeys(unused, 1))
-            if (kind := format_of(row, source)) not in facts.formats:
+            if isinstance(row, RepeatedKeys):
+                facts.tally.note("repeated_keys", [f"{batch.file}:{number}"])
+            kind = format_of(row, source)
+            if kind not in facts.formats:
                 facts.formats.append(kind)
+            if kind != "text" and file not in facts.structured_files:
+                facts.structured_files.append(file)
     facts.rows_read += len(batch.rows)
     if bad and data.on_bad_row == "error":
         raise UserError(_told(bad, len(batch.rows)))

@@ -57,18 +57,21 @@ class Examples:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What `overlength` did."""
+    """What was done with the documents of more than max_length tokens."""
 
-    overlong: int = 0  # documents of more than max_length tokens
-    tokens_lost: int = 0
-    trained_tokens_lost: int = 0
+    truncated: NDArray[np.int64]  # their indexes in the store
+    dropped: NDArray[np.int64]
+    split: NDArray[np.int64]
+    tokens_lost: int
+    trained_tokens_lost: int
 
 
-def cut(store: TokenStore, max_length: int, overlength: Overlength) -> tuple[Examples, Cuts]:
+def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
     """The store's documents as examples of at most `max_length` tokens.
 
-    Labels are kept as they stand in the document: the last token of a cut example still has its successor as label,
-    so that splitting loses no target. Raises `UserError` where a document is longer and `overlength` is `error`.
+    `overlength` None: plain text is split, for it goes on in the next row, and anything else is truncated. Labels are
+    kept as they stand in the document: the last token of a cut example still has its successor as label, so that
+    splitting loses no target. Raises `UserError` where a document is longer and `overlength` is `error`.
     """
     lengths = np.diff(store.starts)
     overlong = lengths > max_length
@@ -79,8 +82,10 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength) -> tuple[Exa
             f"error); {int(overlong.sum())} rows are, the longest of {int(lengths[worst])} tokens; raise max_length or "
             "set overlength to truncate, drop or split"
         )
-    kept = np.flatnonzero(~overlong) if overlength == "drop" else np.arange(len(lengths))
-    pieces = -(-lengths[kept] // max_length) if overlength == "split" else np.ones(len(kept), np.int64)
+    to_drop = overlong & (overlength == "drop")
+    to_split = overlong & (store.is_text if overlength is None else overlength == "split")
+    kept = np.flatnonzero(~to_drop)
+    pieces = np.where(to_split, -(-lengths // max_length), 1)[kept]
     document = np.repeat(kept, pieces)
     piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     start = store.starts[:-1][document] + piece * max_length
@@ -90,7 +95,9 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength) -> tuple[Exa
         trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE)
     examples = Examples((store,), np.zeros(len(document), np.int32), document, start, length, trained)
     cuts = Cuts(
-        overlong=int(overlong.sum()),
+        truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
+        dropped=np.flatnonzero(to_drop),
+        split=np.flatnonzero(to_split),
         tokens_lost=int(lengths.sum() - length.sum(dtype=np.int64)),
         trained_tokens_lost=int(store.trained.sum(dtype=np.int64) - trained.sum(dtype=np.int64)),
     )

@@ -6,17 +6,28 @@ message has is null in every other, "007" becomes 7), and names neither the file
 
 import csv
 import gzip
-import json
+import io
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import IO, Any
 
-from finetune.data.formats import BadRow
+from finetune.data.json_rows import (
+    MAX_ROW_BYTES,
+    NumberedRow,
+    RepeatedKeys,
+    RowDecoder,
+    parse_line,
+    read_array,
+    rows_inside,
+)
+from finetune.data.messages import BadRow
 from finetune.errors import UserError
 
-MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a corpus in one piece that belongs in several rows
+UNPACKED_TIMES = 64  # what a .gz unpacks to, as a multiple of its size; text makes 3 to 20
+UNPACKED_BYTES = 64 * 2**20  # whatever its size
 KINDS = {
     ".json": "json",
     ".jsonl": "json",
@@ -27,8 +38,6 @@ KINDS = {
     ".arrow": "arrow",
     ".txt": "text",
 }
-
-NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is the line in its file, or the row's own from 1
 
 
 def kind_of(path: str) -> str | None:
@@ -63,12 +72,42 @@ def readable(path: str) -> Iterator[None]:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
+class _Unpacked(io.RawIOBase):
+    """What a gzip file holds, up to a bound: a few megabytes of zeros can stand for terabytes."""
+
+    def __init__(self, packed: gzip.GzipFile, path: str) -> None:
+        self._packed, self._path = packed, path
+        self._most = max(UNPACKED_BYTES, UNPACKED_TIMES * Path(path).stat().st_size)
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        return self._packed.seek(offset, whence)
+
+    def readinto(self, buffer: Any) -> int:
+        count = self._packed.readinto(buffer)
+        if self._packed.tell() > self._most:
+            raise UserError(
+                f"{self._path}: unpacks to more than {self._most // 2**20:,} MiB, {UNPACKED_TIMES} times its size; "
+                "is it data? unpack it, and name the unpacked file"
+            )
+        return count
+
+
 @contextmanager
 def _opened(path: str) -> Iterator[IO[bytes]]:
     """The file's bytes, unpacked. What goes wrong while they are read becomes a `UserError`."""
     try:
-        with gzip.open(path, "rb") if path.endswith(".gz") else Path(path).open("rb") as stream:
-            yield stream  # type: ignore[misc]
+        if path.endswith(".gz"):
+            with gzip.open(path, "rb") as packed:
+                yield io.BufferedReader(_Unpacked(packed, path), 2**20)
+        else:
+            with Path(path).open("rb") as stream:
+                yield stream
     except EOFError:
         raise UserError(f"{path}: the file is cut off: its gzip stream has no end; copy or download it again") from None
     except (gzip.BadGzipFile, zlib.error) as error:
@@ -110,69 +149,17 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
         if start.startswith(b"["):
-            yield from _rows_of_array(path, stream.read())
+            yield from read_array(path, stream)
             return
-        if start.startswith(b"{") and isinstance(first, str) and isinstance(_parsed(first), BadRow):
-            rows = _rows_inside(path, stream.read())  # laid out over many lines, or a first row that is damaged
+        decoder = RowDecoder()
+        if start.startswith(b"{") and isinstance(first, str) and isinstance(parse_line(first, decoder), BadRow):
+            rows = rows_inside(path, stream.read())  # laid out over many lines, or a first row that is damaged
             if rows is not None:
                 yield from enumerate(rows, 1)
                 return
             stream.seek(0)
         for number, line in _lines(stream):
-            yield number, line if isinstance(line, BadRow) else _parsed(line)
-
-
-def _parsed(line: str) -> dict[str, Any] | BadRow:
-    try:
-        row = json.loads(line)
-    except RecursionError:
-        return BadRow("nested too deeply")
-    except ValueError as error:
-        return BadRow(f"not JSON: {error}")
-    return row if isinstance(row, dict) else BadRow(f"a JSON object is expected, found {type(row).__name__}")
-
-
-def _rows_of_array(path: str, raw: bytes) -> Iterator[NumberedRow]:
-    """The rows of `[{...}, {...}]`, parsed one by one, so that an error knows its row."""
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
-    decoder = json.JSONDecoder()
-    position, number = _past_space(text, text.index("[") + 1), 1
-    while position < len(text) and text[position] != "]":
-        try:
-            row, position = decoder.raw_decode(text, position)
-        except RecursionError:
-            raise UserError(f"{path}:{number}: nested too deeply") from None
-        except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}; the rows after it cannot be read") from None
-        yield number, row if isinstance(row, dict) else BadRow("a JSON object is expected")
-        position, number = _past_space(text, position), number + 1
-        if text[position : position + 1] == ",":
-            position = _past_space(text, position + 1)
-        elif text[position : position + 1] != "]":
-            break
-    if text[position : position + 1] != "]":
-        raise UserError(f"{path}:{number}: the array of rows has no end; the file is cut off or damaged there")
-
-
-def _rows_inside(path: str, raw: bytes) -> list[dict[str, Any]] | None:
-    """The one list of rows in `{"data": [{...}, {...}]}`; None where the file is no such object."""
-    try:
-        whole = json.loads(raw)
-    except (ValueError, RecursionError):
-        return None
-    lists = [v for v in whole.values() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
-    if len(lists) != 1:
-        raise UserError(f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected")
-    return list(lists[0])
-
-
-def _past_space(text: str, position: int) -> int:
-    while position < len(text) and text[position] in " \t\r\n":
-        position += 1
-    return position
+            yield number, line if isinstance(line, BadRow) else parse_line(line, decoder)
 
 
 def _read_csv(path: str) -> Iterator[NumberedRow]:
@@ -182,6 +169,7 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
         delimiter = "\t" if Path(path.removesuffix(".gz")).suffix.lower() == ".tsv" else ","
         reader = csv.reader(_decoded(path, stream), delimiter=delimiter, strict=True)
         columns: list[str] | None = None
+        row_type: type[dict[str, Any]] = dict
         while True:
             number = reader.line_num + 1
             try:
@@ -195,14 +183,19 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
                 return
             if columns is None:
                 columns = values
+                row_type = dict if len(set(columns)) == len(columns) else RepeatedKeys
             elif len(values) == len(columns):
-                yield number, dict(zip(columns, values, strict=True))
+                yield number, row_type(zip(columns, values, strict=True))
             elif values:
                 yield number, BadRow(f"{len(values)} fields where the first line names {len(columns)} columns")
 
 
-def _decoded(path: str, stream: Iterable[bytes]) -> Iterator[str]:
-    for number, line in enumerate(stream, 1):
+def _decoded(path: str, stream: IO[bytes]) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES), b""), 1):
+        if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
+            raise UserError(
+                f"{path}:{number}: a line longer than {MAX_ROW_BYTES // 2**20} MiB; cut it into several rows"
+            )
         try:
             yield line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
@@ -217,7 +210,7 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     number = 0
     try:
-        for row in datasets.load_dataset(kind, data_files=[path], split="train", streaming=True):
+        for row in datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True):
             number += 1
             yield number, row
     except Exception as error:  # pyarrow, fsspec and datasets each have their own

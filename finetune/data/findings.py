@@ -92,6 +92,11 @@ KINDS: dict[str, Kind] = {
         "an answer that is trained on is empty, so that the model learns to say nothing",
         many=0.5,
     ),
+    "repeated_keys": Kind(
+        "warning",
+        "warning",
+        "two columns, or two keys of one object, have the same name; only the last one's value is read",
+    ),
     "skipped": Kind("warning", "warning", "the format is not known or the row is damaged; it was skipped (on_bad_row)"),
     "truncated": Kind("warning", "warning", "more than max_length tokens stood; the rest was cut off (overlength)"),
     "truncated_untrained": Kind(

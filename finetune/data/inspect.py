@@ -14,13 +14,16 @@ import torch
 from finetune.amounts import counted
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import fatal
+from finetune.data.fit import misfits
 from finetune.data.mixing import SourceReport
 from finetune.data.prepare import DataReport, look_at
 from finetune.data.store import IGNORE
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR, UserError
-from finetune.recipe.reader import read_recipe
+from finetune.recipe.reader import RECIPES, read_recipe
+from finetune.recipe.schema import Recipe
 
+QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the quickstart recipe
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
 GIVEN = ("\033[2m", "\033[2;37m")  # two greys
 COLOURS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
@@ -46,19 +49,38 @@ class Alone:
 
 def inspect_command(options: argparse.Namespace) -> int:
     """Prints some rows and the report of a recipe's data; 2 where a finding would stop the training, else 0."""
-    recipe = read_recipe(options.recipe, options.overrides)
+    recipe = _recipe_of(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     train, report = look_at(recipe, tokenizer, Alone())
+    longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())
+    warnings = misfits(recipe, tokenizer, longest) if options.recipe or options.model or not options.file else []
     shown = _shown(options, len(train.examples))
     if options.json:
         rows = [as_json(train.examples, tokenizer, example_id) for example_id in shown]
-        print(json.dumps({"report": report.as_json(), "rows": rows}, indent=1, ensure_ascii=False))
+        told = {"report": report.as_json(), "warnings": warnings, "rows": rows}
+        print(json.dumps(told, indent=1, ensure_ascii=False))
     else:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         for example_id in shown:
             print("\n".join(row_lines(train.examples, tokenizer, example_id, colour)), end="\n\n")
-        print("\n".join(report_lines(report, colour)))
-    return EXIT_USER_ERROR if fatal(report.findings) else 0
+        print("\n".join(report_lines(report, warnings, colour)))
+    stops = fatal(report.findings) or any(line.startswith("fatal:") for line in warnings)
+    return EXIT_USER_ERROR if stops else 0
+
+
+def _recipe_of(options: argparse.Namespace) -> Recipe:
+    """The recipe that is asked for; around FILE, where that is given, one of defaults. What `key=value` says comes last."""
+    if options.file is None and options.model is None:
+        return read_recipe(options.recipe or "quickstart", options.overrides)
+    if options.file is not None and options.file.endswith((".yaml", ".yml")):
+        raise UserError(f"{options.file}: is not data; a recipe is given as --recipe {options.file}")
+    given = [f"datasets={json.dumps([{'path': options.file}])}"] if options.file is not None else []
+    if options.model is not None:
+        given += [f"model_name_or_path={json.dumps(options.model)}", "model_config=null", "tokenizer_name_or_path=null"]
+    elif options.recipe is None:  # no model is asked for; the tokenizer that comes with the project shows the format
+        given += ['model_config={"model_type": "llama"}', f"tokenizer_name_or_path={json.dumps(str(QUICKSTART))}"]
+    recipe = options.recipe if options.file is not None else options.recipe or "quickstart"
+    return read_recipe(recipe, [*given, *options.overrides])
 
 
 def _shown(options: argparse.Namespace, count: int) -> Sequence[int]:
@@ -143,8 +165,8 @@ def is_trained(example: Example) -> list[bool]:
     return [False, *(bool(label != IGNORE) for label in example.labels[:-1])]
 
 
-def report_lines(report: DataReport, colour: bool) -> Iterator[str]:
-    """The report, a line for each thing."""
+def report_lines(report: DataReport, warnings: Sequence[str], colour: bool) -> Iterator[str]:
+    """The report, a line for each thing; `warnings` come last."""
     for source in report.sources:
         yield from _source_lines(source, "")
     for source in report.eval_sources:
@@ -159,10 +181,9 @@ def report_lines(report: DataReport, colour: bool) -> Iterator[str]:
         yield f"held out: {counted(report.held_out_examples, 'example')}"
     quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
     yield f"tokens of an example, by share of the examples: {quantiles}"
-    for finding in report.findings:
-        text = str(finding)
-        yield f"{COLOURS[finding.severity]}{text}{RESET}" if colour else text
-    if not report.findings:
+    for line in (*map(str, report.findings), *warnings):
+        yield f"{COLOURS[line.partition(':')[0]]}{line}{RESET}" if colour else line
+    if not report.findings and not warnings:
         yield "nothing found that is wrong"
 
 
@@ -172,8 +193,7 @@ def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
         f"{source.overlong:,} over max_length, {counted(source.examples, 'example')}, {counted(source.tokens, 'token')}, "
         f"{source.trained_tokens:,} trained"
     )
-    if source.tokens_lost:
-        yield f"  lost to max_length: {counted(source.tokens_lost, 'token')}, {source.trained_tokens_lost:,} of them trained"
+    yield from (f"  {line}" for line in source.loss())
     if source.unused_columns:
         columns = ", ".join(
             f"{name.translate(PICTURES)} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()

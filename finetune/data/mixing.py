@@ -34,6 +34,19 @@ class SourceReport:
     duplicates: int
     findings: tuple[Finding, ...]
 
+    def loss(self) -> list[str]:
+        """A line that gives the share of the tokens that is cut off or dropped; none where nothing is."""
+        return tokens_lost(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
+
+
+def tokens_lost(path: str, lost: int, of: int, trained: int) -> list[str]:
+    """
+    >>> tokens_lost("a.jsonl", 640720, 656080, 640720)
+    ['a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them trained']
+    """
+    share = f"{lost / max(of, 1):.1%} of the tokens are lost to max_length"
+    return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"] if lost else []
+
 
 def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
     """The source's examples that hold something to train on, and the report of what became of the rest."""
@@ -43,7 +56,7 @@ def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[E
     # In a block of a stream, a small source that began again would stand as its own copy.
     duplicates = 0 if facts.stream else len(store.hashes) - len(np.unique(store.hashes))
     tally = Tally(dict(facts.tally.rows), {name: list(where) for name, where in facts.tally.where.items()})
-    _note_lengths(tally, store, examples, cuts, data)
+    _note_lengths(tally, store, examples, cuts)
     if duplicates:
         tally.note("duplicates", _places(store, _repeated(store.hashes)))
     report = SourceReport(
@@ -57,7 +70,7 @@ def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[E
         tokens=len(store.input_ids),
         trained_tokens=int(store.trained.sum(dtype=np.int64)),
         examples=len(kept),
-        overlong=cuts.overlong,
+        overlong=len(cuts.truncated) + len(cuts.dropped) + len(cuts.split),
         tokens_lost=cuts.tokens_lost,
         trained_tokens_lost=cuts.trained_tokens_lost,
         duplicates=duplicates,
@@ -66,14 +79,13 @@ def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[E
     return kept, report
 
 
-def _note_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts, data: Data) -> None:
-    if not cuts.overlong:
-        return
-    name = {"truncate": "truncated", "drop": "dropped", "split": "split"}[data.overlength]
-    tally.note(name, _places(store, np.flatnonzero(np.diff(store.starts) > data.max_length)))
-    emptied = np.unique(examples.document[(examples.trained == 0) & (store.trained[examples.document] > 0)])
-    if data.overlength == "truncate":
-        tally.note("truncated_untrained", _places(store, emptied))
+def _note_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
+    for name, documents in (("truncated", cuts.truncated), ("dropped", cuts.dropped), ("split", cuts.split)):
+        if len(documents):
+            tally.note(name, _places(store, documents))
+    if len(cuts.truncated):
+        emptied = np.unique(examples.document[(examples.trained == 0) & (store.trained[examples.document] > 0)])
+        tally.note("truncated_untrained", _places(store, np.intersect1d(emptied, cuts.truncated)))
 
 
 def _places(store: TokenStore, documents: NDArray[np.int64]) -> list[str]:

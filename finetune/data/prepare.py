@@ -57,12 +57,13 @@ class DataReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
-        """What a person is told before the training: the totals, then every finding that is more than a notice."""
+        """What `launch` shows: the totals, what is lost to max_length, then every finding that is more than a notice."""
         totals = (
             f"{counted(self.examples, 'example')}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
             f"rows {self.fill:.1%} full"
         )
-        return [totals, *(str(finding) for finding in self.findings if finding.severity != "notice")]
+        lost = [line for source in (*self.sources, *self.eval_sources) for line in source.loss()]
+        return [totals, *lost, *(str(finding) for finding in self.findings if finding.severity != "notice")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,16 @@ class PreparedData:
             return stream_fingerprint(self.train.sources)
         content = [store.facts["content"] for store in self.train.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+    def completed(self, recipe: Recipe) -> Recipe:
+        """The recipe with what the data decides: without plain text, an `overlength` that is left out is `truncate`.
+
+        So a run over conversations resumes that began when this was every format's default.
+        """
+        sources = () if self.report is None else (*self.report.sources, *self.report.eval_sources)
+        if recipe.data.overlength or not sources or any("text" in source.formats for source in sources):
+            return recipe
+        return replace(recipe, data=replace(recipe.data, overlength="truncate"))
 
     def held_out_prompts(self, count: int) -> list[Prompt]:
         """At most `count` held-out examples, each cut where its last trained stretch begins."""
@@ -274,7 +285,7 @@ def _prompt(input_ids: Any, labels: Any, tokenizer: Any) -> Prompt | None:
     breaks = np.flatnonzero(np.diff(trained) > 1)
     first = int(trained[breaks[-1] + 1] if len(breaks) else trained[0])
     prompt_ids = input_ids[: first + 1].tolist()
-    if set(prompt_ids) <= set(tokenizer.all_special_ids):
+    if first == 0 or set(prompt_ids) <= set(tokenizer.all_special_ids):
         return None
     answer: str = tokenizer.decode(labels[first : trained[-1] + 1].tolist(), skip_special_tokens=True)
     return Prompt(prompt_ids, answer.strip())

@@ -4,12 +4,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.files import KINDS, NumberedRow, kind_of, read_file, readable
-from finetune.data.formats import BadRow
+from finetune.data.files import KINDS, kind_of, read_file, readable
+from finetune.data.json_rows import NumberedRow
+from finetune.data.messages import BadRow
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
 
@@ -74,14 +76,14 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
 
     splits: dict[str, tuple[str, ...]] = {}
     try:
-        patterns = get_data_patterns(path)
+        patterns = get_data_patterns(escape(path))
     except FileNotFoundError:
         patterns = {}
     for split, names in patterns.items():
         files: set[str] = set()
         for name in names:
             try:
-                files.update(file for file in resolve_pattern(name, path) if kind_of(file))
+                files.update(file for file in resolve_pattern(name, escape(path)) if kind_of(file))
             except FileNotFoundError:
                 continue
         # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not data.

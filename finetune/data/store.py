@@ -44,6 +44,11 @@ class TokenStore:
     hashes: NDArray[np.uint64]  # [documents]
     facts: dict[str, Any]
 
+    @property
+    def is_text(self) -> NDArray[np.bool_]:
+        """bool[documents]: whether it is plain text, in a file that holds nothing else."""
+        return ~np.isin(self.files, self.facts["structured_files"])
+
     def where(self, document: int) -> str:
         """The file and row of a document."""
         return f"{self.facts['files'][self.files[document]]}:{self.rows[document]}"

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.data.corpus import SHOWN_BAD_ROWS, count_columns
 from finetune.data.findings import Finding, Tally, findings
-from finetune.data.mixing import SourceReport
+from finetune.data.mixing import SourceReport, tokens_lost
 
 COUNTED = (
     "rows_read",
@@ -45,6 +45,11 @@ class StreamReport:
             if finding.severity != "notice" and finding.rows >= TOLD_AGAIN * self.told.get(finding.name, 0):
                 self.told[finding.name] = finding.rows
                 lines.append(str(finding))
+                if finding.name in ("truncated", "dropped"):
+                    count = self.counts
+                    lines += tokens_lost(
+                        block.path, count["tokens_lost"], count["tokens"], count["trained_tokens_lost"]
+                    )
         return lines
 
     def findings(self) -> list[Finding]:

@@ -72,13 +72,13 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
 
 
-def read_recipe(name: str, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it.
+def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it; None: these alone.
 
     Raises `UserError` naming every mistake in the file and the overrides, one a line.
     """
-    path = find_file(name, RECIPES, "recipe")
-    entries, problems = read_entries(path, NESTED)
+    path = Path(COMMAND_LINE) if name is None else find_file(name, RECIPES, "recipe")
+    entries, problems = ([], []) if name is None else read_entries(path, NESTED)
     in_file = {entry.key: entry for entry in entries}
     if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
         raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")

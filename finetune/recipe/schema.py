@@ -124,10 +124,11 @@ class Data:
     max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
     packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True
     overlength: Annotated[
-        Literal["truncate", "drop", "split", "error"],
+        Literal["truncate", "drop", "split", "error"] | None,
         SameOnResume,
-        "What is done with an example of more than max_length tokens; always reported.",
-    ] = "truncate"
+        "What is done with an example of more than max_length tokens; always reported. Left out, plain text is split and "
+        "anything else truncated.",
+    ] = None
     assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on what the assistant says."] = (
         True
     )

@@ -12,6 +12,7 @@ from torch import nn
 from finetune.amounts import counted
 from finetune.checkpoint.agreement import Ranks
 from finetune.checkpoint.saving import Progress
+from finetune.data.fit import too_long
 from finetune.data.mixing import SourceReport
 from finetune.data.prepare import PreparedData, Prompt
 from finetune.data.stream_report import StreamReport
@@ -161,7 +162,7 @@ def opening(job: Job, size: Size, progress: Progress) -> list[str]:
     ]
     report = job.data.report
     longest = recipe.data.max_length if report is None else max(report.length_quantiles.values())
-    lines += too_long(longest, getattr(model.config, "max_position_embeddings", None))
+    lines += [f"        {line}" for line in too_long(longest, getattr(model.config, "max_position_embeddings", None))]
     if report is not None:
         totals, *warnings = report.lines()
         lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
@@ -186,22 +187,6 @@ def precision(job: Job) -> str:
     if frozen is not None:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"
     return computed if computed == trained else f"{computed} over {trained} weights"
-
-
-def too_long(longest: int, positions: int | None) -> list[str]:
-    """A warning where examples are longer than what the model was made for.
-
-    >>> too_long(512, 512), too_long(512, None)
-    ([], [])
-    >>> "but the model was made for 512 positions" in too_long(1024, 512)[0]
-    True
-    """
-    if positions is None or longest <= positions:
-        return []
-    return [
-        f"        warning: examples have up to {longest:,} tokens, but the model was made for {positions:,} positions "
-        f"(max_position_embeddings of its config); set max_length: {positions}"
-    ]
 
 
 def _steps_an_epoch(data: PreparedData) -> str:

@@ -2,14 +2,17 @@
 
 import gzip
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.files import MAX_ROW_BYTES, read_file
-from finetune.data.formats import BadRow
+from finetune.data.files import read_file
+from finetune.data.json_rows import MAX_ROW_BYTES, RepeatedKeys
+from finetune.data.messages import BadRow
+from finetune.data.sources import local_splits
 from finetune.errors import UserError
 
 JSON_VALUES = st.recursive(
@@ -153,3 +156,70 @@ def test_parquet_and_arrow_and_text_are_read(tmp_path: Path) -> None:
     (arrow,) = (tmp_path / "saved").glob("*.arrow")
     assert list(read_file(str(arrow))) == list(enumerate(rows, 1))
     assert list(read_file(str(tmp_path / "rows.txt"))) == [(1, {"text": "one"}), (4, {"text": "two"})]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.json.gz", "a.csv.gz", "a.txt.gz"])
+def test_a_gzip_bomb_is_an_error_before_it_is_unpacked(tmp_path: Path, name: str) -> None:
+    start = {"a.json.gz": b'[{"text": "', "a.csv.gz": b"text\n"}.get(name, b'{"text": "')
+    path = written(tmp_path, name, gzip.compress(start + b"x" * 200_000_000))
+    problem = ":2: a line longer than 16 MiB" if "csv" in name else ": unpacks to more than 64 MiB, 64 times its size; "
+    tracemalloc.start()
+    with pytest.raises(UserError, match=name + problem):
+        list(read_file(str(path)))
+    assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
+    tracemalloc.stop()
+
+
+def test_repetitive_text_is_no_bomb(tmp_path: Path) -> None:
+    path = written(tmp_path, "a.jsonl.gz", gzip.compress(b'{"text": "again and again"}\n' * 500_000))
+    assert sum(1 for _ in read_file(str(path))) == 500_000
+
+
+def test_rows_of_an_array_that_is_read_in_stretches(tmp_path: Path) -> None:
+    rows = [{"text": "é" * (i * 7919 % 300_000)} for i in range(20)]
+    path = written(
+        tmp_path,
+        "a.json",
+        b"\n[" + b" ,\n ".join(json.dumps(row, ensure_ascii=False).encode() for row in rows) + b"\n]\n",
+    )
+    assert [row for _, row in read_file(str(path))] == rows
+    cut = written(tmp_path, "b.json", path.read_bytes()[:3_000_000])
+    with pytest.raises(UserError, match=r"b\.json:\d+: (not JSON|the array of rows has no end)"):
+        list(read_file(str(cut)))
+    late = written(tmp_path, "c.json", path.read_bytes()[:-4] + b"\xff")
+    with pytest.raises(UserError, match=rf"not UTF-8: invalid start byte at byte {path.stat().st_size - 3}"):
+        list(read_file(str(late)))
+
+
+def test_a_name_with_a_glob_in_it_is_the_file_itself(tmp_path: Path) -> None:
+    import datasets
+
+    for name, text in (
+        ("g*.parquet", "own"),
+        ("gap.parquet", "neighbor"),
+        ("g[a].parquet", "other"),
+        ("ga.parquet", "no"),
+    ):
+        datasets.Dataset.from_list([{"text": text}]).to_parquet(tmp_path / name)
+    assert [row for _, row in read_file(str(tmp_path / "g*.parquet"))] == [{"text": "own"}]
+    assert [row for _, row in read_file(str(tmp_path / "g[a].parquet"))] == [{"text": "other"}]
+    (folder := tmp_path / "d[1]").mkdir()
+    (neighbor := tmp_path / "d1").mkdir()
+    written(folder, "train.jsonl", b'{"text": "own"}\n')
+    written(neighbor, "train.jsonl", b'{"text": "neighbor"}\n')
+    assert local_splits(str(folder)) == {"train": (str(folder / "train.jsonl"),)}
+
+
+def test_columns_and_keys_of_one_name_are_marked(tmp_path: Path) -> None:
+    for name, content, marked in (
+        ("a.csv", b"prompt,completion,completion\na,b,c\n", [True]),
+        ("b.csv", b"prompt,completion\na,b\n", [False]),
+        (
+            "a.jsonl",
+            b'{"text": "a", "text": "b"}\n{"text": "c"}\n{"a": [{"b": {"c": 1, "c": 2}}]}\n',
+            [True, False, True],
+        ),
+        ("a.json", b'[{"text": "c"}, {"text": "a", "text": "b"}]', [False, True]),
+    ):
+        rows = [row for _, row in read_file(str(written(tmp_path, name, content)))]
+        assert [isinstance(row, RepeatedKeys) for row in rows] == marked, name

@@ -90,7 +90,11 @@ def test_real_files_need_only_their_path(prepare: Prepare, shared: Path, file: s
     assert source.rows_read == len(json.loads(raw) if file.endswith(".json") else raw.splitlines())
     assert source.rows_skipped == 0
     assert report.examples + report.held_out_examples == source.examples
-    assert source.examples + sum(f.rows for f in source.findings if f.name == "truncated_untrained") == source.documents
+    if file.startswith("c4"):  # plain text goes on in the next row
+        assert source.tokens_lost == 0 and source.examples > source.documents
+    else:
+        untrained = sum(f.rows for f in source.findings if f.name == "truncated_untrained")
+        assert source.examples + untrained == source.documents
     assert not [finding for finding in report.findings if finding.severity == "fatal"]
     batch = next(prepared.train.batches())
     assert batch.trained_tokens > 0
@@ -183,6 +187,23 @@ def test_overlength_is_dealt_with_as_asked_and_reported(
     assert kept == source.trained_tokens - source.trained_tokens_lost
     if overlength == "split":
         assert source.trained_tokens_lost == 0
+
+
+def test_plain_text_is_split_unless_the_recipe_says_otherwise(prepare: Prepare, tmp_path: Path) -> None:
+    text = write_lines(tmp_path / "text.jsonl", [{"text": "word " * 200}, {"text": "end"}])
+    mixed = write_lines(tmp_path / "mixed.jsonl", [{"text": "word " * 200}, chat("Q", "A")])
+    split = prepare([{"path": str(text)}])
+    assert split.report.sources[0].tokens_lost == 0 and names(split) == {"split": "notice"}
+    assert split.train.examples.lengths.tolist() == [*[64] * 15, 41, 4]
+    assert not any("lost" in line for line in split.report.lines())
+    cut = prepare([{"path": str(text)}], overlength="truncate")
+    assert cut.train.examples.lengths.tolist() == [64, 4]
+    assert any("93.2% of the tokens are lost to max_length: 937 of 1,005, " in line for line in cut.report.lines())
+    # Sources each by their own rows; one that holds conversations too is cut as they are.
+    both = prepare([{"path": str(text)}, {"path": str(mixed)}])
+    assert [source.tokens_lost > 0 for source in both.report.sources] == [False, True]
+    stream = prepare([{"path": str(text)}], streaming=True, max_steps=1)
+    assert len(next(stream.train.batches()).micro_batches) and stream.train.block(0)[2].tokens_lost == 0
 
 
 def test_overlength_may_be_an_error_that_names_the_row(prepare: Prepare, tmp_path: Path) -> None:

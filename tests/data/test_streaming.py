@@ -1,6 +1,7 @@
 """Data read while training: the same sequence on any ranks and after any stop, with or without the notes on disk."""
 
 import json
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -109,12 +110,13 @@ def test_what_is_skipped_and_cut_is_told_once_and_counted(stream: Stream, tmp_pa
     rows[70] = "nope"
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
     blocks: list[SourceReport] = []
-    assert len(list(stream(on_bad_row="skip").batches(on_block=blocks.append))) == 40
+    assert len(list(stream(on_bad_row="skip", overlength="truncate").batches(on_block=blocks.append))) == 40
     report = StreamReport(from_step=0)
     told = [report.add(block) for block in blocks]
     assert len(told) > 3 and told[0] == []  # a block is 64 rows of both files: what is wrong comes after it
     lines = [line for block in told for line in block]
-    assert len(lines) == 2
+    assert len(lines) == 3
+    assert any(re.search(r"^.*: \d\.\d% of the tokens are lost to max_length: ", line) for line in lines)
     assert any(line.startswith("warning: skipped: in 1 of ") and line.endswith("a.jsonl:71)") for line in lines)
     assert any(line.startswith("warning: truncated: in ") and "a.jsonl:81" in line for line in lines)
     kept = report.as_json()
@@ -127,7 +129,7 @@ def test_what_is_skipped_and_cut_is_told_once_and_counted(stream: Stream, tmp_pa
     assert found["skipped"]["where"] == (f"{tmp_path / 'a.jsonl'}:71",)
     # Ten times as many are told again.
     grown = replace(blocks[-1], findings=(Finding("truncated", "warning", 500, 600, (), ""),))
-    assert [line.partition(": in ")[0] for line in report.add(grown)] == ["warning: truncated"]
+    assert report.add(grown)[0].startswith("warning: truncated: in ")
 
 
 def test_a_run_over_a_stream_says_what_it_skips_and_cuts(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
@@ -139,6 +141,7 @@ def test_a_run_over_a_stream_says_what_it_skips_and_cuts(tiny_recipe: Callable[.
         eval_datasets=[{"path": str(tmp_path / "held.jsonl")}],
         streaming=True,
         on_bad_row="skip",
+        overlength="truncate",
         max_steps=2,
         export_at_end=False,
         dataset_cache_dir=str(tmp_path / "cache"),

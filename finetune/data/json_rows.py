@@ -1,0 +1,142 @@
+"""JSON as rows: one a line, or an array of them, of which one is held at a time."""
+
+import codecs
+import json
+from collections.abc import Iterator
+from typing import IO, Any
+
+from finetune.data.messages import BadRow
+from finetune.errors import UserError
+
+CHUNK_BYTES = 2**20
+MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a corpus in one piece that belongs in several rows
+
+
+class RepeatedKeys(dict[str, Any]):
+    """A row in which two columns, or two keys of one object, have the same name: only the last one's value is kept."""
+
+
+NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is the line in its file, or the row's own from 1
+
+
+class RowDecoder(json.JSONDecoder):
+    """JSON that notices equal keys in one object; the `json` module drops all but the last in silence."""
+
+    def __init__(self) -> None:
+        super().__init__(object_pairs_hook=self._object)
+        self._repeated = False
+
+    def row(self, text: str, position: int = 0) -> tuple[dict[str, Any] | BadRow, int]:
+        """(the row that begins at `position`, where it ends). Raises `ValueError`, and `RecursionError` for its depth."""
+        self._repeated = False
+        row, end = self.raw_decode(text, position)
+        if not isinstance(row, dict):
+            return BadRow(f"a JSON object is expected, found {type(row).__name__}"), end
+        return RepeatedKeys(row) if self._repeated else row, end
+
+    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        self._repeated |= len(result) != len(pairs)
+        return result
+
+
+def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
+    """The one row in `line`."""
+    try:
+        row, end = decoder.row(line, _past_space(line, 0))
+        if _past_space(line, end) < len(line):
+            return BadRow(f"not JSON: more stands behind its value at character {end + 1}")
+    except RecursionError:
+        return BadRow("nested too deeply")
+    except ValueError as error:
+        return BadRow(f"not JSON: {error}")
+    return row
+
+
+def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
+    """The rows of `[{...}, {...}]`, parsed one by one, so that an error knows its row and only one is held."""
+    text = _Text(path, stream)
+    text.at = text.buffer.index("[") + 1
+    decoder, number = RowDecoder(), 1
+    while text.next() not in ("]", ""):
+        while True:
+            try:
+                row, end = decoder.row(text.buffer, text.at)
+            except RecursionError:
+                raise UserError(f"{path}:{number}: nested too deeply") from None
+            except ValueError as error:
+                if text.grow(number):  # it may only be cut off where the buffer ends
+                    continue
+                reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+                raise UserError(f"{path}:{number}: not JSON: {reason}; the rows after it cannot be read") from None
+            if end == len(text.buffer) and text.grow(number):
+                continue
+            break
+        text.at = end
+        yield number, row
+        number += 1
+        if text.next() == ",":
+            text.at += 1
+        elif text.next() != "]":
+            break
+    if text.next() != "]":
+        raise UserError(f"{path}:{number}: the array of rows has no end; the file is cut off or damaged there")
+
+
+class _Text:
+    """A stretch of a UTF-8 file, read on as it is needed."""
+
+    def __init__(self, path: str, stream: IO[bytes]) -> None:
+        self._path, self._stream = path, stream
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        self.buffer, self.at = "", 0
+        self._read()
+
+    def next(self) -> str:
+        """The first character from `at` on that is no white space, where `at` then stands; empty at the end."""
+        while True:
+            self.at = _past_space(self.buffer, self.at)
+            if self.at < len(self.buffer):
+                return self.buffer[self.at]
+            if not self._read():
+                return ""
+
+    def grow(self, number: int) -> bool:
+        """Reads more behind the row that begins at `at`; False at the end. Raises `UserError` for a row too long to hold."""
+        if len(self.buffer) - self.at > MAX_ROW_BYTES:
+            raise UserError(
+                f"{self._path}:{number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it has no end"
+            )
+        return self._read()
+
+    def _read(self) -> bool:
+        """Reads as much again as is kept, so that a long row is not parsed too often."""
+        self.buffer, self.at = self.buffer[self.at :], 0
+        kept = len(self._decoder.getstate()[0])
+        offset = self._stream.tell() - kept
+        chunk = self._stream.read(max(CHUNK_BYTES, len(self.buffer)))
+        try:
+            text = self._decoder.decode(chunk, final=not chunk)
+        except UnicodeDecodeError as error:
+            where = offset + error.start + 1
+            raise UserError(f"{self._path}: not UTF-8: {error.reason} at byte {where}") from None
+        self.buffer += text
+        return bool(chunk)
+
+
+def rows_inside(path: str, raw: bytes) -> list[dict[str, Any]] | None:
+    """The one list of rows in `{"data": [{...}, {...}]}`; None where the file is no such object."""
+    try:
+        whole = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    lists = [v for v in whole.values() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
+    if len(lists) != 1:
+        raise UserError(f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected")
+    return list(lists[0])
+
+
+def _past_space(text: str, position: int) -> int:
+    while position < len(text) and text[position] in " \t\r\n":
+        position += 1
+    return position
