@@ -369,3 +369,13 @@ def test_steps_follow_epochs_or_max_steps(prepare: Prepare, tmp_path: Path) -> N
         [{"path": path}], packing=False, per_device_train_batch_size=2, gradient_accumulation_steps=2, size=2
     )
     assert accumulated.train.arrangement.global_batch_size == 8
+
+
+def test_per_device_eval_batch_size_sets_the_rows_of_a_held_out_batch(tiny_recipe: Callable[..., Path]) -> None:
+    keys = {"eval_split_size": 6, "per_device_train_batch_size": 2, "packing": False}
+    for given, rows in ((None, 2), (3, 3)):
+        recipe = read_recipe(str(tiny_recipe(**keys, per_device_eval_batch_size=given)))
+        data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Rank())
+        assert data.evaluation is not None
+        first = next(data.evaluation.batches())
+        assert [len(micro_batch.input_ids) for micro_batch in first.micro_batches] == [rows]
