@@ -13,6 +13,7 @@ from finetune import __version__
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 from finetune.quiet import quieten
 from finetune.recipe.overrides import read_overrides
+from finetune.terminal import clean_output
 
 # Subcommand -> the function that answers it, by name: importing it would import torch.
 COMMANDS = {
@@ -27,6 +28,7 @@ COMMANDS = {
 TAKES_A_RECIPE = ("launch", "plan", "inspect")
 
 
+@clean_output()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit code: 0, 2 for a mistake of the user's, 75 for a run that was preempted."""
     quieten()

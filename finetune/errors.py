@@ -8,6 +8,8 @@ import traceback
 from collections.abc import Callable, Iterable
 from typing import NoReturn
 
+from finetune.terminal import clean_output
+
 EXIT_FAULT = 1  # an error that is no UserError: a traceback tells it
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save
@@ -35,6 +37,7 @@ class Preempted(Exception):
     """A signal asked the run to stop, and its checkpoint is on disk. Its text says how to resume."""
 
 
+@clean_output()
 def exit_code(main: Callable[[], object]) -> int:
     """Runs `main` and returns the process's exit code; what a person can mend is one message on stderr, no traceback.
 

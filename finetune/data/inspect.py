@@ -22,16 +22,13 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import RECIPES, read_recipe
 from finetune.recipe.schema import Recipe
+from finetune.terminal import printable, unfiltered
 
 QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the quickstart recipe
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
 GIVEN = ("\033[2m", "\033[2;37m")  # two greys
 COLOURS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
 RESET = "\033[0m"
-# Data must not steer the terminal that shows it: escape becomes its picture, as do the other control characters.
-PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
-    range(127, 160), 65533
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +58,10 @@ def inspect_command(options: argparse.Namespace) -> int:
         print(json.dumps(told, indent=1, ensure_ascii=False))
     else:
         colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        stream = unfiltered(sys.stdout)  # the lines are printable but for their colors
         for example_id in shown:
-            print("\n".join(row_lines(train.examples, tokenizer, example_id, colour)), end="\n\n")
-        print("\n".join(report_lines(report, warnings, colour)))
+            print("\n".join(row_lines(train.examples, tokenizer, example_id, colour)), end="\n\n", file=stream)
+        print("\n".join(report_lines(report, warnings, colour)), file=stream)
     stops = fatal(report.findings) or any(line.startswith("fatal:") for line in warnings)
     return EXIT_USER_ERROR if stops else 0
 
@@ -118,11 +116,11 @@ def row_lines(examples: Examples, tokenizer: Any, example_id: int, colour: bool)
     """One example as text: what is trained on in green, or between >> and << where there is no colour."""
     example = examples[example_id]
     trained = is_trained(example)
-    head = (
+    head = printable(
         f"example {example_id}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
     )
     yield f"\033[1m{head}{RESET}" if colour else head
-    texts = [text.translate(PICTURES) for text in token_texts(example, tokenizer)]
+    texts = [printable(text) for text in token_texts(example, tokenizer)]
     pieces = list(zip(texts, trained, strict=True))
     if colour:
         yield "".join(f"{(TRAINED if on else GIVEN)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(pieces))
@@ -168,9 +166,9 @@ def is_trained(example: Example) -> list[bool]:
 def report_lines(report: DataReport, warnings: Sequence[str], colour: bool) -> Iterator[str]:
     """The report, a line for each thing; `warnings` come last."""
     for source in report.sources:
-        yield from _source_lines(source, "")
+        yield from map(printable, _source_lines(source, ""))
     for source in report.eval_sources:
-        yield from _source_lines(source, "held out: ")
+        yield from map(printable, _source_lines(source, "held out: "))
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
         f"an epoch: {counted(report.examples, 'example')}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
@@ -181,7 +179,7 @@ def report_lines(report: DataReport, warnings: Sequence[str], colour: bool) -> I
         yield f"held out: {counted(report.held_out_examples, 'example')}"
     quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
     yield f"tokens of an example, by share of the examples: {quantiles}"
-    for line in (*map(str, report.findings), *warnings):
+    for line in map(printable, (*map(str, report.findings), *warnings)):
         yield f"{COLOURS[line.partition(':')[0]]}{line}{RESET}" if colour else line
     if not report.findings and not warnings:
         yield "nothing found that is wrong"
@@ -195,9 +193,7 @@ def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
     )
     yield from (f"  {line}" for line in source.loss())
     if source.unused_columns:
-        columns = ", ".join(
-            f"{name.translate(PICTURES)} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()
-        )
+        columns = ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items())
         yield f"  columns that are not used: {columns}"
     for problem in source.skipped:
         yield f"  skipped {problem}"

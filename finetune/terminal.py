@@ -1,0 +1,66 @@
+"""What a process writes to its terminal: text that others chose (names of columns, files, keys, tensors) must not steer it.
+
+It is cleaned in one place, where it leaves the process: errors, tracebacks and the warnings of libraries included.
+"""
+
+import re
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, TextIO
+
+# Escape becomes its picture, as do the other control characters; C1 controls, overrides of the direction of writing and
+# lone surrogates become the sign for what cannot be shown.
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
+    (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFFD
+)
+BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")  # all that tqdm writes to move from one of its bars to another
+
+
+def printable(text: str) -> str:
+    r"""`text` without anything that steers a terminal; lines and tabs stay.
+
+    >>> printable("red: \x1b[31m\n")
+    'red: ␛[31m\n'
+    """
+    return text.translate(PICTURES)
+
+
+class CleanStream:
+    """A text stream that writes only what is `printable`; progress bars may return to the beginning of a line."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.unfiltered = stream
+
+    def write(self, text: str) -> int:
+        if not BETWEEN_BARS.fullmatch(text):
+            start = "\r" if text.startswith("\r") else ""
+            text = start + printable(text.removeprefix(start))
+        return self.unfiltered.write(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.unfiltered, name)
+
+
+@contextmanager
+def clean_output() -> Iterator[None]:
+    """In this block, stdout and stderr write only what is `printable`."""
+    before: tuple[Any, Any] = sys.stdout, sys.stderr
+    clean: tuple[Any, Any] = CleanStream(sys.stdout), CleanStream(sys.stderr)
+    sys.stdout, sys.stderr = clean
+    try:
+        yield
+    finally:
+        if sys.stdout is clean[0]:
+            sys.stdout = before[0]
+        if sys.stderr is clean[1]:
+            sys.stderr = before[1]
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """The stream for a text that is `printable` but for colors of our own."""
+    return stream.unfiltered if isinstance(stream, CleanStream) else stream

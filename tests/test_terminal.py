@@ -1,0 +1,83 @@
+"""Text that others chose never steers the terminal that shows it; our own bars and colors do."""
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tqdm import tqdm
+
+from finetune.cli import main
+from finetune.errors import exit_code
+from finetune.terminal import CleanStream, printable
+
+ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
+
+
+def say_and_fail() -> None:
+    print(f"said {ESCAPES}")
+    raise ValueError(f"library {ESCAPES}")
+
+
+def test_no_name_of_anything_steers_the_terminal(
+    tiny_recipe: Callable[..., Path],
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    said: list[str] = []
+
+    def answer(code: int, *arguments: str) -> str:
+        capsys.readouterr()  # what the fixtures said
+        assert main(arguments) == code
+        written = capsys.readouterr()
+        said.append(written.out + written.err)
+        return said[-1]
+
+    assert "learning_rat" in answer(2, "plan", "--recipe", str(tiny_recipe()), f"learning_rat{ESCAPES}=1")
+    (tmp_path / "column.jsonl").write_text(json.dumps({f"column{ESCAPES}": "text"}) + "\n")
+    file = str(tmp_path / f"file{ESCAPES}.jsonl")
+    (tmp_path / "failing.jinja").write_text("{{ raise_exception('template ESCAPES') }}".replace("ESCAPES", ESCAPES))
+    recipes: list[dict[str, object]] = [
+        {"datasets": [{"path": str(tmp_path / "column.jsonl")}]},
+        {"datasets": [{"path": file}]},
+        {"chat_template": str(tmp_path / "failing.jinja")},
+    ]
+    for number, keys in enumerate(recipes):
+        assert re.search(
+            "column|file|template", answer(2, "inspect", "--recipe", str(tiny_recipe(f"r{number}", **keys)))
+        )
+    foreign = tiny_llama("foreign")
+    save_file({f"tensor{ESCAPES}": torch.ones(2)}, foreign / "model.safetensors")
+    assert "tensor" in answer(2, "export", str(foreign), "--output", str(tmp_path / "out"))
+    assert exit_code(say_and_fail) == 1
+    written = capsys.readouterr()
+    said += [written.out, written.err]
+    assert "said ␛]0;owned␇␛[2J\ufffd31m\ufffd\n" in said[-2]
+    assert "library ␛]0;owned" in said[-1]
+    for text in said:
+        assert printable(text.replace("\r", "")) == text.replace("\r", "")  # a bar's
+
+
+def test_bars_still_move_and_messages_do_not() -> None:
+    stream = io.StringIO()
+    clean = CleanStream(stream)
+    with tqdm(total=2, file=clean, desc="outer") as bar, tqdm(total=2, file=clean, position=1) as inner:
+        inner.update()
+        bar.update()
+    direct = io.StringIO()
+    with tqdm(total=2, file=direct, desc="outer") as bar, tqdm(total=2, file=direct, position=1) as inner:
+        inner.update()
+        bar.update()
+    assert controls(stream.getvalue()) == controls(direct.getvalue())
+    assert "\x1b[A" in stream.getvalue()
+    print("a.jsonl: \x1b[A\rforged", file=CleanStream(forged := io.StringIO()))
+    assert controls(forged.getvalue()) == {"\n"}
+
+
+def controls(text: str) -> set[str]:
+    return set(re.findall(r"\x1b\[.|[\x00-\x1a]", text))
