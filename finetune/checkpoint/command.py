@@ -68,6 +68,8 @@ def shown(run: Path, found: list[Listed], verified: bool) -> list[str]:
         lines.append(
             f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on {counted(one.ranks or 0, 'rank')}; {sound}"
         )
+    for path in sorted(folder.checkpoints_of(run).glob("damaged-*")):
+        lines.append(f"{path.name}: did not verify when the run resumed below it; remove it when you need the room")
     usable = [one for one in found if not one.problems]
     if not usable:
         return [*lines, "none of them can be resumed or exported"]

@@ -205,6 +205,7 @@ def an_export_hidden_by_a_kill_comes_back_at_the_next_start() -> None:
     starts: list[Callable[[], Any]] = [
         lambda: is_refused(start("full", seed=7), "seed: "),
         lambda: succeeds(command("checkpoints", ROOT / "full")),
+        lambda: succeeds(command("report", ROOT / "full")),
         lambda: succeeds(export(ROOT / "full")),
         lambda: is_refused(command("export", ROOT / "full", "--output", exported), "exists; choose another --output"),
     ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune.checkpoint import folder
-from finetune.checkpoint.command import list_checkpoints
+from finetune.checkpoint.command import list_checkpoints, shown
 from finetune.checkpoint.resuming import resume
 from finetune.checkpoint.saving import Progress, Saver
 from finetune.recipe.reader import read_recipe
@@ -80,6 +80,8 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: p
     run.save(6, limit=2)  # a signal came at step 6
     assert run.names() == ["damaged-00000008", "damaged-00000012", "step-00000004", "step-00000006"]
     assert run.start() == 6
+    listed = shown(run.folder, list_checkpoints(run.folder, checksums=True), verified=True)
+    assert [line.split(":")[0] for line in listed if line.startswith("damaged-")] == run.names()[:2]
     run.save(8, 12, limit=2)
     run.damage(12)
     assert run.start() == 8
