@@ -165,4 +165,4 @@ def _plain(value: Any) -> Any:
 
 def _short(value: Any) -> str:
     text = json.dumps(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 200 else f"{text[:100]} ... {text[-95:]}"  # paths differ at their ends

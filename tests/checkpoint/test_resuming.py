@@ -181,7 +181,9 @@ def test_what_a_recipe_may_change_on_the_way(place: Place) -> None:
     assert "datasets: the files are named as before, but what they hold has changed" in refused.outputs[0]
     elsewhere = [{"path": str(make_chat(place.root / "other.jsonl", rows=20))}]
     refused = place.run("changed", "single", 1, max_steps=longer, learning_rate=1e-4, datasets=elsewhere)
-    assert refused.returncodes == (2,) and "datasets[0].path: " in refused.outputs[0]
+    assert refused.returncodes == (2,)
+    was, now = json.dumps(str(place.root / "chat.jsonl")), json.dumps(elsewhere[0]["path"])
+    assert f"\n  datasets[0].path: {was} -> {now}\n" in refused.outputs[0], "what differs, and nothing else"
     assert "named as before" not in refused.outputs[0]
 
 

@@ -105,11 +105,28 @@ def converted(tmp_path: Path) -> Convert:
     def convert(text: str) -> tuple[dict[str, object], str, Path]:
         source, output = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
         source.write_text(text)
-        ended = run_command(["python", "-m", "finetune", "convert", str(source), "--output", str(output)])
+        ended = run_command(
+            ["python", "-m", "finetune", "convert", str(source), "--output", str(output), "--overwrite"]
+        )
         assert ended.returncode == 0, ended.stderr
         return yaml.safe_load(output.read_text()), ended.stderr, output
 
     return convert
+
+
+def test_a_file_is_replaced_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    source, output = tmp_path / "theirs.yaml", tmp_path / "ours.yaml"
+    source.write_text(TRL)
+    output.write_text("what took an afternoon\n")
+    command = ["python", "-m", "finetune", "convert", str(source), "--output", str(output)]
+    refused = run_command(command)
+    assert (refused.returncode, refused.stderr) == (
+        2,
+        f"{output}: exists; name another file, or replace it with --overwrite\n",
+    )
+    assert output.read_text() == "what took an afternoon\n"
+    assert run_command([*command, "--overwrite"]).returncode == 0
+    assert yaml.safe_load(output.read_text())["max_length"] == 1024
 
 
 def test_axolotl(converted: Convert) -> None:

@@ -1,6 +1,8 @@
-"""What a machine without GPUs cannot do is refused by name, before ranks are joined or anything is loaded."""
+"""What a machine without GPUs cannot do is refused by name, before ranks are joined or anything is loaded; its cores are
+used as the user says."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from finetune.errors import UserError
 from finetune.sharding import world
 from finetune.sharding.config import Sharding
 from finetune.sharding.world import join
+from tests.ranks import run_command
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1", "ddp", "single"])
@@ -47,3 +50,16 @@ def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
         assert torch.get_num_threads() == (max(1, cores // ranks) if offload and not given else 1)
     finally:
         torch.set_num_threads(before)
+
+
+def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(tmp_path: Path) -> None:
+    """A bare `accelerate launch` sets OMP_NUM_THREADS=1 itself; where the user has set it, that is kept."""
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import torch\nfrom finetune.sharding.config import Sharding\nfrom finetune.sharding.world import join\n"
+        "join(Sharding(layout='single', use_cpu=True))\nprint('threads', torch.get_num_threads())\n"
+    )
+    launch = ["accelerate", "launch", str(script)]
+    assert run_command(launch).stdout == "threads 1\n"  # the tests' environment has OMP_NUM_THREADS=1
+    left_out = run_command(["env", "-u", "OMP_NUM_THREADS", *launch])
+    assert left_out.stdout == f"threads {len(os.sched_getaffinity(0))}\n", left_out.stderr
