@@ -392,7 +392,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(AXOLOTL)
     (tmp_path / "ours.yaml").write_text("mine\n")
     for output in ("ours.yaml", "new.yaml"):
-        full = f"ulimit -f 0; exec {sys.executable} -m finetune convert theirs.yaml --output {output}"
+        full = f"ulimit -f 0; exec {sys.executable} -m finetune convert theirs.yaml --output {output} --overwrite"
         ended = run_command(["bash", "-c", full], cwd=tmp_path)
         assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
         assert ended.stderr.startswith(f"{output}: cannot be written (")
