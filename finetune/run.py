@@ -34,6 +34,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
     from finetune.modeling.load import load_model
+    from finetune.modeling.probe import refuse_unsound
     from finetune.optim import build_optimizer
     from finetune.sharding.world import join, leave
     from finetune.training import beforehand, conclusion, evaluation, finished, loop, run_folder
@@ -51,6 +52,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
         return leave(world)
     with beforehand.out_of_memory_answered(recipe, world):
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
+        refuse_unsound(model, recipe.model, recipe.data, world)
         optimizer = build_optimizer(model, recipe.optimisation)
         progress = resuming.resume(recipe, folder, model, optimizer, world, found)
         job = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, found)

@@ -26,6 +26,7 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LARGEST_FLASH_HEAD = 256
 # torch 2.12 and later refuse fewer key-value heads than heads without it; 2.11 takes them as they are.
 ASKS_FOR_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the padding to its caller
 
 
 def install(model: Any, implementation: str = "auto") -> None:
@@ -165,12 +166,15 @@ def _varlen(
         longest = tokens
     grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and ASKS_FOR_GROUPED_HEADS else {}
     query, key, value = [each.transpose(1, 2).reshape(rows * tokens, -1, size) for each in (query, key, value)]
+    padding = -size % FLASH_HEAD_MULTIPLE  # zeros add nothing to the scores, and zeros to the output
+    query, key, value = [F.pad(each, (0, padding)) for each in (query, key, value)] if padding else (query, key, value)
+    scale = size**-0.5 if scores.scale is None else scores.scale  # the padded size is not the head's
     # Flash attention counts the tokens BEFORE a query, transformers counts the query itself too.
     window = (-1 if scores.window is None else scores.window - 1, 0)
     boundaries = (cu_seq_lens, cu_seq_lens, longest, longest)
-    out = varlen_attn(query, key, value, *boundaries, scale=scores.scale, window_size=window, **grouped)
+    out = varlen_attn(query, key, value, *boundaries, scale=scale, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # and not with the log-sum-exp, which is not asked for
-    return out.view(rows, tokens, heads, size)
+    return out[..., :size].reshape(rows, tokens, heads, size)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer

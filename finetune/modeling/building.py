@@ -21,8 +21,8 @@ def load_config(model: Model) -> Any:
     if model.model_config is not None:
         try:
             config = AutoConfig.for_model(**model.model_config)
-        except (ValueError, TypeError) as error:
-            raise UserError(f"model_config: {error}") from None
+        except Exception as error:  # each family checks its config in its own way
+            raise UserError(f"model_config: {_one_line(error)}") from None
     else:
         assert model.model_name_or_path is not None  # the reader saw to it
         config = _pretrained_config(model.model_name_or_path, model)
@@ -91,4 +91,9 @@ def _pretrained_config(name: str, model: Model) -> Any:
             name, revision=model.model_revision, trust_remote_code=model.trust_remote_code
         )
     except Exception as error:
-        raise UserError(f"{name}: config.json: {str(error).splitlines()[0]}; name another model") from None
+        raise UserError(f"{name}: config.json: {_one_line(error)}; name another model") from None
+
+
+def _one_line(error: Exception) -> str:
+    """A validation error of transformers has its cause in its second line."""
+    return " ".join(str(error).split()) or type(error).__name__

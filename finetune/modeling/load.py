@@ -14,7 +14,13 @@ from finetune.modeling.checkpointing import checkpoint_activations
 from finetune.modeling.fusing import compile_layers, use_liger_kernels
 from finetune.modeling.lora import add_adapters
 from finetune.modeling.loss import install_loss
-from finetune.modeling.weights import is_adapter, refuse_mismatch, seeded_values, stored_values, with_adapters
+from finetune.modeling.weights import (
+    is_adapter,
+    load_buffers,
+    seeded_values,
+    stored_values,
+    with_adapters,
+)
 from finetune.recipe.schema import Lora, Model
 from finetune.sharding.config import Sharding
 from finetune.sharding.layouts import Values, parallelize, unwrap
@@ -103,5 +109,6 @@ def _base_values(built: nn.Module, config: Any, model: Model, seed: int) -> Valu
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed)
     folder: Path = weights_folder(model)
     stored = read_folder(folder)
-    refuse_mismatch(built, stored, str(folder))
-    return stored_values(built, stored, str(folder))
+    values = stored_values(built, stored, str(folder))
+    load_buffers(built, stored)
+    return values

@@ -27,11 +27,12 @@ class Logits(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "Logits":
-        """From a transformers config: Granite divides, Cohere and Falcon H1 multiply, Gemma 2 caps."""
+        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 caps."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
-        divisor = getattr(text, "logits_scaling", None) or 1.0
-        return cls(scale / divisor, getattr(text, "final_logit_softcapping", None))
+        scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
+        scale *= scaling if text.model_type.startswith("hyperclovax") else 1 / scaling
+        return cls(scale, getattr(text, "final_logit_softcapping", None))
 
 
 AS_THEY_ARE = Logits()

@@ -33,8 +33,8 @@ def stored_values(model: nn.Module, stored: Mapping[str, StoredTensor], where: s
 
 
 def refuse_mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], where: str) -> None:
-    """Raises `UserError` where the files do not hold exactly the base model's parameters."""
-    needed = {base_name(name): parameter for name, parameter in model.named_parameters() if not is_adapter(name)}
+    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers."""
+    needed = saved_buffers(model) | {base_name(n): p for n, p in model.named_parameters() if not is_adapter(n)}
     tied = {base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
     extra = [
@@ -42,13 +42,19 @@ def refuse_mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], where:
         for name in stored
         if name not in needed and name not in tied and not any(re.search(pattern, name) for pattern in ignored)
     ]
-    problems = [
-        f"{where}: {_listed(needed.keys() - stored.keys())} missing: these are not the weights of {type(model).__name__}"
-    ]
-    problems = problems if needed.keys() - stored.keys() else []
+    missing, class_name = needed.keys() - stored.keys(), type(model).__name__
+    if (missing or extra) and _is_renamed_by_transformers(model):
+        raise UserError(
+            f"{where}: the files of {class_name} name or arrange its tensors otherwise than its modules do "
+            f"({_listed(extra or missing)} no such parameter), and transformers converts them as it loads; this "
+            "conversion is not supported here: name a model of another family"
+        )
+    problems = []
+    if missing:
+        problems.append(f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}")
     if extra:
         problems.append(
-            f"{where}: {_listed(extra)} without a place in {type(model).__name__}: the config does not fit the weights"
+            f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit the weights"
         )
     problems += [
         f"{where}: {name} has the shape {list(stored[name].shape)}, but the config says {list(parameter.shape)}"
@@ -59,13 +65,32 @@ def refuse_mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], where:
         raise UserError.of(problems)
 
 
+def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The buffers that a checkpoint holds beside the parameters (Gemma 4's `layer_scalar`), by name."""
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+
+
+def load_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
+    """Fills the saved buffers of `model`, which are in memory while its parameters are still on meta."""
+    for name, buffer in saved_buffers(model).items():
+        buffer.copy_(read_slice(stored[name], tuple(slice(0, size) for size in buffer.shape)))
+
+
+def _is_renamed_by_transformers(model: nn.Module) -> bool:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    known: Any = model
+    return bool(get_model_conversion_mapping(known, add_legacy=False))
+
+
 def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
     """Values for training from random weights: the family's own initialisation, drawn module by module from
     (seed, module name). `make_twin` builds the same model on meta, unsharded."""
     twin: Any = make_twin()
 
     def values(name: str, slices: Slices) -> torch.Tensor:
-        module_name, _, leaf = name.rpartition(".")
+        module_name, _, leaf = base_name(name).rpartition(".")
         module = twin.get_submodule(module_name)
         if next(module.parameters(recurse=False)).is_meta:
             module.to_empty(device="cpu", recurse=False)

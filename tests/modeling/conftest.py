@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.conftest import make_chat, make_model
-from tests.modeling.families import FAMILIES, build
+from tests.modeling.families import FAMILIES, HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
 from tests.ranks import launch_ranks
 
 SCRIPT = Path(__file__).with_name("load_on_ranks.py")
@@ -24,7 +24,14 @@ Tensors = dict[str, torch.Tensor]
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks found, by the job's name: see load_on_ranks.py."""
     root = tmp_path_factory.mktemp("folders")
-    jobs = [*_families(root), *_forms(root), *_broken(root), *_deep(root), *_checkpoint(root)]
+    jobs = [
+        *_families(root),
+        *_probed(root),
+        *_forms(root),
+        *_broken(root),
+        *_deep(root),
+        *_checkpoint(root),
+    ]
     (root / "jobs.json").write_text(json.dumps(jobs))
     launch_ranks(SCRIPT, [str(root)], ranks=2, timeout=300).check()
     results = json.loads((root / "results.json").read_text())
@@ -37,6 +44,27 @@ def _families(root: Path) -> list[Job]:
         build(family).save_pretrained(root / family)
         jobs.append({"name": family, "kind": "trains", "folder": str(root / family)})
     return jobs
+
+
+def _probed(root: Path) -> list[Job]:
+    packed, padded = {"packing": True}, {"packing": False}
+    eager = {"attn_implementation": "eager"}
+    cases = [
+        *((family, packed) for family in (*OTHERS, *HYBRIDS, *LEAKY, *OWN_ATTENTION, "modernbert-decoder")),
+        *((family, padded) for family in LEAKY),
+        *((family, padded | eager) for family in (*HYBRIDS, *OWN_ATTENTION)),
+    ]
+    for family in {family for family, _ in cases}:
+        build(family).save_pretrained(root / family)
+    return [
+        {
+            "name": f"{family}, {'packed' if keys['packing'] else 'padded'}",
+            "kind": "probes",
+            "folder": str(root / family),
+        }
+        | keys
+        for family, keys in cases
+    ]
 
 
 def _forms(root: Path) -> list[Job]:
@@ -69,10 +97,11 @@ def _broken(root: Path) -> list[Job]:
         build("llama").save_pretrained(root / name)
         _change(root / name, change)
     build("mixtral").save_pretrained(root / "experts")
+    build("gpt_neox").save_pretrained(root / "converted")
     (root / "adapter").mkdir()
     (root / "adapter" / "adapter_config.json").write_text("{}")
     (root / "run of others" / "checkpoints").mkdir(parents=True)
-    for name in (*changes, "experts", "adapter", "run of others"):
+    for name in (*changes, "experts", "converted", "adapter", "run of others"):
         jobs.append({"name": name, "kind": "refuses", "folder": str(root / name)})
     return jobs
 

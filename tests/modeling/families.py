@@ -35,6 +35,66 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 2, "sliding_window": WINDOW},
 }
 
+# Families whose layers keep documents apart by our attention, though they are built otherwise than Llama: saved buffers
+# (Apertus, Gemma 4), two embeddings and low-rank residuals (Gemma 3n), logits that are multiplied (HyperCLOVA X).
+OTHERS: dict[str, dict[str, Any]] = {
+    "hyperclovax": {"logits_scaling": 3.0},
+    "apertus": {},
+    "gemma3n_text": {
+        "head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "num_kv_shared_layers": 0,
+        "laurel_rank": 4,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "activation_sparsity_pattern": [0.0, 0.0],
+    },
+    "gemma4_text": {
+        "head_dim": 16,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "num_kv_shared_layers": 0,
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4},
+}
+MIXER = {"mamba_d_state": 8, "mamba_n_groups": 1}
+# State-space and convolution layers carry a state from one document into the next: they train on padded rows only.
+HYBRIDS: dict[str, dict[str, Any]] = {
+    "falcon_h1": MIXER | {"mamba_d_ssm": 48, "mamba_n_heads": 4, "mamba_d_head": 12},
+    "qwen3_5_text": {
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
+    "mamba2": {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 1},
+    "bamba": MIXER | {"attn_layer_indices": [1], "mamba_n_heads": 6, "mamba_d_head": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_ff_dim": 64},
+}
+# Attention that does not get the boundaries (dropped on the way), or recurrence that knows none.
+LEAKY: dict[str, dict[str, Any]] = {
+    "nemotron": {},
+    "stablelm": {"partial_rotary_factor": 0.5},
+    "rwkv": {"attention_hidden_size": 48},
+    "xlstm": {"num_heads": 4, "num_blocks": 2},
+}
+# Attention of their own, which cannot read the mask of ours.
+OWN_ATTENTION: dict[str, dict[str, Any]] = {
+    "bloom": {"n_layer": 2, "n_head": 4},
+    "mpt": {"d_model": 48, "n_layers": 2, "n_heads": 4, "expansion_ratio": 2, "max_seq_len": 256},
+    "gptj": {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "falcon": {},
+    "codegen": {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
+    "xglm": {"d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
+}
+EVERY = FAMILIES | OTHERS | HYBRIDS | LEAKY | OWN_ATTENTION
+
 
 def build(family: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any:
     """A model of two layers with random weights, the same for the same arguments, attention as transformers' eager."""
@@ -48,7 +108,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    made = AutoConfig.for_model(family, **sizes | heads | {"initializer_range": 0.3} | FAMILIES[family] | config)
+    made = AutoConfig.for_model(family, **sizes | heads | {"initializer_range": 0.3} | EVERY.get(family, {}) | config)
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(made, dtype=dtype, attn_implementation="eager").train()
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint.folder import published
 from finetune.checkpoint.saving import Progress, Saver
@@ -18,15 +19,16 @@ from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.modeling.load import load_model
+from finetune.modeling.probe import refuse_unsound
 from finetune.optim import build_optimizer
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Lora, Model, Optimisation
+from finetune.recipe.schema import Data, Lora, Model, Optimisation
 from finetune.sharding.config import Sharding
 from finetune.sharding.layouts import clip_gradients, wrapped_units
 from finetune.sharding.world import World, join, leave
 from finetune.tensors import read, read_folder
 from finetune.training.loop import accumulate_gradients
-from tests.modeling.families import documents, packed, plain_loss
+from tests.modeling.families import documents, packed, padded, plain_loss
 
 OPTIMISATION = Optimisation(learning_rate=1e-3)
 
@@ -95,6 +97,23 @@ def trains(job: dict[str, Any], world: World) -> dict[str, Any]:
     return {"ours": found, "plain": plain(job["folder"], steps=2)}
 
 
+def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
+    """A folder of a family of which little is known: why it is refused, or its loss beside transformers' own."""
+    recipe = Model(
+        model_name_or_path=job["folder"], attn_implementation=job.get("attn_implementation", "auto"), dtype="float32"
+    )
+    try:
+        model: Any = load_model(recipe, Lora(), 0, 1, world)[0]
+        refuse_unsound(model, recipe, Data(packing=job["packing"], max_length=64), world)
+    except UserError as error:
+        return {"error": str(error)}
+    truth = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32, attn_implementation="eager")
+    model.eval()  # GPT-2 and XGLM have dropout
+    with torch.no_grad():
+        loss = model(**(packed if job["packing"] else padded)(documents()))
+        return {"error": None, "loss": float(loss), "plain": float(plain_loss(truth, documents()))}
+
+
 def loads(job: dict[str, Any], world: World) -> dict[str, Any]:
     """A form of folder: whether every parameter is the file's."""
     model, _, _ = ours(job["folder"], world, steps=0)
@@ -148,7 +167,14 @@ def goes_on(job: dict[str, Any], world: World) -> dict[str, Any]:
 
 if __name__ == "__main__":
     world = join(Sharding(layout="fsdp2", use_cpu=True))
-    kinds = {"trains": trains, "loads": loads, "refuses": refuses, "recomputes": recomputes, "goes_on": goes_on}
+    kinds = {
+        "trains": trains,
+        "probes": probes,
+        "loads": loads,
+        "refuses": refuses,
+        "recomputes": recomputes,
+        "goes_on": goes_on,
+    }
     folder = Path(sys.argv[1])
     results = []
     for job in json.loads((folder / "jobs.json").read_text()):

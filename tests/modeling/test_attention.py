@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +220,62 @@ def test_a_layer_with_the_varlen_kernel_compiles_into_one_graph_for_all_lengths(
         found = [model(**batch).item() for batch in batches]
     assert found == pytest.approx(expected, rel=1e-6)
     assert graphs <= len(decoder_layers(model)), f"{graphs} graphs: something is compiled anew for every length"
+
+
+def varlen_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """torch's varlen_attn by its documentation: [tokens, heads, size], `window_size` tokens to the left of a query.
+
+    It asks of its operands what ATen's `mha_varlen_fwd` asks on CUDA.
+    """
+    left, right = window_size or [-1, -1]
+    assert right == 0 and is_causal == (left < 0), "training is causal"
+    assert query.shape[-1] % 8 == 0, "mha_varlen_fwd: head_size should be a multiple of 8; pad it"
+    assert enable_gqa or query.shape == key.shape
+    outs = []
+    for start, end in itertools.pairwise(cu_seq_q.tolist()):
+        assert 0 < end - start <= max_q == max_k
+        q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
+        k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
+        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        visible = visible if left < 0 else visible.triu(-left)
+        scores = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
+            ~visible, -1e30
+        )
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1).contiguous())
+    return torch.cat(outs), query.new_empty(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2)
+
+
+@pytest.fixture
+def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sends attention the way it goes on CUDA, through torch's own operator, for which the kernel above is registered."""
+    monkeypatch.setattr(attention, "_varlen_serves", lambda _query, _value, scores: scores.softcap is None)
+    kernels = library.Library("torch_attn", "IMPL")
+    kernels.impl("_varlen_attn", varlen_on_cpu, "CPU", allow_override=True)
+    yield
+    kernels._destroy()
+
+
+@pytest.mark.usefixtures("varlen_kernel")
+@pytest.mark.parametrize("head_dim", [2, 12, 20])
+def test_head_sizes_that_8_does_not_divide_are_padded_for_the_varlen_kernel(head_dim: int) -> None:
+    model, examples = build("qwen3", head_dim=head_dim), documents()
+    true_loss = plain_loss(model, examples)
+    with torch.no_grad():
+        loss = ours(model)(**packed(examples))
+    assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
 
 
 @pytest.mark.gpu

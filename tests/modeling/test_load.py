@@ -40,6 +40,9 @@ def test_all_mistakes_are_told_at_once(loaded: dict[str, Any]) -> None:
 
 def test_what_is_no_dense_model_is_refused_by_its_own_reason(loaded: dict[str, Any]) -> None:
     assert "mixtral is a mixture of experts" in loaded["experts"]["error"]
+    assert (
+        "GPTNeoXForCausalLM name or arrange its tensors otherwise than its modules do" in loaded["converted"]["error"]
+    )
     assert "holds an adapter, not a model" in loaded["adapter"]["error"]
     assert "is a run's folder" in loaded["run of others"]["error"]
 

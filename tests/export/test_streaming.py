@@ -1,0 +1,29 @@
+"""The logits by which an export is verified are those of transformers, for every family that is trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.export import architecture
+from finetune.export.streaming import prompts, streamed_logits
+from finetune.export.values import read_rows
+from finetune.tensors import read_folder
+from tests.modeling.families import EVERY, build
+
+
+@pytest.mark.parametrize("family", [family for family in EVERY if family != "mixtral"])
+def test_streamed_logits_are_the_models(family: str, tmp_path: Path) -> None:
+    model = build(family).eval()
+    model.save_pretrained(tmp_path)
+    built, stored = architecture.build(tmp_path), read_folder(tmp_path)
+
+    def rows(name: str, start: int, stop: int) -> torch.Tensor:
+        return read_rows(stored[built.tied.get(name, name)], start, stop)
+
+    with torch.no_grad():
+        truth = model(input_ids=prompts(model.config.vocab_size), use_cache=False).logits
+    for _ in range(2):  # the second time on the model as the first has left it
+        found = streamed_logits(built.model, rows)
+        assert float((found - truth).norm() / truth.norm()) < 1e-5
+        assert all(parameter.is_meta for parameter in built.model.parameters())
