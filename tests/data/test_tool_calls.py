@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from finetune.cli import main
 from finetune.data.chat import render
@@ -204,6 +205,20 @@ def test_what_a_template_leaves_out_is_noticed(name: str) -> None:
     assert "tools_dropped" in given and "tool_calls_dropped" not in given
     schemas = render(document({"messages": [ASKED, ANSWERED[1]], "tools": [TOOL]}), way).remarks
     assert "tools_dropped" in schemas
+
+
+def test_llama_3_leaves_calls_out_and_the_named_template_writes_them_with_its_tokens(shared: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    read = document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]})
+    assert {"tool_calls_dropped", "tools_dropped"} <= set(render(read, renderer(tokenizer, True)).remarks)
+    tokenizer.chat_template = NAMED["llama3.1"]
+    rendered = render(read, renderer(tokenizer, True))
+    assert rendered.remarks == ()
+    assert rendered.text == tokenizer.apply_chat_template([ASKED, CALLED, *ANSWERED], tools=[TOOL], tokenize=False)
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [
+        '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}<|eot_id|>',
+        "It rains.<|eot_id|>",
+    ]
 
 
 def test_words_beside_a_call_reasoning_and_empty_answers_are_not_lost_unnoticed() -> None:
