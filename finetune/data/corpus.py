@@ -103,6 +103,7 @@ def _rendered(
         try:
             if isinstance(row, BadRow):
                 raise row
+            "".join(row).encode()  # a column's name is shown in messages and kept in reports
             read, unused = read_document(row, source)
             document = render(read, way)
             document.text.encode()
@@ -110,7 +111,7 @@ def _rendered(
             bad.append(f"{batch.file}:{number}: {problem}")
         except UnicodeEncodeError:
             bad.append(
-                f"{batch.file}:{number}: half of a UTF-16 pair stands alone in its text; it is not valid Unicode"
+                f"{batch.file}:{number}: half of a UTF-16 pair stands alone in its text or a column's name; it is not valid Unicode"
             )
         else:
             documents.append(document)

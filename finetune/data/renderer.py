@@ -97,6 +97,15 @@ def rendered(way: Renderer, messages: list[Message], tools: Tools, **options: bo
         texts, spans = render_jinja_template(
             [messages], tools=list(tools) or None, chat_template=way.template, **options, **way.variables
         )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError) as error:
+    except (
+        jinja2.TemplateError,
+        TypeError,
+        ValueError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+        ArithmeticError,
+        MemoryError,
+    ) as error:
         raise BadRow(f"the chat template refuses it: {error}") from None
     return str(texts[0]), list(spans[0]) if spans else []

@@ -192,7 +192,7 @@ def _adapter(key: str, section: str) -> TypeAdapter[Any]:
 
 def _located(value: str, folder: Path) -> str | None:
     """A local path that exists, from here or from beside the recipe; a name that may be the hub's as it is; else None."""
-    if "\n" in value or "://" in value or len(value) > 1000:
+    if "\n" in value or "://" in value or "{{" in value or "{%" in value or len(value) > 1000:
         return value
     here = Path(value).expanduser()
     for candidate in (here, folder / value):

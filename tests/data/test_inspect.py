@@ -6,6 +6,7 @@ import pty
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -163,3 +164,51 @@ def test_the_spaces_of_sentencepiece_stay() -> None:
     ids = np.array([vocabulary[piece] for piece in pieces], dtype=np.int32)
     texts = token_texts(TokenExample(ids, ids), PreTrainedTokenizerFast(tokenizer_object=bpe))
     assert texts == ["Natalia", " sold", " ", "4", "8", " clips", "\n", " ", "", "", "", "🙂"]
+
+
+def test_a_file_is_shown_without_a_recipe(
+    recipe: Path, tiny_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", "a.jsonl", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rows"][0]["where"] == "a.jsonl:1" and told["warnings"] == []
+    model = str(tiny_llama())
+    assert main(["inspect", "--model", model, "a.jsonl", "max_length=60"]) == 0
+    assert "<|user|>" in capsys.readouterr().out
+    assert main(["inspect", "recipe.yaml"]) == EXIT_USER_ERROR
+    assert capsys.readouterr().err == "recipe.yaml: is not data; a recipe is given as --recipe recipe.yaml\n"
+
+
+def test_what_launch_would_say_of_the_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = recipe.read_text()
+    recipe.write_text(text.replace("model_type: llama", "model_type: llama, max_position_embeddings: 8"))
+    assert main(["inspect", "--recipe", str(recipe)]) == 0
+    out = capsys.readouterr().out
+    assert "warning: examples have up to " in out and "but the model was made for 8 positions" in out
+    assert "nothing found that is wrong" not in out
+    recipe.write_text(text.replace("model_type: llama", "model_type: llama, vocab_size: 100"))
+    assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
+    assert "fatal: model_config: its embedding has 100 rows, but the tokenizer has " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ 1 / (messages | length - 1) }}", "{{ 1e308 * 10 | int }}{{ (10.0 ** 400) }}", "{{ 'a' * 2 ** 62 }}"],
+)
+def test_arithmetic_of_a_template_that_fails_is_a_sentence(
+    recipe: Path, template: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with recipe.open("a") as file:
+        file.write(f"chat_template: {json.dumps(template)}\n")
+    Path("a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "Hi"}]}\n')
+    assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
+    assert "a.jsonl:1: the chat template refuses it: " in capsys.readouterr().err
+
+
+def test_half_a_character_in_the_name_of_a_column_is_a_sentence(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("a.jsonl").write_text('{"text": "a", "\\ud800": 1}\n{"\\udfff": "b"}\n')
+    assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
+    err = capsys.readouterr().err
+    assert "a.jsonl:1: half of a UTF-16 pair" in err and "a.jsonl:2: half of a UTF-16 pair" in err
