@@ -34,11 +34,12 @@ class Lost(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What a run leaves that nobody disturbed: STEP -> checksums of its tensor files; losses; bytes of the export."""
+    """What a run leaves that nobody disturbed: STEP -> checksums of its tensor files; losses; files of the export -> digests."""
 
     checkpoints: dict[int, dict[str, Any]]
     losses: list[tuple[int, float]]
     export: dict[str, str]
+    stores: list[Path]  # the token cache's
     seconds: float
 
 
@@ -94,24 +95,22 @@ class Story:
     def _done_before(self) -> list[str]:
         """Damages between two lives; returns their names."""
         done = []
-        if self.sound and self.chance.random() < 0.6:
+        if self.sound and self.chance.random() < 0.7:
             # Mostly one is left to resume from.
             steps = sorted(self.sound)
-            spared = steps if self.chance.random() < 0.05 else steps[1:] if len(steps) > 1 else []
-            for step in self.chance.sample(spared, self.chance.randint(0, len(spared))):
+            victims = steps if self.chance.random() < 0.05 else steps[1:] if len(steps) > 1 else []
+            for step in self.chance.sample(victims, self.chance.randint(min(1, len(victims)), len(victims))):
                 kind = faults.damage_checkpoint(folder.step_folder(self.run_folder, step), self.chance)
                 done.append(f"damaged: {kind}")
                 self.sound.discard(step)
                 self.damaged.add(step)
-        if not self.setup.streaming and self.chance.random() < 0.5 and (kind := self._damage_cache()):
-            done.append(f"token cache: {kind}")
-        if (self.run_folder / "samples.jsonl").exists() and self.chance.random() < 0.4:
+        for store in self.reference.stores:
+            files = sorted(path for path in store.glob("*") if path.is_file())
+            if files and self.chance.random() < 0.5:
+                done.append(f"token cache: {faults.damage_file(self.chance.choice(files), self.chance)}")
+        if (self.run_folder / "samples.jsonl").exists() and self.chance.random() < 0.5:
             done.append(f"samples.jsonl: {faults.damage_samples(self.run_folder / 'samples.jsonl', self.chance)}")
         return done
-
-    def _damage_cache(self) -> str | None:
-        files = sorted(path for path in self.setup.cache.rglob("*") if path.is_file())
-        return faults.damage_file(self.chance.choice(files), self.chance) if files else None
 
     def _edit(self) -> str:
         possible = sorted(EDITS - ({"data order"} if not self.setup.streaming else {"data"}))
@@ -201,7 +200,9 @@ def make_reference(setup: faults.Setup) -> Reference:
     run_folder = setup.root / name
     checkpoints = {step: tensors(path) for step, path in folder.published(run_folder)}
     assert sorted(checkpoints) == list(range(1, STEPS + 1)), ended.log
-    return Reference(checkpoints, losses(run_folder), exported(run_folder), time.monotonic() - started)
+    return Reference(
+        checkpoints, losses(run_folder), exported(run_folder), sorted(setup.cache.iterdir()), time.monotonic() - started
+    )
 
 
 def tensors(checkpoint: Path) -> dict[str, Any]:
