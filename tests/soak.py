@@ -8,12 +8,14 @@ import argparse
 import importlib.util
 import itertools
 import json
+import mmap
 import os
 import random
 import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,13 +33,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--workers", type=int, default=2, help="stories told at the same time")
+    parser.add_argument("--workers", type=int, default=2, help="stories at the same time")
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--launcher", type=float, default=0.02, help="share of lives that `finetune launch` starts")
     options = parser.parse_args()
     root, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
     import_all()
-    workers = [fork_worker(options, root, worker) for worker in range(options.workers)]
+    done = memoryview(mmap.mmap(-1, 8 * options.workers)).cast("q")  # faults of each worker, seen by all
+    workers = [fork_worker(options, root, worker, done) for worker in range(options.workers)]
     ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in workers]
     results = [json.loads(path.read_text()) for path in sorted(root.glob("worker*.json"))]
     counts = sum((Counter(result["counts"]) for result in results), Counter[str]())
@@ -55,18 +58,24 @@ def main() -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
-def fork_worker(options: argparse.Namespace, root: Path, worker: int) -> int:
-    """A process that tells its share of the stories and leaves its counts in `root`/worker<N>.json."""
+def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memoryview) -> int:
+    """A process with its share of the stories. Leaves its counts in `root`/worker<N>.json, and how many faults in `done`."""
     process = os.fork()
     if process:
         return process
-    code = 1
+    code, ends = 1, time.monotonic() + options.minutes * 60
+
+    def is_enough(faults: int) -> bool:
+        done[worker] = faults
+        return sum(done) >= options.faults or time.monotonic() > ends
+
     try:
         mine = itertools.islice(setups(root, options.seed), worker, None, options.workers)
-        share = -(-options.faults // options.workers)
-        report = root / f"worker{worker}.json"
-        soak(root, share, options.seed + worker, options.minutes * 60, mine, options.launcher, report)
+        chance = random.Random(options.seed + worker)
+        soak(mine, chance, is_enough, options.launcher, root / f"worker{worker}.json")
         code = 0
+    except BaseException:
+        traceback.print_exc()
     finally:
         os._exit(code)
 

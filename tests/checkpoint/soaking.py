@@ -1,4 +1,4 @@
-"""Runs under every fault that a checkpoint must survive, in random order: stories of one run each, told through run.py.
+"""Runs under every fault that a checkpoint must survive, in random order: stories of one run each, through run.py.
 
 A story is one run in one layout with one optimizer. Before each of its lives something may be damaged or edited; during
 it the ranks may be killed or preempted. After each life every checkpoint that is published must be, bit for bit, that of
@@ -22,8 +22,8 @@ from tests.checkpoint import faults
 from tests.checkpoint.faults import STEPS
 from tests.checkpoint.lives import Ended, Life, Moment
 
-STORIES = 2  # told of one setup, against one reference
-LIVES = 40  # of one story, before it counts as one that never ends
+STORIES = 2  # of one setup, against one reference
+LIVES = 20  # of one story that are disturbed; in the next it must come to its end
 EDITS = {"chat template", "tokenizer", "data", "data order", "LoRA base"}
 CLOCK = ("tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds")
 
@@ -60,19 +60,19 @@ class Story:
     def run_folder(self) -> Path:
         return self.setup.root / self.name
 
-    def tell(self, is_enough: Callable[[], bool]) -> None:
+    def to_its_end(self, is_enough: Callable[[], bool]) -> None:
         """Lives until the run is finished, or cannot be because everything was damaged, or it is enough. Raises `Lost`."""
-        for _ in range(LIVES):
-            if is_enough() or self._live():
+        for life in range(LIVES + 1):
+            if is_enough() or self._live(is_disturbed=life < LIVES):
                 return
-        raise Lost(f"not finished after {LIVES} lives")
+        raise Lost(f"not finished in a life without a fault, after {LIVES} lives")
 
-    def _live(self) -> bool:
+    def _live(self, is_disturbed: bool) -> bool:
         """Faults, one life, and a look at what it left. Returns whether the story is over."""
-        done = self._done_before()
-        edit = self._edit() if self.sound and self.chance.random() < 0.4 else None
+        done = self._done_before() if is_disturbed else []
+        edit = self._edit() if is_disturbed and self.sound and self.chance.random() < 0.4 else None
         newest = max(self.sound, default=0)
-        moment = None if edit else self._moment(newest)
+        moment = self._moment(newest) if is_disturbed and not edit else None
         by_launcher = self.chance.random() < self.launcher_share
         life = Life(self.setup, self.name, by_launcher)
         try:
@@ -225,34 +225,28 @@ def exported(run_folder: Path) -> dict[str, str]:
 
 
 def soak(
-    root: Path,
-    total: int,
-    seed: int,
-    seconds: float,
     setups: Iterable[faults.Setup],
+    chance: random.Random,
+    is_enough: Callable[[int], bool],
     launcher_share: float,
     report: Path,
 ) -> None:
-    """Tells stories until `total` faults are done or `seconds` over. Keeps the counts, and what was lost, in `report`."""
-    chance, counts, lost = random.Random(seed), Counter[str](), list[str]()
-    ends = time.monotonic() + seconds
-
-    def is_enough() -> bool:
-        return faults_in(counts) >= total or time.monotonic() > ends
-
+    """Runs stories, setup after setup, until `is_enough(faults so far)`. Keeps the counts, and what was lost, in `report`."""
+    counts, lost = Counter[str](), list[str]()
     for setup in setups:
-        report.write_text(json.dumps({"counts": dict(counts), "lost": lost}))
-        if is_enough():
-            return
         try:
             faults.make_inputs(setup)
             reference = make_reference(setup)
             for story in range(STORIES):
-                Story(setup, f"run{story}", reference, chance, counts, launcher_share).tell(is_enough)
+                run = Story(setup, f"run{story}", reference, chance, counts, launcher_share)
+                run.to_its_end(lambda: is_enough(faults_in(counts)))
         except Lost as what:
             lost.append(f"{setup.label}, {setup.root}: {what}")
         else:
             shutil.rmtree(setup.root, ignore_errors=True)
+        report.write_text(json.dumps({"counts": dict(counts), "lost": lost}))
+        if is_enough(faults_in(counts)):
+            return
 
 
 def faults_in(counts: Counter[str]) -> int:
