@@ -29,6 +29,7 @@ from finetune.data.sources import RowBatch, files_of, local_splits, read_rows
 from finetune.data.store import Tokens, TokenStore
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
+from finetune.whole_files import replace_text
 
 BLOCK_ROWS = 8192  # rows that are shuffled together
 RUN_ROWS = 64  # rows read from one source before the next is drawn
@@ -107,7 +108,8 @@ class StreamedBatches:
         batches = self._batches_of(examples, number)
         note = Note(facts.stream["runs"], batches.steps, len(examples), facts.stream["epoch"])
         if self.ranks.local_rank == 0:
-            self._note_file(number).write_text(json.dumps(asdict(note)))
+            text = json.dumps(asdict(note))
+            replace_text(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
         return batches, note, report
 
     def store(self, number: int, leaving: Event | None = None) -> TokenStore:
@@ -151,20 +153,27 @@ class StreamedBatches:
         facts.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _runs_through(self, number: int) -> int:
-        """Runs read up to the end of block `number`; where its note is lost, the block is made again."""
-        if not self._note_file(number).exists():
-            self.block(number)
-        return int(json.loads(self._note_file(number).read_text())["runs"])
+        """Runs read up to the end of block `number`."""
+        return self._note(number).runs
 
     def _find(self, step: int) -> tuple[int, int, int]:
         """(the block that step `step` is in, its first step, examples before it)."""
         block = first = examples = 0
         while True:
-            note_file = self._note_file(block)
-            note = Note(**json.loads(note_file.read_text())) if note_file.exists() else self.block(block)[1]
+            note = self._note(block)
             if step < first + note.steps:
                 return block, first, examples
             block, first, examples = block + 1, first + note.steps, examples + note.examples
+
+    def _note(self, number: int) -> Note:
+        """The note of a block. Where there is none, or it is not what was written, the block is made again."""
+        try:
+            checksum, _, text = self._note_file(number).read_text(encoding="utf-8").partition("\n")
+        except (FileNotFoundError, UnicodeDecodeError):
+            return self.block(number)[1]
+        if checksum != xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
+            return self.block(number)[1]
+        return Note(**json.loads(text))
 
     def _note_file(self, number: int) -> Path:
         return self.folder.parent / f"block-{number:06}.json"

@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+import psutil
 import yaml
 
 from tests.checkpoint.faults import Setup
@@ -102,4 +103,11 @@ class Life:
             if elapsed > LONGEST_SECONDS:
                 os.killpg(process.pid, signal.SIGKILL)
             time.sleep(0.01)
+        while self._is_running():  # ranks whose launcher was killed get SIGTERM, on which they save
+            time.sleep(0.1)
         return Ended([process.wait()], met, self.log.read_text(errors="replace"))
+
+    def _is_running(self) -> bool:
+        """Whether a process that was given this life's recipe is still there."""
+        commands = (process.info["cmdline"] or () for process in psutil.process_iter(["cmdline"]))
+        return any(str(self.recipe) in command for command in commands)

@@ -80,6 +80,18 @@ def test_the_sequence_is_the_same_on_any_ranks_and_after_any_stop(stream: Stream
         assert steps == [Counter(step) for step in truth[start:]]
 
 
+def test_a_damaged_note_is_not_believed(stream: Stream, tmp_path: Path) -> None:
+    truth = texts(stream().batches())
+    note = next((tmp_path / "cache").rglob("block-000000.json"))
+    written = note.read_bytes()
+    steps = re.sub(rb'"steps": (\d+)', lambda found: b'"steps": %d' % (int(found[1]) + 1), written)
+    for damaged in (steps, written.replace(b"runs", b"zuns"), written[: len(written) // 2], b"", b"\xff"):
+        assert damaged != written
+        note.write_bytes(damaged)
+        assert texts(stream().batches(25)) == truth[25:]
+        assert note.read_bytes() == written
+
+
 def test_only_notes_are_left_when_it_ends_or_is_left_early(stream: Stream, tmp_path: Path) -> None:
     whole, early = stream(), stream()
     assert len(list(whole.batches())) == 40
