@@ -2,4 +2,4 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("torchao") else ["finetune/adamw_8bit.py"]
+collect_ignore = [] if find_spec("torchao") else ["finetune/optim/adamw_8bit.py"]

@@ -26,12 +26,12 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from finetune.checkpoint import folder  # noqa: E402
-from finetune.checkpoint.saving import Progress, Saver  # noqa: E402
+from finetune.checkpoint import manifest as folder  # noqa: E402
+from finetune.checkpoint.save import Progress, Saver  # noqa: E402
+from finetune.distributed.accelerate_config import Sharding  # noqa: E402
+from finetune.distributed.parallelize import parallelize  # noqa: E402
+from finetune.distributed.world import World, join, leave  # noqa: E402
 from finetune.recipe.reader import read_recipe  # noqa: E402
-from finetune.sharding.config import Sharding  # noqa: E402
-from finetune.sharding.layouts import parallelize  # noqa: E402
-from finetune.sharding.world import World, join, leave  # noqa: E402
 
 TOKENS = 128  # in a step
 COPIES = 3  # of each parameter in the state: the weight and Adam's two moments, all fp32

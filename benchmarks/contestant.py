@@ -50,9 +50,9 @@ class Turns:
 def ours(workspace: Path, layout: str, bf16: bool, turns: Turns) -> None:
     """finetune's own run, all of it; only its batches are paced."""
     from finetune.data.batches import Batches
+    from finetune.distributed.accelerate_config import read_sharding
     from finetune.recipe.reader import read_recipe
     from finetune.run import fine_tune
-    from finetune.sharding.config import read_sharding
 
     given = Batches.batches
 

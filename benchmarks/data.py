@@ -26,9 +26,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
-from finetune.data.cache import cached_store
 from finetune.data.inspect import Alone
 from finetune.data.prepare import prepare_data
+from finetune.data.token_cache import cached_store
 from finetune.data.tokenizer import load_tokenizer
 from finetune.recipe.reader import read_recipe
 

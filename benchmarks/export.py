@@ -37,7 +37,7 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 8,
     "tie_word_embeddings": False,
 }
-IMPORTS = "import torch, finetune.export.exporting"
+IMPORTS = "import torch, finetune.export.export"
 MERGE_IMPORTS = "import torch, torch.distributed.checkpoint; from accelerate.utils import merge_fsdp_weights"
 
 

@@ -127,7 +127,7 @@ def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | No
     import torch
 
     from finetune.data.batches import MicroBatch, StepBatch
-    from finetune.data.store import IGNORE
+    from finetune.data.token_store import IGNORE
 
     packed = rows(case, steps * case.rows, data, tokenizer)
     batches = []
@@ -157,20 +157,20 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     import torch
     import yaml
 
+    from finetune.distributed.accelerate_config import read_sharding
+    from finetune.distributed.parallelize import Values, parallelize
+    from finetune.distributed.world import join
     from finetune.flops import flop_per_token_of
-    from finetune.modeling.attention import install
-    from finetune.modeling.building import build_on_meta, load_config
-    from finetune.modeling.checkpointing import checkpoint_activations
-    from finetune.modeling.fusing import compile_layers
-    from finetune.modeling.load import size_of
-    from finetune.modeling.lora import add_adapters
-    from finetune.modeling.loss import install_loss
-    from finetune.modeling.weights import is_adapter, with_adapters
-    from finetune.optim import build_optimizer
+    from finetune.models.activation_checkpointing import checkpoint_activations
+    from finetune.models.attention import install
+    from finetune.models.build import build_on_meta, load_config
+    from finetune.models.compile import compile_layers
+    from finetune.models.load import size_of
+    from finetune.models.lora import add_adapters
+    from finetune.models.loss import install_loss
+    from finetune.models.weights import is_adapter, with_adapters
+    from finetune.optim.build import build_optimizer
     from finetune.recipe.schema import Lora, Model, Optimisation
-    from finetune.sharding.config import read_sharding
-    from finetune.sharding.layouts import Values, parallelize
-    from finetune.sharding.world import join
 
     config_file = workspace / "accelerate.yaml"
     layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16"}
@@ -207,8 +207,8 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     """Trains `steps` steps after `warm_up`; the clock is the device's own."""
     import torch
 
+    from finetune.distributed.parallelize import clip_gradients
     from finetune.metrics import peak_flops, peak_memory_bytes
-    from finetune.sharding.layouts import clip_gradients
     from finetune.training.loop import accumulate_gradients
 
     began = time.perf_counter()

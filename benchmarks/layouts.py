@@ -28,13 +28,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune.data.batches import MicroBatch, StepBatch
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.parallelize import clip_gradients
+from finetune.distributed.world import World, join, leave
 from finetune.errors import exit_code
-from finetune.modeling.load import load_model
-from finetune.optim import build_optimizer
+from finetune.models.load import load_model
+from finetune.optim.build import build_optimizer
 from finetune.recipe.schema import Lora, Model, Optimisation
-from finetune.sharding.config import Sharding
-from finetune.sharding.layouts import clip_gradients
-from finetune.sharding.world import World, join, leave
 from finetune.training.loop import accumulate_gradients
 
 MODEL = {

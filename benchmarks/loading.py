@@ -27,11 +27,11 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, before ranks are forked)
 from safetensors.torch import save_file
 
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World, join, leave
 from finetune.errors import exit_code
-from finetune.modeling.load import load_model
+from finetune.models.load import load_model
 from finetune.recipe.schema import Lora, Model
-from finetune.sharding.config import Sharding
-from finetune.sharding.world import World, join, leave
 
 SHARD_BYTES = 500 * 2**20
 SAMPLED_EVERY_SECONDS = 0.02
@@ -68,7 +68,7 @@ def make_checkpoint(folder: Path, parameters: int) -> int:
     """A Llama of about so many random bf16 parameters, in files of SHARD_BYTES; returns their bytes. One file in memory at a time."""
     from transformers import AutoConfig
 
-    from finetune.modeling.building import build_on_meta
+    from finetune.models.build import build_on_meta
 
     vocabulary, layers = (32000 if parameters > 10**8 else 1024), 16
     per_square = (

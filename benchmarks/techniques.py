@@ -27,10 +27,10 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.modeling.attention import install
-    from finetune.modeling.fusing import compile_layers
-    from finetune.modeling.loss import install_loss
-    from finetune.optim import build_optimizer
+    from finetune.models.attention import install
+    from finetune.models.compile import compile_layers
+    from finetune.models.loss import install_loss
+    from finetune.optim.build import build_optimizer
     from finetune.recipe.schema import Optimisation
 
     def make(
@@ -86,7 +86,7 @@ def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens:
     import torch
     import torch.nn.functional as F
 
-    from finetune.modeling.loss import linear_cross_entropy
+    from finetune.models.loss import linear_cross_entropy
 
     torch.set_num_threads(1)
     states = torch.randn(tokens, hidden, requires_grad=True)

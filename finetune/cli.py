@@ -18,11 +18,11 @@ from finetune.terminal import clean_output
 # Subcommand -> the function that answers it, by name: importing it would import torch.
 COMMANDS = {
     "launch": "finetune.launch:launch_command",
-    "plan": "finetune.plan.command:plan_command",
+    "plan": "finetune.plan.cli:plan_command",
     "inspect": "finetune.data.inspect:inspect_command",
-    "export": "finetune.export.command:export_command",
-    "report": "finetune.report.command:report_command",
-    "checkpoints": "finetune.checkpoint.command:checkpoints_command",
+    "export": "finetune.export.cli:export_command",
+    "report": "finetune.report.cli:report_command",
+    "checkpoints": "finetune.checkpoint.cli:checkpoints_command",
     "convert": "finetune.convert:convert_command",
 }
 TAKES_A_RECIPE = ("launch", "plan", "inspect")

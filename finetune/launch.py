@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import find_file, read_recipe
-from finetune.sharding.config import ACCELERATE_CONFIGS, read_sharding
 
 RUN = Path(__file__).resolve().parent / "run.py"
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own handlers save, and save and go on

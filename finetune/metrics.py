@@ -16,12 +16,12 @@ from typing import Any, Self
 
 import torch
 
-from finetune.amounts import gib
 from finetune.divergence import LONG, find_divergence, losses_of
+from finetune.durable import replace_text
 from finetune.flops import peak_flops_of
 from finetune.json_lines import read_json_lines
 from finetune.trackers import Tracker, first_line
-from finetune.whole_files import replace_text
+from finetune.units import gib
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
 BAR_COLUMNS = 8  # of the bar itself, at least

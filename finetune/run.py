@@ -8,12 +8,12 @@ from pathlib import Path
 # A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root must.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from finetune.distributed.accelerate_config import Sharding, read_sharding
 from finetune.errors import end_process, exit_code
 from finetune.quiet import quieten
 from finetune.recipe.overrides import read_overrides
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
-from finetune.sharding.config import Sharding, read_sharding
 
 
 def main() -> None:
@@ -30,15 +30,19 @@ def main() -> None:
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
     quieten()
-    from finetune.checkpoint import inputs, resuming
+    from finetune.checkpoint import inputs
+    from finetune.checkpoint import resume as resuming
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
-    from finetune.modeling.load import load_model
-    from finetune.modeling.probe import refuse_unsound
-    from finetune.optim import build_optimizer
-    from finetune.sharding.world import join, leave
-    from finetune.training import beforehand, conclusion, evaluation, finished, loop, run_folder
-    from finetune.training.job import assemble
+    from finetune.distributed.world import join, leave
+    from finetune.models.load import load_model
+    from finetune.models.probe import refuse_unsound
+    from finetune.optim.build import build_optimizer
+    from finetune.training import dry_run as beforehand
+    from finetune.training import evaluate as evaluation
+    from finetune.training import finish as conclusion
+    from finetune.training import finished, loop, run_folder
+    from finetune.training.summary import assemble
 
     world = join(sharding, recipe.run.timeout_seconds)
     if dry_run:

@@ -21,13 +21,13 @@ def import_all() -> None:
     """Imports what a run imports on its way, so that no rank has to; what is there then, no rank's collector looks at."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
-    import finetune.checkpoint.resuming
+    import finetune.checkpoint.resume
     import finetune.data.prepare
-    import finetune.export.exporting
-    import finetune.modeling.load
-    import finetune.optim
-    import finetune.sharding.world
-    import finetune.training.conclusion  # noqa: F401
+    import finetune.distributed.world
+    import finetune.export.export
+    import finetune.models.load
+    import finetune.optim.build
+    import finetune.training.finish  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -9,11 +9,11 @@ import torch
 from transformers import AutoConfig
 
 from finetune.cli import main
-from finetune.modeling.building import build_on_meta, load_config
-from finetune.modeling.lora import add_adapters
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.distributed.parallelize import wrap_classes
+from finetune.models.build import build_on_meta, load_config
+from finetune.models.lora import add_adapters
 from finetune.recipe.reader import RECIPES, as_written, read_recipe, write_recipe
-from finetune.sharding.config import read_sharding
-from finetune.sharding.layouts import wrap_classes
 
 FILES = sorted(RECIPES.glob("*.yaml"))
 

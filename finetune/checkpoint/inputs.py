@@ -11,14 +11,15 @@ from typing import Any
 
 import xxhash
 
-from finetune.checkpoint import files, folder
-from finetune.checkpoint.agreement import Ranks
+from finetune.checkpoint import files
+from finetune.checkpoint import manifest as folder
 from finetune.data.prepare import PreparedData
+from finetune.distributed.collective import Ranks
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.hub import folder_at_hand
 from finetune.recipe.schema import Recipe
-from finetune.sharding.world import World
-from finetune.tensors import read_folder
+from finetune.safetensors_io.tensors import read_folder
 
 CONFIG_FILE = "config.json"
 BOOKKEEPING = {

@@ -4,7 +4,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from finetune.checkpoint import files, folder
+from finetune.checkpoint import files
+from finetune.checkpoint import manifest as folder
 from finetune.errors import UserError
 
 

@@ -8,9 +8,9 @@ import json
 import torch
 import xxhash
 
-from finetune.checkpoint.agreement import Ranks
-from finetune.checkpoint.quantised import dequantised, is_quantised
-from finetune.checkpoint.state import Piece
+from finetune.checkpoint.quantized_moments import dequantised, is_quantised
+from finetune.checkpoint.shards import Piece
+from finetune.distributed.collective import Ranks
 from finetune.errors import UserError
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

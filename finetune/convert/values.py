@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from finetune.recipe.foreign import Counterpart
+from finetune.recipe.hints import Counterpart
 
 TEMPLATES = {"llama3": "llama3", "llama-3": "llama3", "chatml": "chatml", "qwen": "chatml", "qwen_25": "chatml"}
 SCHEDULES = ("cosine", "linear", "constant")

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from finetune.data.examples import Examples
-from finetune.data.order import Arrangement, EpochRows, epoch_rows
-from finetune.data.store import IGNORE
+from finetune.data.sampler import Arrangement, EpochRows, epoch_rows
+from finetune.data.token_store import IGNORE
 
 Ids = NDArray[np.int64]
 # The packed row is filled up to a multiple of it, and so are the positions that the loss looks at. A new length costs: a CPU

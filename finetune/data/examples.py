@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.store import IGNORE, TokenStore
+from finetune.data.token_store import IGNORE, TokenStore
 from finetune.errors import UserError
 
 Overlength = Literal["truncate", "drop", "split", "error"]

@@ -27,8 +27,8 @@ def misfits(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
 
     A line that begins with `fatal:` is what it would refuse.
     """
-    from finetune.modeling.building import load_config
-    from finetune.modeling.load import refuse_unfit
+    from finetune.models.build import load_config
+    from finetune.models.load import refuse_unfit
 
     try:
         config = load_config(recipe.model)

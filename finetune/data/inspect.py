@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from finetune.amounts import counted
+from finetune.data.checks import fatal
 from finetune.data.examples import Example, Examples
-from finetune.data.findings import fatal
 from finetune.data.fit import misfits
-from finetune.data.mixing import SourceReport
+from finetune.data.mixture import SourceReport
 from finetune.data.prepare import DataReport, look_at
-from finetune.data.store import IGNORE
+from finetune.data.token_store import IGNORE
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import RECIPES, read_recipe
 from finetune.recipe.schema import Recipe
 from finetune.terminal import printable, unfiltered
+from finetune.units import counted
 
 QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the quickstart recipe
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends

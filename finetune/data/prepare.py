@@ -9,19 +9,19 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from finetune.amounts import counted
 from finetune.data.batches import Batches, MicroBatch, Ranks, StepBatch, batches_of
-from finetune.data.cache import cached_store
+from finetune.data.chat_templates import PLAIN
+from finetune.data.checks import Finding, Tally, fatal, findings
 from finetune.data.examples import Examples
-from finetune.data.findings import Finding, Tally, fatal, findings
-from finetune.data.mixing import SourceReport, examples_of, held_out_in_training, hold_out, mixed
-from finetune.data.order import Arrangement
+from finetune.data.mixture import SourceReport, examples_of, held_out_in_training, hold_out, mixed
 from finetune.data.renderer import renderer
-from finetune.data.store import IGNORE
+from finetune.data.sampler import Arrangement
 from finetune.data.streaming import StreamedBatches, stream_fingerprint, streamed
-from finetune.data.templates import PLAIN
+from finetune.data.token_cache import cached_store
+from finetune.data.token_store import IGNORE
 from finetune.errors import UserError
 from finetune.recipe.schema import Batch, DatasetSource, Recipe
+from finetune.units import counted
 
 __all__ = ["DataReport", "MicroBatch", "PreparedData", "Prompt", "StepBatch", "look_at", "prepare_data"]
 

@@ -7,8 +7,8 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from finetune.data.chat_templates import PLAIN
 from finetune.data.messages import BadRow, Message, Tool
-from finetune.data.templates import PLAIN
 from finetune.errors import UserError
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")

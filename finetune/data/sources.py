@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.files import KINDS, kind_of, read_file, readable
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
+from finetune.data.readers import KINDS, kind_of, read_file, readable
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
 

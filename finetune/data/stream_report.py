@@ -4,9 +4,9 @@ from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from finetune.data.corpus import SHOWN_BAD_ROWS, count_columns
-from finetune.data.findings import Finding, Tally, findings
-from finetune.data.mixing import SourceReport, tokens_lost
+from finetune.data.checks import Finding, Tally, findings
+from finetune.data.mixture import SourceReport, tokens_lost
+from finetune.data.tokenize import SHOWN_BAD_ROWS, count_columns
 
 COUNTED = (
     "rows_read",

@@ -18,18 +18,18 @@ from typing import Any
 import xxhash
 
 from finetune.data.batches import Batches, MicroBatch, Ranks, StepBatch, batches_of
-from finetune.data.cache import cache_folder, find_store, hashed
-from finetune.data.corpus import Facts, read_facts, tokenised
+from finetune.data.checks import fatal
 from finetune.data.examples import Examples
-from finetune.data.files import readable
-from finetune.data.findings import fatal
-from finetune.data.mixing import SourceReport, examples_of
-from finetune.data.order import Arrangement, generator
+from finetune.data.mixture import SourceReport, examples_of
+from finetune.data.readers import readable
+from finetune.data.sampler import Arrangement, generator
 from finetune.data.sources import RowBatch, files_of, local_splits, read_rows
-from finetune.data.store import Tokens, TokenStore
+from finetune.data.token_cache import cache_folder, find_store, hashed
+from finetune.data.token_store import Tokens, TokenStore
+from finetune.data.tokenize import Facts, read_facts, tokenised
+from finetune.durable import replace_text
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
-from finetune.whole_files import replace_text
 
 BLOCK_ROWS = 8192  # rows that are shuffled together
 RUN_ROWS = 64  # rows read from one source before the next is drawn

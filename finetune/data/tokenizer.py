@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from finetune.data.templates import read_template
+from finetune.data.chat_templates import read_template
 from finetune.errors import UserError
 from finetune.hub import hub_error
 from finetune.recipe.schema import Data, Model

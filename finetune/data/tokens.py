@@ -9,7 +9,7 @@ import numpy as np
 import xxhash
 
 from finetune.data.chat import Rendered
-from finetune.data.store import IGNORE, Tokens
+from finetune.data.token_store import IGNORE, Tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ row, `command` is the command line's way to it. docs/export.md describes it.
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from finetune.export.exporting import export
+    from finetune.export.export import export
 
 __all__ = ["export"]
 
@@ -19,6 +19,6 @@ def __getattr__(name: str) -> Any:
     """`export`, imported when it is asked for: it needs torch, which takes seconds, and a mistake is told before."""
     if name != "export":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from finetune.export.exporting import export
+    from finetune.export.export import export
 
     return export

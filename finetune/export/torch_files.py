@@ -18,7 +18,7 @@ import torch
 
 import finetune
 from finetune.errors import UserError
-from finetune.tensors import Piece, StoredTensor, join_pieces
+from finetune.safetensors_io.tensors import Piece, StoredTensor, join_pieces
 
 
 def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from finetune.errors import UserError
-from finetune.export.architecture import Architecture
-from finetune.tensors import StoredTensor, read_slice
+from finetune.export.target import Architecture
+from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
 # Of the widest form that a block takes on its way, which is float32. Blocks that fit a core's cache, and whose memory the
 # allocator keeps instead of giving it back to the kernel, take a third of the CPU time that 32 MiB take.

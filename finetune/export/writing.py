@@ -8,10 +8,10 @@ from pathlib import Path
 import xxhash
 
 from finetune.checkpoint.files import write_file
-from finetune.export.ahead import computed_ahead
+from finetune.export.prefetch import computed_ahead
 from finetune.export.values import Value, raw_bytes, row_blocks, written
-from finetune.safetensors_header import header_bytes
-from finetune.tensors import INDEX_FILE, SINGLE_FILE
+from finetune.safetensors_io.header import header_bytes
+from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from finetune.plan.architecture import Architecture
 from finetune.plan.state import FP32
 from finetune.recipe.schema import Lora
 
-# Of fp32 logits in a chunk of the loss: finetune/modeling/loss.py's CHUNK_BYTES, which a test compares.
+# Of fp32 logits in a chunk of the loss: finetune/models/loss.py's CHUNK_BYTES, which a test compares.
 LOSS_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_LEAST_TOKENS = 64
 TOKEN_ID = 8  # bytes of an int64

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from finetune.plan.job import Job
 from finetune.plan.memory import peak
+from finetune.plan.run_spec import Job
 from finetune.recipe.schema import Recipe
 
 Optim = Literal["adamw_bf16_moments", "adamw_8bit"]

@@ -18,9 +18,9 @@ from finetune.plan.activations import (
     recomputed_bytes,
     working_bytes,
 )
-from finetune.plan.job import Job
+from finetune.plan.fsdp_units import units
+from finetune.plan.run_spec import Job
 from finetune.plan.state import FP32, State, state_of_rank
-from finetune.plan.units import units
 
 SLACK = 0.06  # of what comes and goes in a step: blocks that the caching allocator holds but cannot use
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.recipe.schema import Lora, Model, Optimisation
-from finetune.sharding.config import Sharding
 
 FP32 = 4  # bytes
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}

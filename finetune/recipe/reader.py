@@ -12,7 +12,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.errors import UserError
-from finetune.recipe.foreign import foreign_names
+from finetune.recipe.hints import foreign_names
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
 from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Recipe
 from finetune.recipe.wording import what_is_wrong

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from finetune.report.run_folder import RunRecord
+from finetune.report.run_data import RunRecord
 from finetune.report.series import Points, compact, smoothed, smoothing_weight, thinned, ticks
 
 BOX = 1000

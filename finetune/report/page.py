@@ -12,13 +12,13 @@ import yaml
 from markupsafe import Markup
 
 from finetune import __version__
-from finetune.amounts import count, counted, disk_size, gib
 from finetune.divergence import find_divergence, losses_of
 from finetune.recipe.keys import leaves
 from finetune.report.charts import charts
 from finetune.report.planned import Planned
-from finetune.report.run_folder import RunRecord
+from finetune.report.run_data import RunRecord
 from finetune.report.series import compact
+from finetune.units import count, counted, disk_size, gib
 
 HERE = Path(__file__).parent
 SAMPLES_SHOWN = 20

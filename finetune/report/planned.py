@@ -3,14 +3,14 @@
 import json
 from dataclasses import dataclass, replace
 
-from finetune.amounts import gib
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
-from finetune.plan.command import make_plan
-from finetune.plan.show import memory_rows
-from finetune.plan.storage import CPU_PROCESS_BYTES
+from finetune.plan.cli import make_plan
+from finetune.plan.disk import CPU_PROCESS_BYTES
+from finetune.plan.table import memory_rows
 from finetune.recipe.reader import read_recipe
-from finetune.report.run_folder import RunRecord
-from finetune.sharding.config import read_sharding
+from finetune.report.run_data import RunRecord
+from finetune.units import gib
 
 
 @dataclass(frozen=True, slots=True)

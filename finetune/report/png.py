@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from finetune.report.run_folder import RunRecord
+from finetune.report.run_data import RunRecord
 from finetune.report.series import smoothed, smoothing_weight
 
 COLOURS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint.agreement import Ranks
-from finetune.checkpoint.folder import published, recipe_sha256
-from finetune.checkpoint.saving import plain_recipe
+from finetune.checkpoint.manifest import published, recipe_sha256
+from finetune.checkpoint.save import plain_recipe
+from finetune.distributed.collective import Ranks
+from finetune.distributed.world import World
+from finetune.durable import replace_text
 from finetune.recipe.schema import Recipe
-from finetune.sharding.world import World
-from finetune.whole_files import replace_text
 
 FINISHED = "finished.json"
 

@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.checkpoint.saving import Progress, Saver
+from finetune.checkpoint.save import Progress, Saver
 from finetune.data.batches import StepBatch
 from finetune.data.streaming import StreamedBatches
+from finetune.distributed.grad_scaler import unscale, update
+from finetune.distributed.parallelize import clip_gradients, without_gradient_sync
+from finetune.distributed.world import World
 from finetune.errors import Preempted
 from finetune.metrics import Window, peak_memory_bytes
-from finetune.optim import learning_rate, set_learning_rate
-from finetune.sharding.layouts import clip_gradients, without_gradient_sync
-from finetune.sharding.scaling import unscale, update
-from finetune.sharding.world import World
-from finetune.training.best import is_new_best, is_out_of_patience
-from finetune.training.evaluation import evaluate
-from finetune.training.interruption import Interruption, agreed
-from finetune.training.job import Job, teller_of_stream
+from finetune.optim.build import learning_rate, set_learning_rate
+from finetune.training.early_stopping import is_new_best, is_out_of_patience
+from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import guard_of, refuse_or_skip, suspect
-from finetune.training.profiling import collect, garbage_collected_between_lines, profiled
+from finetune.training.profiler import collect, garbage_collected_between_lines, profiled
+from finetune.training.signals import Interruption, agreed
+from finetune.training.summary import Job, teller_of_stream
 
 
 def train(job: Job, progress: Progress) -> Progress:

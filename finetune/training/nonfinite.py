@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from finetune.data.batches import StepBatch
+from finetune.distributed.grad_scaler import is_scaled
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.schema import Optimisation
-from finetune.sharding.scaling import is_scaled
-from finetune.sharding.world import World
 
 SHOWN = 16  # ids of examples named for each rank
 

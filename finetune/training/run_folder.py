@@ -12,16 +12,16 @@ import torch
 import yaml
 
 from finetune import __version__
-from finetune.checkpoint.agreement import Ranks
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.lock import hold
+from finetune.distributed.accelerate_config import as_accelerate_file
+from finetune.distributed.collective import Ranks
+from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.export.publishing import bring_back, bring_back_exports
-from finetune.optim import refuse_unusable
+from finetune.export.publish import bring_back, bring_back_exports
+from finetune.optim.build import refuse_unusable
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
-from finetune.sharding.config import as_accelerate_file
-from finetune.sharding.world import World
 from finetune.trackers import refuse_missing
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")

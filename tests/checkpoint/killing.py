@@ -27,11 +27,15 @@ from typing import Any
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoTokenizer
 
-from finetune.checkpoint import folder, lock, resuming, saving, state
+from finetune.checkpoint import lock
+from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import resume as resuming
+from finetune.checkpoint import save as saving
+from finetune.checkpoint import shards as state
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import join, leave
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
-from finetune.sharding.config import Sharding
-from finetune.sharding.world import join, leave
 from tests.checkpoint.tiny_run import build, digest, train_step
 from tests.conftest import make_chat, make_model
 from tests.ranks import free_port

@@ -14,14 +14,17 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from finetune.checkpoint import files, folder, saving, state
-from finetune.checkpoint.resuming import load
-from finetune.checkpoint.saving import Progress, Saver
+from finetune.checkpoint import files
+from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import save as saving
+from finetune.checkpoint import shards as state
+from finetune.checkpoint.resume import load
+from finetune.checkpoint.save import Progress, Saver
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
-from finetune.sharding.config import Sharding
-from finetune.sharding.world import World, join, leave
 from tests.checkpoint.tiny_run import build, digest, train_step
 
 SCENARIOS: list[Callable[["Run"], None]] = []

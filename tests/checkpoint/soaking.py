@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import folder
+from finetune.checkpoint import manifest as folder
 from tests.checkpoint import faults
 from tests.checkpoint.faults import STEPS
 from tests.checkpoint.lives import Ended, Life, Moment
@@ -219,7 +219,7 @@ def losses(run_folder: Path) -> list[tuple[int, float]]:
 
 def exported(run_folder: Path) -> dict[str, str]:
     """Weight files of the export -> a digest."""
-    from finetune.data.cache import fingerprint
+    from finetune.data.token_cache import fingerprint
 
     return {path.name: fingerprint(str(path)) for path in sorted((run_folder / "export").glob("*.safetensors"))}
 

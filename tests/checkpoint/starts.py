@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from finetune.checkpoint import folder
+from finetune.checkpoint import manifest as folder
 from finetune.checkpoint.json_files import read_state
 from finetune.cli import main as finetune
-from finetune.export import publishing
+from finetune.export import publish as publishing
 from tests.conftest import CHAT_TEMPLATE, make_chat, make_model
 from tests.forked_ranks import fork_ranks, import_all, run_main, wait
 

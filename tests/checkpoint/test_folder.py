@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import files, folder
+from finetune.checkpoint import files
+from finetune.checkpoint import manifest as folder
 from finetune.cli import main, read_arguments
 from tests.checkpoint.plain_state import state_of
 

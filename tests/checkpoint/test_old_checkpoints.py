@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM
 
-from finetune.checkpoint import folder
+from finetune.checkpoint import manifest as folder
 from finetune.cli import main
-from finetune.tensors import read, read_folder
+from finetune.safetensors_io.tensors import read, read_folder
 from tests.ranks import ROOT, run_command
 
 FILES = Path(__file__).parent / "from_993aeb8"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.checkpoint import folder
+from finetune.checkpoint import manifest as folder
 from tests.conftest import make_chat, make_model
 from tests.ranks import ROOT, Finished, launch_ranks, start_ranks
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import folder
-from finetune.checkpoint.command import list_checkpoints, shown
-from finetune.checkpoint.resuming import resume
-from finetune.checkpoint.saving import Progress, Saver
+from finetune.checkpoint import manifest as folder
+from finetune.checkpoint.cli import list_checkpoints, shown
+from finetune.checkpoint.resume import resume
+from finetune.checkpoint.save import Progress, Saver
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World, join, leave
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import Sharding
-from finetune.sharding.world import World, join, leave
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer
 

@@ -15,13 +15,13 @@ import xxhash
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune.checkpoint.resuming import resume
-from finetune.checkpoint.saving import Progress, Saver
+from finetune.checkpoint.resume import resume
+from finetune.checkpoint.save import Progress, Saver
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.parallelize import parallelize
+from finetune.distributed.world import World, join, leave
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import Sharding
-from finetune.sharding.layouts import parallelize
-from finetune.sharding.world import World, join, leave
-from finetune.tensors import read_folder, read_slice
+from finetune.safetensors_io.tensors import read_folder, read_slice
 
 ROWS = 6
 
@@ -65,8 +65,8 @@ def train_step(step: int, model: Any, optimizer: Any, world: World, saver: Saver
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of this rank's pieces of all tensors, bit for bit."""
-    from finetune.checkpoint.quantised import dequantised, is_quantised
-    from finetune.checkpoint.state import pieces_of
+    from finetune.checkpoint.quantized_moments import dequantised, is_quantised
+    from finetune.checkpoint.shards import pieces_of
 
     whole = xxhash.xxh3_128()
     for piece in pieces_of(tensors, "model"):
@@ -76,7 +76,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def main() -> None:
-    from finetune.checkpoint.state import model_state, optimizer_state, tensors_of
+    from finetune.checkpoint.shards import model_state, optimizer_state, tensors_of
 
     given = json.loads(sys.argv[1])
     recipe = read_recipe(given["recipe"])

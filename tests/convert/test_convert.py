@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.convert.page import coming_from_page
-from finetune.recipe.foreign import TOOLS, foreign_names
+from finetune.convert.docs_page import coming_from_page
+from finetune.recipe.hints import TOOLS, foreign_names
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import read_recipe
 from tests.ranks import ROOT, run_command

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.data.batches import ROUND_TOKENS, Batches, MicroBatch, batches_of
-from finetune.data.order import Arrangement
-from finetune.data.store import IGNORE
+from finetune.data.sampler import Arrangement
+from finetune.data.token_store import IGNORE
 from tests.data.world import Rank, examples_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, size=101).tolist()
@@ -163,8 +163,8 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from finetune.data.examples import cut
-    from finetune.data.store import IGNORE
-    from finetune.modeling.attention import install
+    from finetune.data.token_store import IGNORE
+    from finetune.models.attention import install
     from tests.data.world import store_of
 
     folder = shared / "models" / "stories260k"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.data.cache import cache_key, cached_store, fingerprint
+from finetune.data.token_cache import cache_key, cached_store, fingerprint
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, DatasetSource
@@ -20,8 +20,8 @@ from tests.ranks import launch_ranks, start_ranks
 # Each rank tokenises or waits, as in a run, and says what it found; no process group is there to help.
 RANK = """
 import os, sys, time
-from finetune.data import cache
-from finetune.data.cache import cached_store
+from finetune.data import token_cache as cache
+from finetune.data.token_cache import cached_store
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.data.chat import render
+from finetune.data.chat_templates import NAMED
 from finetune.data.formats import BadRow, Conversation, read_row
 from finetune.data.renderer import Renderer, apply_template, renderer
-from finetune.data.templates import NAMED
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
 from tests.conftest import make_tokenizer

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.files import read_file
 from finetune.data.json_rows import MAX_ROW_BYTES, RepeatedKeys
 from finetune.data.messages import BadRow
+from finetune.data.readers import read_file
 from finetune.data.sources import local_splits
 from finetune.errors import UserError
 

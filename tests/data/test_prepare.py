@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
+from finetune.data.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.store import IGNORE
-from finetune.data.templates import PLAIN
+from finetune.data.token_store import IGNORE
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe

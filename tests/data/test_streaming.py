@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from finetune.data import streaming
-from finetune.data.findings import Finding
-from finetune.data.mixing import SourceReport
-from finetune.data.order import Arrangement
+from finetune.data.checks import Finding
+from finetune.data.mixture import SourceReport
+from finetune.data.sampler import Arrangement
 from finetune.data.stream_report import StreamReport
 from finetune.data.streaming import StreamedBatches, mixed_stream, streamed
 from finetune.errors import UserError

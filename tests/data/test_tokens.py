@@ -12,10 +12,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.data.chat import Rendered, render
+from finetune.data.chat_templates import PLAIN
 from finetune.data.formats import Conversation, read_row
 from finetune.data.renderer import renderer
-from finetune.data.store import IGNORE
-from finetune.data.templates import PLAIN
+from finetune.data.token_store import IGNORE
 from finetune.data.tokens import encoder, tokenise
 from finetune.recipe.schema import DatasetSource
 

@@ -10,9 +10,9 @@ from transformers import AutoTokenizer
 
 from finetune.cli import main
 from finetune.data.chat import render
+from finetune.data.chat_templates import NAMED
 from finetune.data.formats import BadRow, Conversation, read_row
 from finetune.data.renderer import renderer
-from finetune.data.templates import NAMED
 from finetune.errors import EXIT_USER_ERROR
 from finetune.recipe.schema import DatasetSource
 from tests.data.test_chat import conversation, tokenizer_with

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from finetune.data.examples import Examples, cut
-from finetune.data.store import IGNORE, TokenStore
+from finetune.data.token_store import IGNORE, TokenStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,10 +13,10 @@ import pytest
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export.command import stopped_by_signals
-from finetune.export.publishing import refuse_full_disk, staged
-from finetune.safetensors_header import header_bytes
-from finetune.tensors import read_folder
+from finetune.export.cli import stopped_by_signals
+from finetune.export.publish import refuse_full_disk, staged
+from finetune.safetensors_io.header import header_bytes
+from finetune.safetensors_io.tensors import read_folder
 from tests.ranks import ROOT, environment
 
 VOCABULARY = 1_000_000  # of the large model, whose embeddings take a second to write

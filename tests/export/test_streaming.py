@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.export import architecture
-from finetune.export.streaming import prompts, streamed_logits
+from finetune.export import target as architecture
+from finetune.export.logits import prompts, streamed_logits
 from finetune.export.values import read_rows
-from finetune.tensors import read_folder
-from tests.modeling.families import EVERY, build
+from finetune.safetensors_io.tensors import read_folder
+from tests.models.families import EVERY, build
 
 
 @pytest.mark.parametrize("family", [family for family in EVERY if family != "mixtral"])

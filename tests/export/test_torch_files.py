@@ -25,7 +25,7 @@ from finetune.export import torch_files
 from finetune.export.dcp_metadata import read_metadata
 from finetune.export.torch_files import read_dcp_folder, read_torch_files
 from finetune.export.torch_layout import layout
-from finetune.tensors import read
+from finetune.safetensors_io.tensors import read
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from finetune.export.exporting import export_run
+from finetune.export.export import export_run
 from tests.conftest import make_chat, make_model
 from tests.export.trained import IDS
 from tests.ranks import ROOT, launch_ranks

@@ -12,9 +12,12 @@ import torch
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export import exporting, fresh_process, values, verification
+from finetune.export import export as exporting
+from finetune.export import reload_process as fresh_process
+from finetune.export import values
+from finetune.export import verify as verification
 from finetune.export.writing import Shard
-from finetune.tensors import StoredTensor, read_files
+from finetune.safetensors_io.tensors import StoredTensor, read_files
 
 MakeModel = Callable[..., Path]
 Write = Callable[[Path, Sequence[Shard], Callable[[int], object]], dict[str, bytes]]

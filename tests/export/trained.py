@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from finetune.checkpoint.saving import Progress, Saver
-from finetune.modeling.load import load_model
-from finetune.optim import build_optimizer
+from finetune.checkpoint.save import Progress, Saver
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World, join, leave
+from finetune.models.load import load_model
+from finetune.optim.build import build_optimizer
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import Sharding
-from finetune.sharding.world import World, join, leave
 
 LEARNING_RATE = 1e-2
 IDS = torch.arange(48).reshape(2, 24) * 5 % 250

@@ -2,10 +2,10 @@
 
 from typing import Any
 
+from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import read_architecture
-from finetune.plan.job import Job
+from finetune.plan.run_spec import Job
 from finetune.recipe.schema import Batch, Data, Lora, Model, Optimisation, Recipe
-from finetune.sharding.config import Sharding
 
 LLAMA_31_8B = {
     "model_type": "llama",

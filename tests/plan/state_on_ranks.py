@@ -15,11 +15,11 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from finetune.modeling.load import load_model
-from finetune.optim import build_optimizer
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.distributed.world import World, join, leave
+from finetune.models.load import load_model
+from finetune.optim.build import build_optimizer
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import read_sharding
-from finetune.sharding.world import World, join, leave
 from tests.ranks import free_port
 
 

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from finetune.data import batches
-from finetune.modeling import loss as loss_module
-from finetune.modeling.attention import install as install_attention
-from finetune.modeling.checkpointing import checkpoint_activations
-from finetune.modeling.lora import add_adapters
-from finetune.modeling.loss import install_loss, linear_cross_entropy
-from finetune.plan import activations, job
+from finetune.models import loss as loss_module
+from finetune.models.activation_checkpointing import checkpoint_activations
+from finetune.models.attention import install as install_attention
+from finetune.models.lora import add_adapters
+from finetune.models.loss import install_loss, linear_cross_entropy
+from finetune.plan import activations
+from finetune.plan import run_spec as job
 from finetune.plan.activations import Computation, kept_bytes, loss_chunk_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.families import FAMILIES

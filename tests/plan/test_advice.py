@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from finetune.plan.advice import advise, possible_changes
 from finetune.plan.memory import peak
-from finetune.plan.show import speed_lines
-from finetune.plan.speed import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, speed
+from finetune.plan.table import speed_lines
+from finetune.plan.time import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, speed
 from tests.plan.jobs import FULL_SHARD, LLAMA_31_8B, job
 
 GIB = 2**30

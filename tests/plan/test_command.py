@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.plan.command import make_plan
-from finetune.plan.storage import CPU_PROCESS_BYTES
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.plan.cli import make_plan
+from finetune.plan.disk import CPU_PROCESS_BYTES
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import read_sharding
 from tests.ranks import run_command
 
 

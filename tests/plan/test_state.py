@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.plan.command import make_plan
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.plan.cli import make_plan
 from finetune.plan.state import state_of_rank
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import read_sharding
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks
 

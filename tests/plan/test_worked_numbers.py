@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.plan.command import layouts_by_ranks
+from finetune.plan.cli import layouts_by_ranks
 from finetune.plan.memory import phases
 from finetune.plan.state import state_of_rank
 from tests.plan.jobs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, job

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import UserError
-from finetune.recipe.foreign import foreign_names
+from finetune.recipe.hints import foreign_names
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import RECIPES, as_written, read_recipe, write_recipe
 

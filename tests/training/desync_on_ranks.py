@@ -19,14 +19,14 @@ from typing import Any
 import transformers.models.llama.modeling_llama  # noqa: F401
 
 import finetune.data.prepare
-import finetune.modeling.load
-import finetune.optim
-import finetune.training.conclusion  # noqa: F401
-from finetune.checkpoint import resuming  # noqa: F401
+import finetune.models.load
+import finetune.optim.build
+import finetune.training.finish  # noqa: F401
+from finetune.checkpoint import resume as resuming  # noqa: F401
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import end_process, exit_code
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
-from finetune.sharding.config import read_sharding
 from finetune.training import loop
 from tests.ranks import free_port
 

@@ -16,10 +16,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import end_process, exit_code
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
-from finetune.sharding.config import read_sharding
 from finetune.training import loop
 
 KILLED_RANK, KILLED_AT_STEP = 3, 4

@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint import saving, state
+from finetune.checkpoint import save as saving
+from finetune.checkpoint import shards as state
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
-from finetune.sharding.config import read_sharding
 from tests.checkpoint.tiny_run import digest
 from tests.forked_ranks import fork_ranks, import_all, wait
 

@@ -8,10 +8,10 @@ import os
 import sys
 from pathlib import Path
 
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import exit_code
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
-from finetune.sharding.config import read_sharding
 
 
 def main() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.checkpoint import state
+from finetune.checkpoint import shards as state
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
-from finetune.sharding.config import read_sharding
-from finetune.tensors import read, read_folder
+from finetune.safetensors_io.tensors import read, read_folder
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

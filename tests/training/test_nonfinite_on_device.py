@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.adamw import AdamWBf16Moments
 from finetune.data.batches import StepBatch, filler
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.optim.adamw_bf16 import AdamWBf16Moments
 from finetune.recipe.schema import Optimisation
-from finetune.sharding.config import Sharding
-from finetune.sharding.world import World
 from finetune.training.nonfinite import DeviceGuard, HostGuard, guard_of, suspect
 
 
@@ -79,9 +79,9 @@ def test_on_cuda_no_step_between_two_lines_of_metrics_waits_for_the_device(
     import os
 
     from finetune.data.batches import Batches
+    from finetune.distributed.accelerate_config import read_sharding
     from finetune.recipe.reader import read_recipe
     from finetune.run import fine_tune
-    from finetune.sharding.config import read_sharding
 
     given = Batches.batches
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.plan.command import describe, make_plan
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.plan.cli import describe, make_plan
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import read_sharding
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config

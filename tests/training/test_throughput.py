@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint.saving import Saver
+from finetune.checkpoint.save import Saver
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
-from finetune.sharding.config import read_sharding
 from finetune.training import loop
 from tests.training.layouts import steps_of
 

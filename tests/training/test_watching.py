@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
-from finetune.sharding.config import Sharding
-from finetune.sharding.world import World
 from finetune.trackers import PACKAGES
-from finetune.training.beforehand import out_of_memory_answered
+from finetune.training.dry_run import out_of_memory_answered
 from tests.ranks import ROOT, launch_ranks
 
 RUN = ROOT / "finetune" / "run.py"

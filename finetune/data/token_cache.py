@@ -1,0 +1,200 @@
+"""Tokenised sources on disk: made once on each node, published by one rename, read memory-mapped by every rank.
+
+No collective takes part: ranks that wait look at the file system, so that no timeout of a process group can end them.
+"""
+
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from hashlib import blake2b
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import psutil
+import xxhash
+
+from finetune.data.chat_templates import PLAIN
+from finetune.data.readers import readable
+from finetune.data.sources import files_of, hub_rows, read_rows
+from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, sync_folder, write_store
+from finetune.data.tokenize import Facts, tokenised
+from finetune.errors import UserError
+from finetune.recipe.schema import Data, DatasetSource
+
+VERSION = 8  # of the way from rows to tokens, and of a store's files; raised when the same rows would give others
+POLL_SECONDS = 0.1
+
+
+def cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_rank: int) -> TokenStore:
+    """The source as tokens, from the cache. Where it is not there whole, local rank 0 writes it, the node's others wait.
+
+    Raises `UserError` on every rank where the data cannot be read.
+    """
+    content = content_of(source)
+    folder = cache_folder(data) / _key(source, content, data, tokenizer)
+    return find_store(folder, local_rank, lambda facts: _tokens(source, content, data, tokenizer, facts))
+
+
+def find_store(
+    folder: Path, local_rank: int, tokens: Callable[[Facts], Iterator[Tokens]], leaving: Event | None = None
+) -> TokenStore:
+    """The store in `folder`. Local rank 0 writes it from `tokens` where it is absent or damaged; the node's other ranks
+    wait for that, unless `leaving` is set.
+
+    Raises `UserError` on every rank where it cannot be written.
+    """
+    if local_rank == 0:
+        if folder.exists():
+            try:
+                return open_store(folder)
+            except DamagedStore as damage:
+                print(f"{damage}; the rows are tokenized again", file=sys.stderr, flush=True)
+                _discard(folder)
+        publish(folder, tokens)
+        return open_store(folder)
+    while True:
+        wait_for(folder, leaving)
+        try:
+            return open_store(folder)
+        except DamagedStore:  # local rank 0 finds the same and replaces it
+            time.sleep(POLL_SECONDS)
+
+
+def cache_folder(data: Data) -> Path:
+    """Where tokenised sources are kept."""
+    if data.dataset_cache_dir is not None:
+        return Path(data.dataset_cache_dir).expanduser()
+    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / "tokens"
+
+
+def cache_key(source: DatasetSource, data: Data, tokenizer: Any) -> str:
+    """A name for everything that makes the tokens: the rows' content, the tokenizer, the template, the options."""
+    return _key(source, content_of(source), data, tokenizer)
+
+
+def _key(source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any) -> str:
+    return hashed(data, tokenizer, {k: v for k, v in asdict(source).items() if k != "weight"}, list(content.items()))
+
+
+def content_of(source: DatasetSource) -> dict[str, str]:
+    """A hash of the content of each of the source's files, or of a data set of the hub."""
+    files = {file: fingerprint(file) for file in files_of(source)}
+    return files or {source.path: hub_rows(source, streaming=False)._fingerprint}
+
+
+def hashed(data: Data, tokenizer: Any, *made_of: Any) -> str:
+    """A name for what the tokenizer and the options make of rows described by `made_of`."""
+    options = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+    template = tokenizer.chat_template or PLAIN
+    described = [VERSION, options, template, tokenizer.special_tokens_map, made_of]
+    digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
+    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    return digest.hexdigest()
+
+
+def fingerprint(file: str) -> str:
+    """A hash of a file's bytes. Raises `UserError` where it cannot be read."""
+    digest = xxhash.xxh3_128()
+    with readable(file), Path(file).open("rb") as stream:
+        while block := stream.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def _tokens(
+    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, facts: Facts
+) -> Iterator[Tokens]:
+    """One source's rows as tokens."""
+    facts.content = list(content.values())
+    yield from tokenised(((source, batch) for batch in read_rows(source)), data, tokenizer, facts)
+    if facts.rows_read == 0:
+        raise UserError(f"{source.path}: there is no row in it")
+    if facts.rows_read == facts.rows_skipped:
+        raise UserError(f"{source.path}: every row was skipped; the first: {facts.skipped[0]}")
+
+
+def publish(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
+    """Writes a store into a folder aside, and renames it to `folder` when all of it is on disk.
+
+    What goes wrong is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
+    """
+    failure = _failure_note(folder)
+    staging = _staging_of(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        failure.unlink(missing_ok=True)
+        _sweep(folder.parent)
+        staging.mkdir()
+        facts = Facts()
+        write_store(staging, tokens(facts), facts.as_json)
+        try:
+            staging.rename(folder)
+        except OSError:
+            if not folder.exists():  # else another node made it meanwhile, on a file system that both see
+                raise
+        sync_folder(folder.parent)
+    except OSError as error:
+        problem = f"{folder.parent}: the tokens cannot be kept here: {error.strerror or error}; set dataset_cache_dir"
+        _tell(failure, problem)
+        raise UserError(problem) from None
+    except UserError as error:
+        _tell(failure, str(error))
+        raise
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def wait_for(folder: Path, leaving: Event | None = None) -> None:
+    """Waits until local rank 0 of this node has made the folder, or has said why it cannot, or `leaving` is set."""
+    failure, started = _failure_note(folder), psutil.Process().create_time()
+    while not folder.exists():
+        if failure.exists() and failure.stat().st_mtime >= started:
+            raise UserError(failure.read_text())
+        if leaving is not None and leaving.is_set():
+            raise UserError(f"{folder}: no longer waited for")
+        time.sleep(POLL_SECONDS)
+
+
+def _discard(folder: Path) -> None:
+    """Removes a damaged store. A process that still reads it keeps its files, being memory-mapped."""
+    aside = _staging_of(folder)
+    try:
+        folder.rename(aside)
+    except FileNotFoundError:  # another node has discarded it, on a file system that both see
+        return
+    except OSError as error:
+        raise UserError(f"{folder}: damaged, and cannot be removed: {error.strerror or error}") from None
+    shutil.rmtree(aside, ignore_errors=True)
+
+
+def _staging_of(folder: Path) -> Path:
+    """This process's own name for a store that is not published; `_sweep` removes what a killed process leaves."""
+    return folder.parent / f"making-{socket.gethostname()}-{os.getpid()}-{folder.name}"
+
+
+def _failure_note(folder: Path) -> Path:
+    return folder.parent / f"failed-{folder.name}.txt"
+
+
+def _tell(failure: Path, problem: str) -> None:
+    """Leaves word for the ranks that wait; where not even that can be written, the launcher ends them."""
+    try:
+        aside = failure.with_suffix(".part")
+        aside.write_text(problem)
+        aside.replace(failure)
+    except OSError:
+        pass
+
+
+def _sweep(folder: Path) -> None:
+    """Removes what killed processes of this machine have left half-made."""
+    for left in folder.glob(f"making-{socket.gethostname()}-*"):
+        process = left.name.removeprefix(f"making-{socket.gethostname()}-").partition("-")[0]
+        if process.isdigit() and not psutil.pid_exists(int(process)):
+            shutil.rmtree(left, ignore_errors=True)

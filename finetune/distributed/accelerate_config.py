@@ -1,0 +1,250 @@
+"""How a run is spread, as one value, from an Accelerate config or from what its launcher says.
+
+No torch here, so that a wrong file is told at once.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast, get_args
+
+from finetune.distributed.accelerate_settings import Settings, from_environment, from_file
+from finetune.errors import UserError
+from finetune.recipe.reader import find_file, shipped_folder
+
+ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
+
+Layout = Literal["fsdp2", "fsdp1", "ddp", "single"]
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+Wrapping = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+MixedPrecision = Literal["no", "fp16", "bf16"]
+
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How parameters, gradients and optimizer state are spread, and in which precision is computed.
+
+    Source: an Accelerate YAML, or the environment that the launcher made of one; `source` says which.
+    """
+
+    layout: Layout
+    mixed_precision: MixedPrecision = "no"
+    strategy: Strategy = "FULL_SHARD"  # under HYBRID_SHARD: shards in groups of shard_size, replicas of those
+    replicate_size: int | None = None  # ranks; None: FSDP1 takes the nodes
+    shard_size: int | None = None  # ranks; None: FSDP1 takes the ranks of a node
+    wrapping: Wrapping = "TRANSFORMER_BASED_WRAP"
+    wrap_classes: tuple[str, ...] = ()  # empty: inferred from the model
+    min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit, where wrapping is by size
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    forward_prefetch: bool = False  # FSDP1 only
+    use_cpu: bool = False
+    source: str = "the launch"
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.layout in ("fsdp1", "fsdp2")
+
+
+LAYOUTS: dict[str, Layout] = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp2"}
+
+
+def read_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
+    """The layout of this run.
+
+    `config` (the --config of the command) decides; else the FSDP settings that the launcher put in `environ`; else
+    `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
+    Raises `UserError` where a file is wrong, or where the launcher's settings and `config` disagree.
+    """
+    launched = from_environment(environ)
+    if config is not None:
+        sharding = _understood(from_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config")))
+        if launched is not None:
+            _refuse_disagreement(sharding, _understood(launched))
+    elif launched is not None:
+        sharding = _understood(launched)
+    elif accelerate_config is not None:
+        sharding = _understood(from_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config")))
+    else:
+        processes = int(environ.get("WORLD_SIZE", "1"))
+        precision = cast(MixedPrecision, environ.get("ACCELERATE_MIXED_PRECISION", "no"))
+        sharding = Sharding(layout="ddp" if processes > 1 else "single", mixed_precision=precision)
+    refuse_impossible(sharding, int(environ.get("WORLD_SIZE", "1")))
+    return sharding
+
+
+def refuse_impossible(sharding: Sharding, ranks: int) -> None:
+    """Raises `UserError` for a layout that `ranks` processes cannot make."""
+    where = sharding.source
+    if sharding.layout == "single" and ranks > 1:
+        raise UserError(
+            f"{where}: one process is asked for, but {ranks} were launched; launch one, or use ddp or an fsdp config"
+        )
+    if sharding.strategy == "HYBRID_SHARD" and ranks == 1:
+        raise UserError(f"{where}: hybrid sharding needs at least 2 ranks, but 1 was launched; use fsdp_full_shard")
+    if sharding.replicate_size and sharding.shard_size and sharding.replicate_size * sharding.shard_size != ranks:
+        raise UserError(
+            f"{where}: dp_replicate_size {sharding.replicate_size} x dp_shard_size {sharding.shard_size} = "
+            f"{sharding.replicate_size * sharding.shard_size}, but {ranks} ranks were launched; "
+            f"set the two sizes so that their product is {ranks}"
+        )
+
+
+def _understood(settings: Settings) -> Sharding:
+    """The settings in our terms; raises `UserError` for a value that is not one."""
+    problems: list[str] = []
+    read = _Reader(settings, problems)
+    layout = LAYOUTS[settings.distributed_type]
+    version = str(settings.fsdp.get("version", 1))
+    if layout == "fsdp2":
+        if version not in ("1", "2"):
+            problems.append(f"{settings.source}: fsdp_version: {version} is not a version; 1 or 2")
+        layout = "fsdp1" if version == "1" else "fsdp2"
+    if settings.mixed_precision not in get_args(MixedPrecision):
+        problems.append(
+            f"{settings.source}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16 or fp16"
+        )
+    classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
+    classes = classes.split(",") if isinstance(classes, str) else classes
+    sharding = Sharding(
+        layout=layout,
+        mixed_precision=cast(MixedPrecision, settings.mixed_precision),
+        strategy=_strategy(layout, settings, read, problems),
+        replicate_size=read.integer("dp_replicate_size", settings.mesh),
+        shard_size=read.integer("dp_shard_size", settings.mesh),
+        wrapping=cast(Wrapping, read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")),
+        wrap_classes=tuple(str(name).strip() for name in classes if str(name).strip()),
+        min_num_params=read.integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS,
+        activation_checkpointing=read.boolean("activation_checkpointing"),
+        cpu_offload=read.boolean("offload_params"),
+        forward_prefetch=read.boolean("forward_prefetch"),
+        use_cpu=settings.use_cpu,
+        source=settings.source,
+    )
+    if layout == "fsdp2" and sharding.forward_prefetch:
+        problems.append(
+            f"{settings.source}: fsdp_forward_prefetch: FSDP2 has none; leave the key out, or set fsdp_version: 1"
+        )
+    if layout == "fsdp1" and "use_orig_params" in settings.fsdp and not read.boolean("use_orig_params"):
+        problems.append(f"{settings.source}: fsdp_use_orig_params: always true here; leave the key out")
+    if problems:
+        raise UserError.of(problems)
+    return sharding
+
+
+def _strategy(layout: Layout, settings: Settings, read: "_Reader", problems: list[str]) -> Strategy:
+    if layout == "fsdp1":
+        if "reshard_after_forward" in settings.fsdp:
+            problems.append(
+                f"{settings.source}: fsdp_reshard_after_forward: version 1 ignores it; use fsdp_sharding_strategy"
+            )
+        numbered = {
+            str(number): name
+            for number, name in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"), 1)
+        }
+        given = str(settings.fsdp.get("sharding_strategy", "FULL_SHARD"))
+        return cast(
+            Strategy, read.one_of("sharding_strategy", get_args(Strategy), numbered.get(given, "FULL_SHARD"), numbered)
+        )
+    if layout == "fsdp2":
+        if "sharding_strategy" in settings.fsdp:
+            problems.append(
+                f"{settings.source}: fsdp_sharding_strategy: version 1's key; version 2 takes fsdp_reshard_after_forward "
+                "(true: FULL_SHARD, false: SHARD_GRAD_OP) and parallelism_config for hybrid sharding"
+            )
+        if (read.integer("dp_replicate_size", settings.mesh) or 1) > 1:
+            return "HYBRID_SHARD"
+        return "FULL_SHARD" if read.boolean("reshard_after_forward", default=True) else "SHARD_GRAD_OP"
+    return "FULL_SHARD"
+
+
+@dataclass(frozen=True, slots=True)
+class _Reader:
+    """Values of a YAML or of an environment (all strings) as the types they stand for."""
+
+    settings: Settings
+    problems: list[str]
+
+    def boolean(self, key: str, default: bool = False) -> bool:
+        value = self.settings.fsdp.get(key, default)
+        if isinstance(value, bool):
+            return value
+        if str(value).lower() in ("true", "false"):
+            return str(value).lower() == "true"
+        self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} does not fit; true or false")
+        return default
+
+    def integer(self, key: str, section: Mapping[str, Any]) -> int | None:
+        value = section.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, bool) and str(value).isdigit() and int(value) >= 0:
+            return int(value)
+        self.problems.append(f"{self.settings.source}: {key}: {value} does not fit; a whole number is expected")
+        return None
+
+    def one_of(self, key: str, known: Iterable[str], default: str, also: Mapping[str, str] | None = None) -> str:
+        value = str(self.settings.fsdp.get(key, default)).upper()
+        value = (also or {}).get(value, value)
+        if value in known:
+            return value
+        self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} is not known; one of {', '.join(known)}")
+        return default
+
+
+def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
+    """Two configuration systems that contradict each other: the run stops and names both values."""
+    compared = (
+        "layout",
+        "strategy",
+        "mixed_precision",
+        "wrapping",
+        "wrap_classes",
+        "cpu_offload",
+        "activation_checkpointing",
+    )
+    problems = [
+        f"{config.source}: {name} is {getattr(config, name)!r}, but the launcher's --config_file says {getattr(launched, name)!r}; "
+        "leave --config out, or give both the same file"
+        for name in compared
+        if getattr(config, name) != getattr(launched, name)
+    ]
+    if problems:
+        raise UserError.of(problems)
+
+
+def as_accelerate_file(sharding: Sharding, ranks: int) -> dict[str, Any]:
+    """The layout as an Accelerate config, every key filled in: what accelerate.yaml of a run holds."""
+    file: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(sharding.layout, "FSDP"),
+        "mixed_precision": sharding.mixed_precision,
+        "num_machines": 1,
+        "num_processes": ranks,
+        "use_cpu": sharding.use_cpu,
+    }
+    if not sharding.is_fsdp:
+        return file | {"fsdp_config": {"fsdp_activation_checkpointing": sharding.activation_checkpointing}}
+    fsdp: dict[str, Any] = {
+        "fsdp_version": 2 if sharding.layout == "fsdp2" else 1,
+        "fsdp_auto_wrap_policy": sharding.wrapping,
+        "fsdp_activation_checkpointing": sharding.activation_checkpointing,
+        "fsdp_offload_params": sharding.cpu_offload,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if sharding.wrap_classes:
+        fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(sharding.wrap_classes)
+    if sharding.wrapping == "SIZE_BASED_WRAP":
+        fsdp["fsdp_min_num_params"] = sharding.min_num_params
+    if sharding.layout == "fsdp1":
+        fsdp |= {"fsdp_sharding_strategy": sharding.strategy, "fsdp_forward_prefetch": sharding.forward_prefetch}
+    else:
+        fsdp["fsdp_reshard_after_forward"] = sharding.strategy != "SHARD_GRAD_OP"
+    file["fsdp_config"] = fsdp
+    if sharding.replicate_size and sharding.shard_size:
+        file["parallelism_config"] = {
+            "parallelism_config_dp_replicate_size": sharding.replicate_size,
+            "parallelism_config_dp_shard_size": sharding.shard_size,
+        }
+    return file

@@ -1,0 +1,56 @@
+"""Doing something on every rank so that it is done on all of them or on none, and every rank knows which."""
+
+import errno
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from finetune.distributed.world import World
+from finetune.errors import UserError
+from finetune.units import disk_size
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks, talking over a process group of their own: what a background thread says does not cross the loop's words."""
+
+    world: World
+    group: dist.ProcessGroup | None  # None: the loop's own
+
+    def all(self, action: Callable[[], Any]) -> list[Any]:
+        """What `action` returns on each rank (anything JSON can say), in order of rank, on every rank.
+
+        Where it raises `OSError` or `UserError` on one rank, every rank raises the same `UserError`; anything else is a
+        fault of the program, which is raised as it is where it happens.
+        """
+        result, error = None, None
+        try:
+            result = action()
+        except Exception as failure:  # told to the other ranks first, who would wait for this one
+            error = failure
+        outcomes = self.world.gather({"result": result, "error": error and _sentence(error)}, self.group)
+        failed = {rank: outcome["error"] for rank, outcome in enumerate(outcomes) if outcome["error"]}
+        if error is not None and not isinstance(error, OSError | UserError):
+            raise error
+        if len(set(failed.values())) == 1:
+            raise UserError(next(iter(failed.values()))) from error
+        if failed:
+            raise UserError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items())) from error
+        return [outcome["result"] for outcome in outcomes]
+
+    def main(self, action: Callable[[], Any]) -> Any:
+        """What `action` returns on rank 0, on every rank; the others wait for it."""
+        return self.all(lambda: action() if self.world.is_main else None)[0]
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        place = Path(error.filename or ".")
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and place.parent.is_dir()
+        left = f" ({disk_size(shutil.disk_usage(place.parent).free)} free there)" if is_full else ""
+        return f"{error.filename or 'the disk'}: {error.strerror}{left}"
+    return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,277 @@
+"""The ranks of a run, as one value that is handed to whoever needs it."""
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from finetune.distributed.accelerate_config import Sharding
+from finetune.errors import SECONDS_FOR_CAUSE, UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from torch.distributed.device_mesh import DeviceMesh
+
+PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """This process among the ranks. One process is a world of one: the same code, the same layout."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int  # ranks on this node
+    device: torch.device
+    sharding: Sharding
+    accelerator: "Accelerator"
+    collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def shard_group_size(self) -> int:
+        """How many ranks hold one replica of the model between them: all of them, one, or under hybrid sharding a group."""
+        if self.sharding.strategy == "HYBRID_SHARD":
+            replicas = self.sharding.replicate_size if self.sharding.layout == "fsdp2" else None
+            return self.size // replicas if replicas else self.local_size
+        return self.size if self.sharding.is_fsdp and self.sharding.strategy != "NO_SHARD" else 1
+
+    @property
+    def shard_rank(self) -> int:
+        """This rank's position in its shard group; ranks with the same position hold the same values."""
+        return self.rank % self.shard_group_size
+
+    @property
+    def mesh(self) -> "DeviceMesh | None":
+        """The mesh (replicate x shard) of hybrid sharding under FSDP2; None where the world is one dimension."""
+        mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
+        return mesh
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The element-wise sum of every rank's `tensor`, in place, on every rank."""
+        if dist.is_initialized():
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank."""
+        return bool(self.sum(torch.tensor(int(flag))).item()) if dist.is_initialized() else flag
+
+    def barrier(self) -> None:
+        """Waits for every rank. Over gloo, so that a GPU's queue is left alone."""
+        self.sum(torch.zeros(1))
+
+    def gather(self, value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+        """Every rank's `value` (anything JSON can say), in order of rank, on every rank. No pickle crosses the wire.
+
+        A thread beside the loop gives a gloo `group` of its own.
+        """
+        if not dist.is_initialized():
+            return [value]
+        raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([raw.numel()]), group)
+        longest = int(max(size.item() for size in sizes))
+        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
+        dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
+        return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
+
+
+def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
+    """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
+
+    Asserts what Accelerate would let pass without a word: that every launched rank is in the world, and that FSDP is
+    on where it was asked for. Raises `UserError` for what this machine cannot do.
+    """
+    _be_told_of_launchers_end()
+    device = _device(sharding)
+    _use_own_cores(device, sharding)
+    if sharding.mixed_precision == "fp16" and device.type == "cpu":
+        raise UserError(f"{sharding.source}: mixed_precision: fp16 does not train on a CPU; use bf16 or no")
+    # The watchdog, which shows every rank's stacks, looks on for SECONDS_FOR_CAUSE: only then may a collective give up.
+    timeout = timedelta(seconds=timeout_seconds + 2 * SECONDS_FOR_CAUSE)
+    if sharding.layout != "single":
+        _join_process_group(device, timeout)
+    accelerator = _accelerator(sharding, device)
+    set_timeouts(timeout)  # Accelerate has made a mesh for hybrid sharding
+    world = World(
+        rank=accelerator.process_index,
+        size=accelerator.num_processes,
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        device=device,
+        sharding=sharding,
+        accelerator=accelerator,
+        collective_timeout=timeout,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
+    assert not sharding.is_fsdp or str(accelerator.distributed_type.value) == "FSDP", accelerator.distributed_type
+    return world
+
+
+def leave(world: World) -> None:
+    """Ends the process group, after every rank has come this far, and lets the process join another world."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    if dist.is_initialized():
+        world.barrier()
+        dist.destroy_process_group()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+
+
+def _be_told_of_launchers_end() -> None:
+    """Has Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent is gone, however it went.
+
+    An agent that is killed outright ends no rank: they would train on, where nobody can see or stop them.
+    """
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def _device(sharding: Sharding) -> torch.device:
+    if sharding.use_cpu or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has {torch.cuda.device_count()} "
+            "GPUs; launch one process for each GPU (--num_processes)"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
+    """Undoes OMP_NUM_THREADS=1, which launchers set, where the CPU has work: for the one process that a bare
+    `accelerate launch` starts on a CPU, and for GPU runs whose optimizer runs on the host.
+
+    Where the launcher itself was given OMP_NUM_THREADS, that is the user's, and is kept.
+    """
+    alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
+    has_work = alone if device.type == "cpu" else sharding.cpu_offload
+    if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+
+
+def _launcher_has_threads() -> bool:
+    """Whether OMP_NUM_THREADS stood in the environment of the process that started this one."""
+    import psutil
+
+    try:
+        return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
+    except (psutil.Error, OSError):
+        return False
+
+
+def _join_process_group(device: torch.device, timeout: timedelta) -> None:
+    """Both backends on a GPU: NCCL for tensors there, gloo for what stays on the host (checkpoints, offload, counts).
+
+    A process without a launcher meets nobody: its store is in memory and takes no port.
+    """
+    how: dict[str, Any] = {"backend": "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"}
+    if device.type == "cuda":
+        how["device_id"] = device
+    if "RANK" not in os.environ:
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+    dist.init_process_group(timeout=timeout, **how)
+
+
+def set_timeouts(timeout: timedelta) -> None:
+    """Gives every process group of this rank the run's timeout: a mesh makes its groups with torch's own of 30 minutes."""
+    for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def _accelerator(sharding: Sharding, device: torch.device) -> "Accelerator":
+    from accelerate import Accelerator, PartialState
+    from accelerate.utils import DistributedType
+
+    for variable in [name for name in os.environ if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))]:
+        del os.environ[variable]  # plugin fields left None would be filled from these: the config is read once, by us
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    PartialState(cpu=on_cpu)
+    if on_cpu and sharding.is_fsdp:
+        # Accelerate raises a distributed type to FSDP only from a GPU-like one; MULTI_CPU would train plain DDP.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        PartialState._shared_state["device"] = device
+    return Accelerator(
+        cpu=on_cpu,
+        mixed_precision=sharding.mixed_precision,
+        fsdp_plugin=_fsdp_plugin(sharding) if sharding.is_fsdp else None,
+        parallelism_config=_parallelism_config(sharding),
+    )
+
+
+def _parallelism_config(sharding: Sharding) -> Any:
+    from accelerate import ParallelismConfig
+
+    if sharding.layout != "fsdp2" or sharding.strategy != "HYBRID_SHARD":
+        return None
+    return ParallelismConfig(dp_replicate_size=sharding.replicate_size, dp_shard_size=sharding.shard_size)
+
+
+def _fsdp_plugin(sharding: Sharding) -> Any:
+    """Accelerate's plugin with every field given that it would otherwise take from the environment."""
+    from accelerate import FullyShardedDataParallelPlugin
+
+    version = 2 if sharding.layout == "fsdp2" else 1
+    by_version: dict[str, Any] = (
+        {"reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP"}
+        if version == 2
+        else {
+            "use_orig_params": True,
+            "sync_module_states": False,
+            "forward_prefetch": sharding.forward_prefetch,
+            "backward_prefetch": "BACKWARD_PRE",
+        }
+    )
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        cpu_offload=_cpu_offload(sharding),
+        # By size too is by class, once the model is there to be measured: see layouts.wrap_classes.
+        auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
+        state_dict_type="SHARDED_STATE_DICT",
+        activation_checkpointing=False,  # the model's own is used: see models/activation_checkpointing.py
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=_precision(sharding),
+        **by_version,
+    )
+
+
+def _cpu_offload(sharding: Sharding) -> Any:
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    if sharding.layout == "fsdp2" and sharding.cpu_offload:
+        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return sharding.cpu_offload
+
+
+def _precision(sharding: Sharding) -> Any:
+    """Compute in bf16 (or fp16), reduce gradients in fp32, leave outputs as they are: Accelerate's own policy does
+    all three in bf16, and the loss comes back with three digits."""
+    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
+
+    if sharding.mixed_precision == "no":
+        return None
+    dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16
+    if sharding.layout == "fsdp2":
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)

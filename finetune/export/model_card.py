@@ -1,0 +1,219 @@
+"""The model card, README.md: what the model was made from, with what, and how that went. No dates, no paths of this machine."""
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path, PurePath
+from typing import Any
+
+import yaml
+
+from finetune.divergence import find_divergence, losses_of
+from finetune.errors import UserError
+from finetune.export.source import Source
+from finetune.export.target import CONFIG_FILE
+from finetune.json_lines import read_json_lines
+from finetune.safetensors_io.header import read_json
+
+RECIPE_KEYS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "num_train_epochs",
+    "max_steps",
+    "global_batch_size",
+    "max_length",
+    "packing",
+    "optim",
+    "weight_decay",
+    "seed",
+    "use_peft",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "use_rslora",
+    "use_dora",
+)
+LICENCE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
+UNKNOWN_LICENCE = "unknown"
+
+
+def model_card(source: Source, name: str, *, is_adapter: bool = False) -> str:
+    """The text of README.md for what is exported from `source`."""
+    front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
+    what = "LoRA adapter" if is_adapter else "model"
+    base = _base_name(source)
+    sections = [
+        f"---\n{front}---",
+        f"# {name}",
+        f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{_origin(source)}.",
+        _section("Training", _training(source)),
+        _section("Data", _data(source)),
+        _section("Recipe", _table(("Key", "Value"), _recipe_rows(source.recipe))),
+        _section("Use", _use(base, is_adapter)),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
+    base = source.base_model
+    datasets = [path for entry in _entries(source.recipe, "datasets") if _is_hub_name(path := str(entry.get("path")))]
+    front: dict[str, Any] = {
+        "base_model": base if base and _is_hub_name(base) else None,
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        **_licence(source),
+        "tags": ["finetune", *(["lora"] if source.adapter else [])],
+        "datasets": datasets,
+    }
+    return {key: value for key, value in front.items() if value}
+
+
+def _origin(source: Source) -> str:
+    return ", trained from random weights" if source.recipe.get("model_config") else ""
+
+
+def _licence(source: Source) -> dict[str, Any]:
+    """The base model's licence, as its own card or config says; nobody else can grant one."""
+    for folder in filter(None, (source.base, source.description)):
+        for front in (_front_of(folder / "README.md"), _json_object(folder / CONFIG_FILE)):
+            if isinstance(front.get("license"), str):
+                return {key: front[key] for key in LICENCE_KEYS if isinstance(front.get(key), str)}
+    return {"license": UNKNOWN_LICENCE}
+
+
+def _front_of(card: Path) -> dict[str, Any]:
+    """The front matter of a model card; empty where there is none."""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    match = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    try:
+        front = yaml.safe_load(match[1]) if match else None
+    except yaml.YAMLError:
+        front = None
+    return front if isinstance(front, dict) else {}
+
+
+def _training(source: Source) -> str:
+    """Steps, tokens and losses up to the checkpoint that is exported; the run may have gone on from it."""
+    state = source.state
+    rows = [(label, f"{state[key]:,}") for label, key in _COUNTS if isinstance(state.get(key), int)]
+    if isinstance(state.get("epoch"), int | float):
+        rows.append(("Epochs", f"{state['epoch']:.3g}"))
+    lines = read_metrics(source.run)
+    for label, key in (("Loss", "loss"), ("Held-out loss", "eval_loss")):
+        if found := _series(lines, key, state.get("step")):
+            rows.append((f"{label}, first and last", f"{found[0][1]:.4f} → {found[-1][1]:.4f}"))
+            best_step, best = min(found, key=lambda point: point[1])
+            rows += [(f"{label}, best", f"{best:.4f} at step {best_step:,}")] if key == "eval_loss" else []
+    diverged = find_divergence(losses_of(lines, state.get("step")))
+    warning = [f"**This run diverged**: {diverged}."] if diverged else []
+    return "\n\n".join([*warning, _table(("", ""), rows)])
+
+
+def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
+    """(step, value) of the lines up to `last_step` that have a number under `key`."""
+    last = last_step if isinstance(last_step, int) else math.inf
+    found = [(line.get("step"), line.get(key)) for line in lines]
+    return [
+        (s, float(v))
+        for s, v in found
+        if isinstance(s, int) and s <= last and isinstance(v, int | float) and math.isfinite(v)
+    ]
+
+
+_COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "trained_tokens"))
+
+
+def read_metrics(run: Path | None) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl that can be read: a card goes without the others."""
+    return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None] if run else []
+
+
+def _data(source: Source) -> str:
+    """A table of what was trained on and what the held-out loss was measured on."""
+    report = _json_object(source.run / "data_report.json") if source.run else {}
+    kinds = (("datasets", "sources", "training"), ("eval_datasets", "eval_sources", "held out"))
+    rows = []
+    for key, told_key, use in kinds:
+        entries, told = _entries(source.recipe, key), report.get(told_key)
+        for number, entry in enumerate(entries):
+            of_entry = told[number] if isinstance(told, list) and len(told) == len(entries) else {}
+            rows.append((use, *_data_cells(entry, of_entry if isinstance(of_entry, dict) else {})))
+    table = _table(("Use", "Source", "Split", "Format", "Weight", "Examples"), rows)
+    size = source.recipe.get("eval_split_size")
+    if not isinstance(size, int | float):
+        return table
+    return f"{table}\n\nHeld out from these: {f'{size:.3g}' if size >= 1 else f'{size:.3%}'} of the rows."
+
+
+def _data_cells(entry: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str, ...]:
+    """Path, split, format, weight and examples of one source; `told` is what data_report.json says of it."""
+    formats, examples = told.get("formats"), told.get("examples")
+    recognised = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognised"
+    return (
+        _shown_path(str(entry.get("path"))),
+        str(entry.get("split", "")),
+        str(entry.get("type") or recognised),
+        str(entry.get("weight", 1.0)),
+        f"{examples:,}" if isinstance(examples, int) else "",
+    )
+
+
+def _json_object(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; empty where there is none that can be read: a card goes without it."""
+    try:
+        return read_json(path, path.read_bytes())
+    except (OSError, UserError):
+        return {}
+
+
+def _recipe_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
+    keys = (
+        RECIPE_KEYS
+        if recipe.get("use_peft")
+        else [key for key in RECIPE_KEYS if "lora" not in key and "dora" not in key]
+    )
+    return [(f"`{key}`", f"`{json.dumps(recipe[key])}`") for key in keys if recipe.get(key) is not None]
+
+
+def _use(base: str | None, is_adapter: bool) -> str:
+    if is_adapter:
+        return (
+            "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
+            'model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME")\n```'
+        )
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")\n```'
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    if not lines:
+        return ""
+    return "\n".join(f"| {line} |" for line in [" | ".join(head), " | ".join("---" for _ in head), *lines])
+
+
+def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = recipe.get(key) or []
+    return [entry for entry in entries if isinstance(entry, dict) and entry.get("path")]
+
+
+def _base_name(source: Source) -> str | None:
+    return _shown_path(source.base_model) if source.base_model else None
+
+
+def _shown_path(path: str) -> str:
+    """A hub name as it is, of a local path only its last part: the rest is nobody's business."""
+    return path if _is_hub_name(path) else PurePath(path).name
+
+
+def _is_hub_name(name: str) -> bool:
+    is_file = Path(name).suffix.startswith((".json", ".parquet", ".csv", ".txt", ".arrow"))
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_file and not Path(name).exists()

@@ -1,0 +1,170 @@
+"""A folder that appears whole or not at all: made aside, renamed into place, cleared away where anything fails."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from finetune.checkpoint.files import sync_folder
+from finetune.errors import UserError
+from finetune.units import disk_size
+
+SPARE_BYTES = 64 * 1024 * 1024  # for tokenizer, index and card, and so that the disk is not filled to the brim
+EXPORTS = ("export", "adapter")  # in a run's folder
+MARKS = ("config.json", "adapter_config.json")  # what a folder must hold for --overwrite to replace it
+
+
+@contextmanager
+def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """An empty folder beside `output` that takes its name when the block ends, and is removed where it raises.
+
+    So are the folders above it that were made for it.
+
+    Raises `UserError` where `output` exists and may not be replaced, or someone else is writing it now.
+    """
+    bring_back(output)
+    refuse_existing(output, overwrite)
+    staging = _staging_of(output)
+    missing = [folder for folder in output.parents if not folder.exists()]
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        lock = _locked(staging, output)
+    except OSError as error:
+        _remove_empty(missing)
+        raise _unwritable(output, error) from None
+    try:
+        _clear(staging)  # what a process that was killed has left
+        yield staging
+        _publish(staging, output)
+    except BaseException as error:
+        shutil.rmtree(staging, ignore_errors=True)
+        _remove_empty(missing)
+        if isinstance(error, OSError):
+            reason = error.strerror or type(error).__name__
+            raise UserError(f"{output}: cannot be written: {reason}; nothing is left of the export") from None
+        raise
+    finally:
+        os.close(lock)
+
+
+def bring_back(output: Path) -> None:
+    """Gives the export at `output` its name back, where a process was killed while it replaced it.
+
+    Between the two renames of `_publish` the old export is called .NAME.replaced. Every command that may meet one calls
+    this. Nothing is done while another process is at it, or where nothing can be written.
+    """
+    replaced, staging = _replaced_by(output), _staging_of(output)
+    if output.exists() or not replaced.is_dir():
+        return
+    with suppress(UserError, OSError):
+        lock = _locked(staging, output)
+        try:
+            if replaced.is_dir() and not output.exists():
+                replaced.rename(output)
+                sync_folder(output.parent)
+            _remove_empty([staging])
+        finally:
+            os.close(lock)
+
+
+def bring_back_exports(run: Path) -> None:
+    """`bring_back` of what a run's end leaves."""
+    for name in EXPORTS:
+        bring_back(run / name)
+
+
+def refuse_existing(output: Path, overwrite: bool) -> None:
+    """Raises `UserError` unless `output` is free, or `overwrite` and it is an export (or empty)."""
+    if not (output.exists() or output.is_symlink()):
+        return
+    if not overwrite:
+        raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
+    is_export = output.is_dir() and not output.is_symlink()
+    if not is_export or (any(output.iterdir()) and not any((output / mark).exists() for mark in MARKS)):
+        raise UserError(f"{output}: is no exported model, so --overwrite does not replace it; choose another --output")
+
+
+def refuse_unwritable(output: Path) -> None:
+    """Raises `UserError` where `output` and what is missing above it cannot be made."""
+    above = output.absolute().parent
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    try:
+        with TemporaryDirectory(prefix=".finetune-", dir=above):
+            pass
+    except OSError as error:
+        raise _unwritable(output, error) from None
+
+
+def refuse_full_disk(folder: Path, needed_bytes: int) -> None:
+    """Raises `UserError` where the disk under `folder` has not `needed_bytes` and some to spare."""
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + SPARE_BYTES:
+        raise UserError(
+            f"{folder.parent}: the export takes {disk_size(needed_bytes)}, but the disk has {disk_size(free)} free; "
+            "make room or choose another --output"
+        )
+
+
+def _staging_of(output: Path) -> Path:
+    return output.parent / f".{output.name}.exporting"
+
+
+def _replaced_by(output: Path) -> Path:
+    return output.parent / f".{output.name}.replaced"
+
+
+def _unwritable(output: Path, error: OSError) -> UserError:
+    return UserError(f"{output}: cannot be written: {error.strerror}; choose another --output")
+
+
+def _locked(staging: Path, output: Path) -> int:
+    """Makes the staging folder and holds it for this process alone; the lock goes with the process."""
+    busy = UserError(f"{output}: another process is exporting to it; wait for it, or choose another --output")
+    staging.mkdir(exist_ok=True)
+    try:
+        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        raise busy from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(descriptor)
+        raise busy from None
+    except OSError:
+        return descriptor  # a filesystem without locks: exports to one place are then not kept apart
+    if not staging.exists() or os.fstat(descriptor).st_ino != staging.stat().st_ino:
+        os.close(descriptor)  # it was published in between
+        raise busy
+    return descriptor
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes `folders`, each within the one after it, but for those that someone else has put something into."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
+
+
+def _publish(staging: Path, output: Path) -> None:
+    sync_folder(staging)
+    replaced = _replaced_by(output)
+    if output.exists():
+        shutil.rmtree(replaced, ignore_errors=True)
+        output.rename(replaced)
+    try:
+        staging.rename(output)
+    except BaseException:
+        if replaced.exists() and not output.exists():
+            replaced.rename(output)
+        raise
+    sync_folder(output.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

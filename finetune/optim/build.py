@@ -1,0 +1,117 @@
+"""The optimizer and the learning rate. The rate is a pure function of the step, so that there is no scheduler to save."""
+
+import importlib.util
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.distributed.accelerate_config import Sharding
+from finetune.errors import UserError
+from finetune.optim.adamw_bf16 import AdamWBf16Moments
+from finetune.recipe.schema import Optimisation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Schedule:
+    """Linear warm-up to `peak` over `warmup_steps`, then `kind` down to `floor` at the last of `steps`."""
+
+    peak: float
+    steps: int
+    warmup_steps: int = 0
+    floor: float = 0.0
+    kind: str = "cosine"  # cosine | linear | constant
+
+
+def schedule_of(optimisation: Optimisation, steps: int) -> Schedule:
+    """The recipe's schedule for a run of `steps` optimizer steps."""
+    warmup = optimisation.warmup_steps
+    if warmup is None:
+        warmup = math.ceil(optimisation.warmup_ratio * steps)
+    return Schedule(
+        peak=optimisation.learning_rate,
+        steps=steps,
+        warmup_steps=min(warmup, steps),
+        floor=optimisation.learning_rate * optimisation.min_lr_ratio,
+        kind=optimisation.lr_scheduler_type,
+    )
+
+
+def learning_rate(step: int, schedule: Schedule) -> float:
+    """The learning rate of optimizer step `step` (0-based).
+
+    Cosine: Loshchilov and Hutter 2017, eq. 5, without restarts.
+
+    >>> s = Schedule(peak=1.0, warmup_steps=2, steps=10)
+    >>> [round(learning_rate(step, s), 3) for step in (0, 1, 2, 6, 9, 10)]
+    [0.5, 1.0, 1.0, 0.5, 0.038, 0.0]
+    """
+    if step < schedule.warmup_steps:
+        return schedule.peak * (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return schedule.peak
+    done = min(1.0, (step - schedule.warmup_steps) / max(1, schedule.steps - schedule.warmup_steps))
+    share = 0.5 * (1 + math.cos(math.pi * done)) if schedule.kind == "cosine" else 1 - done
+    return schedule.floor + (schedule.peak - schedule.floor) * share
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Gives every parameter group the rate of the coming step."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def refuse_unusable(optimisation: Optimisation, sharding: Sharding) -> None:
+    """Raises `UserError`, before anything is loaded, where `optim` cannot be had here or in this layout."""
+    if optimisation.optim != "adamw_8bit":
+        return
+    if importlib.util.find_spec("torchao") is None:
+        raise UserError("optim: adamw_8bit needs torchao; pip install torchao, or set optim: adamw_bf16_moments")
+    if sharding.layout == "fsdp1":
+        raise UserError(
+            f"{sharding.source}: FSDP1 cannot save the moments of optim: adamw_8bit; set fsdp_version: 2, or "
+            "optim: adamw_bf16_moments"
+        )
+
+
+def build_optimizer(model: nn.Module, optimisation: Optimisation) -> torch.optim.Optimizer:
+    """AdamW (Loshchilov and Hutter 2019) over every trainable parameter of the sharded `model`.
+
+    Made after sharding: an optimizer made before would hold parameters that are on meta, and step on nothing.
+    """
+    trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable, "no parameter is trained"
+    on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
+    assert not on_meta, f"parameters without memory: {on_meta}"
+    groups = parameter_groups(trainable.items(), optimisation.weight_decay)
+    covered = sum(len(group["params"]) for group in groups)
+    assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
+    betas = (optimisation.adam_beta1, optimisation.adam_beta2)
+    if optimisation.optim == "adamw_bf16_moments":
+        return AdamWBf16Moments(groups, lr=optimisation.learning_rate, betas=betas, eps=optimisation.adam_epsilon)
+    if optimisation.optim == "adamw_8bit":
+        from finetune.optim.adamw_8bit import AdamW8bitMoments  # imports torchao
+
+        return AdamW8bitMoments(groups, lr=optimisation.learning_rate, betas=betas, eps=optimisation.adam_epsilon)
+    return torch.optim.AdamW(
+        groups,
+        lr=optimisation.learning_rate,
+        betas=betas,
+        eps=optimisation.adam_epsilon,
+        fused=optimisation.optim == "adamw_torch_fused",
+    )
+
+
+def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, norms and biases do not. By name, since FSDP1 shows every parameter as a flat piece."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in named:
+        groups[not (name.endswith(".bias") or "norm" in name or "magnitude" in name)].append(parameter)
+    return [
+        {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
+        for decays, parameters in groups.items()
+        if parameters
+    ]

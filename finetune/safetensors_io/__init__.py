@@ -1,0 +1,1 @@
+"""Safetensors files, read and written a slice at a time."""

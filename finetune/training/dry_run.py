@@ -1,0 +1,73 @@
+"""The plan at work: what a dry run prints, and what is said when memory ran out after all."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.tokenizer import load_tokenizer
+from finetune.distributed.world import World, leave
+from finetune.errors import UserError
+from finetune.plan.advice import possible_changes
+from finetune.plan.cli import describe, make_plan
+from finetune.plan.memory import peak
+from finetune.recipe.schema import Recipe
+from finetune.units import gib
+
+
+def dry_run(recipe: Recipe, world: World) -> None:
+    """A run up to its model: reads the data, prints the plan with its real steps and tokens, and writes no run's folder."""
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    data = prepare_data(recipe, tokenizer, world)
+    if world.is_main:
+        print_plan(recipe, world, data)
+    leave(world)
+
+
+def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
+    """Prints the plan of a run on prepared data."""
+    on_cpu, report = world.device.type == "cpu", data.report
+    read = None if report is None else (report.tokens, data.train.steps)
+    plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, read=read)
+    ours = "causal SDPA, document by document" if on_cpu else "varlen"
+    attention = ours if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
+    print(describe(plan))
+    if report is None:
+        print(f"data       streamed, {data.train.steps:,} steps")
+    else:
+        print("data       " + "\n           ".join(report.lines()))
+        print(f"steps      {report.steps_per_epoch:,} an epoch, {data.train.steps:,} in all")
+    print(f"attention  {attention}")
+
+
+@contextmanager
+def out_of_memory_answered(recipe: Recipe, world: World) -> Iterator[None]:
+    """Turns torch's out-of-memory error into the plan's numbers beside the measured ones, and the next smallest change."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise UserError(out_of_memory(recipe, world, error)) from None
+
+
+def out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
+    """What to say: where the memory went by the plan, what was measured, what to change."""
+    plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
+    planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
+    said = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
+    if world.device.type == "cuda":
+        total = torch.cuda.get_device_properties(world.device).total_memory
+        measured = torch.cuda.max_memory_allocated(world.device)
+        said.append(f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device")
+    said.append(
+        f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, at {planned.name}: "
+        f"weights {gib(planned.parameters)}, gradients {gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, "
+        f"gathered {gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
+    )
+    smaller = [change for change in possible_changes(plan.job) if peak(change.apply(plan.job)).total < planned.total]
+    if smaller:
+        after = peak(smaller[0].apply(plan.job)).total
+        said.append(f"next       {smaller[0].text}   ({smaller[0].cost}; {gib(after)} GiB by the plan)")
+    else:
+        said.append("next       more ranks, or a smaller max_length")
+    return "\n".join(said)

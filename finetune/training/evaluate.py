@@ -1,0 +1,141 @@
+"""What a model is worth on rows it has not seen: the held-out loss, and questions answered."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.checkpoint.save import Progress
+from finetune.data.batches import StepBatch
+from finetune.data.prepare import Prompt
+from finetune.distributed.parallelize import inner_model_called, unwrap
+from finetune.distributed.world import World
+from finetune.json_lines import append_json_lines
+from finetune.training.early_stopping import judged
+from finetune.training.summary import Job
+
+SAMPLES = "samples.jsonl"
+SAMPLE_TOKENS = 64  # of an answer to one of sample_prompts, at most
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One held-out prompt as the model answers it."""
+
+    prompt: str
+    answer: str
+    expected: str
+
+    @property
+    def is_exact(self) -> bool:
+        return self.answer.strip() == self.expected.strip()
+
+
+def evaluate_untrained(job: Job, progress: Progress) -> None:
+    """Logs what the model is worth before its first step; of a resumed run that is known."""
+    if progress.step == 0:
+        evaluate(job, progress, questions=True)
+
+
+def evaluate(job: Job, progress: Progress, questions: bool = False) -> Progress:
+    """Logs the held-out loss, where something is held out, and returns the progress as judged by it, on every rank.
+
+    `sample_prompts` are answered as well; and with `questions`, how many held-out prompts are answered exactly.
+    """
+    line: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch}
+    loss = None
+    if job.data.evaluation is not None:
+        batches = job.watchdog.watched(job.data.evaluation.batches(), "evaluating")
+        loss = held_out_loss(job.model, batches, job.world)
+        job.log.write(line | {"eval_loss": loss})
+        job.log.say(f"step {progress.step}: held-out loss {loss:.4f}")
+    if questions and job.prompts:
+        samples = answer(job.model, job.prompts, job.tokenizer, job.world)
+        share = sum(sample.is_exact for sample in samples) / len(samples)
+        job.log.write(line | {"exact_match": share, "exact_match_samples": len(samples)})
+        job.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly")
+        keep_samples(job, progress, samples)
+    if job.sample_prompts:
+        samples = answer(job.model, job.sample_prompts, job.tokenizer, job.world)
+        for asked, sample in zip(job.recipe.run.sample_prompts, samples, strict=True):
+            job.log.say(f"step {progress.step}: {asked!r} -> {sample.answer!r}")
+        keep_samples(job, progress, samples)
+    return judged(progress, loss)
+
+
+def keep_samples(job: Job, progress: Progress, samples: Sequence[Sample]) -> None:
+    """Writes the samples down, on the main rank. They are only looked at: a full disk does not end the run here."""
+    if job.world.is_main:
+        try:
+            append_samples(job.folder / SAMPLES, progress.step, samples)
+        except OSError as error:
+            job.log.say(f"{job.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues")
+
+
+def append_samples(path: Path, step: int, samples: Sequence[Sample]) -> None:
+    """Adds a line for every sample to samples.jsonl."""
+    append_json_lines(path, ({"step": step} | asdict(sample) for sample in samples))
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, batches: Iterator[StepBatch], world: World) -> float:
+    """The loss per trained token over all of `batches` and all ranks (in nats; nan where there is no such token)."""
+    model.eval()
+    loss_sum, trained_tokens = torch.zeros((), device=world.device), 0
+    for batch in batches:
+        trained_tokens += batch.trained_tokens
+        for micro_batch in batch.micro_batches:
+            loss_sum += model(**micro_batch.to(world.device).inputs)
+    return world.sum(loss_sum).item() / trained_tokens if trained_tokens else float("nan")
+
+
+@torch.no_grad()
+def answer(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World) -> list[Sample]:
+    """Every prompt answered greedily, on every rank in the same order; each rank answers its share.
+
+    An answer ends at a token that ends a turn, or at twice the length of the longest expected one; where none is
+    expected, at SAMPLE_TOKENS.
+    """
+    model.eval()
+    mine = [prompts[i % len(prompts)] for i in range(world.rank, len(prompts) + -len(prompts) % world.size, world.size)]
+    answers = _generated(model, mine, tokenizer, world) if mine else []
+    by_rank = world.gather([asdict(sample) for sample in answers])
+    return [Sample(**by_rank[i % world.size][i // world.size]) for i in range(len(prompts))]
+
+
+def _generated(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World) -> list[Sample]:
+    transformer: Any = unwrap(model)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    longest = max(len(prompt.prompt_ids) for prompt in prompts)
+    input_ids = torch.full((len(prompts), longest), pad)
+    attention_mask = torch.zeros_like(input_ids)
+    for row, prompt in enumerate(prompts):
+        input_ids[row, longest - len(prompt.prompt_ids) :] = torch.as_tensor(prompt.prompt_ids)
+        attention_mask[row, longest - len(prompt.prompt_ids) :] = 1
+    expected = [len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer]
+    # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
+    with inner_model_called(model, world), torch.compiler.set_stance("force_eager"):
+        generated = transformer.generate(
+            input_ids=input_ids.to(world.device),
+            attention_mask=attention_mask.to(world.device),
+            max_new_tokens=2 * max(expected) + 2 if expected else SAMPLE_TOKENS,
+            do_sample=False,
+            use_cache=True,
+            eos_token_id=end_of_answer_ids(tokenizer),
+            pad_token_id=pad,
+            synced_gpus=world.sharding.is_fsdp and world.size > 1,
+        )
+    texts = tokenizer.batch_decode(generated[:, longest:].cpu(), skip_special_tokens=True)
+    asked = tokenizer.batch_decode([list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True)
+    return [Sample(a.strip(), t.strip(), p.answer) for a, t, p in zip(asked, texts, prompts, strict=True)]
+
+
+def end_of_answer_ids(tokenizer: Any) -> list[int]:
+    """The tokens that end what the assistant says: the end of text, and the known names of an end of turn."""
+    ends = {tokenizer.eos_token_id} - {None}
+    known = tokenizer.get_added_vocab()
+    ends |= {known[name] for name in ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>") if name in known}
+    return sorted(ends)

@@ -1,0 +1,159 @@
+"""Accelerate files, read strictly: what Accelerate would ignore or contradict is told before anything is loaded."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, Sharding, as_accelerate_file, read_sharding
+from finetune.errors import UserError
+
+Write = Callable[..., str]
+FSDP2: dict[str, Any] = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    """A maker of Accelerate files: `write(fsdp_config={...}, mixed_precision="bf16")` -> its path."""
+
+    def make(**content: Any) -> str:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({"distributed_type": "FSDP"} | content))
+        return str(path)
+
+    return make
+
+
+def refusal(config: str | None, environ: dict[str, str] | None = None, recipe: str | None = None) -> str:
+    with pytest.raises(UserError) as error:
+        read_sharding(config, recipe, {"WORLD_SIZE": "2"} | (environ or {}))
+    return str(error.value)
+
+
+def test_a_mistyped_key_inside_fsdp_config(write: Write) -> None:
+    said = refusal(write(fsdp_config=FSDP2 | {"fsdp_activation_checkpointng": True}))
+    assert "fsdp_activation_checkpointng: no such key; did you mean fsdp_activation_checkpointing?" in said
+
+
+def test_all_mistakes_at_once(write: Write) -> None:
+    said = refusal(write(mixed_precison="bf16", fsdp_config=FSDP2 | {"fsdp_ofload_params": True}))
+    assert "did you mean mixed_precision?" in said
+    assert "did you mean fsdp_offload_params?" in said
+
+
+def test_a_recipe_given_as_config_and_the_reverse(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("model_name_or_path: x\ndatasets: [{path: y}]\n")
+    assert "pass it as --recipe" in refusal(str(recipe))
+    assert "quickstart: no such Accelerate config; it is a recipe, which --recipe takes" in refusal("quickstart")
+    from finetune.recipe.reader import read_recipe
+
+    with pytest.raises(UserError, match="pass it as --config"):
+        read_recipe(str(ACCELERATE_CONFIGS / "ddp.yaml"))
+
+
+def test_a_recipe_key_in_an_accelerate_file(write: Write) -> None:
+    assert "move it to the recipe" in refusal(write(learning_rate=1e-5, fsdp_config=FSDP2))
+
+
+def test_forward_prefetch_under_version_2(write: Write) -> None:
+    said = refusal(write(fsdp_config=FSDP2 | {"fsdp_forward_prefetch": True}))
+    assert "FSDP2 has none; leave the key out, or set fsdp_version: 1" in said
+
+
+def test_version_1_ignores_reshard_after_forward(write: Write) -> None:
+    assert "use fsdp_sharding_strategy" in refusal(
+        write(fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": False})
+    )
+
+
+def test_version_2_has_no_sharding_strategy(write: Write) -> None:
+    assert "fsdp_reshard_after_forward" in refusal(
+        write(fsdp_config=FSDP2 | {"fsdp_sharding_strategy": "SHARD_GRAD_OP"})
+    )
+
+
+def test_mesh_whose_product_is_not_the_world(write: Write) -> None:
+    mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
+    said = refusal(write(fsdp_config=FSDP2, parallelism_config=mesh))
+    assert "2 x dp_shard_size 4 = 8, but 2 ranks were launched" in said
+
+
+def test_hybrid_sharding_on_one_rank(write: Write) -> None:
+    config = write(fsdp_config={"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"})
+    assert "needs at least 2 ranks" in refusal(config, {"WORLD_SIZE": "1"})
+
+
+def test_single_under_two_processes() -> None:
+    assert "one process is asked for, but 2 were launched" in refusal("single")
+
+
+def test_the_launchers_settings_and_config_disagree(write: Write) -> None:
+    launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "no"}
+    said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
+    assert "mixed_precision is 'bf16', but the launcher's --config_file says 'no'" in said
+
+
+def test_the_launchers_settings_alone() -> None:
+    launched = {
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "1",
+        "FSDP_SHARDING_STRATEGY": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_USE_ORIG_PARAMS": "true",
+        "FSDP_ACTIVATION_CHECKPOINTING": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "WORLD_SIZE": "2",
+    }
+    read = read_sharding(None, "ddp", launched)
+    assert (read.layout, read.strategy, read.mixed_precision) == ("fsdp1", "SHARD_GRAD_OP", "bf16")
+    assert read.activation_checkpointing
+
+
+def test_the_recipes_config_then_the_launch_itself() -> None:
+    assert read_sharding(None, "ddp", {"WORLD_SIZE": "2"}).layout == "ddp"
+    assert read_sharding(None, None, {"WORLD_SIZE": "2"}).layout == "ddp"
+    assert read_sharding(None, None, {}).layout == "single"
+    assert read_sharding("fsdp_full_shard", "ddp", {"WORLD_SIZE": "2"}).layout == "fsdp2"
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in ACCELERATE_CONFIGS.glob("*.yaml")))
+def test_what_a_run_writes_reads_back_the_same(name: str, tmp_path: Path) -> None:
+    ranks = {"single": 1, "fsdp_hybrid_shard": 64}.get(name, 2)
+    environ = {"WORLD_SIZE": str(ranks)}
+    first = read_sharding(name, None, environ)
+    written = tmp_path / "accelerate.yaml"
+    written.write_text(yaml.safe_dump(as_accelerate_file(first, ranks)))
+    second = read_sharding(str(written), None, environ)
+    assert {f: getattr(second, f) for f in Sharding.__slots__ if f != "source"} == {
+        f: getattr(first, f) for f in Sharding.__slots__ if f != "source"
+    }
+
+
+def test_accelerates_own_files_are_understood_key_by_key(tmp_path: Path) -> None:
+    """What `accelerate config` writes holds keys of launchers and of work done otherwise here: none is an error."""
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    config = ClusterConfig(
+        compute_environment="LOCAL_MACHINE",
+        distributed_type="FSDP",
+        mixed_precision="bf16",
+        use_cpu=False,
+        debug=False,
+        num_processes=2,
+        fsdp_config={
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+            "fsdp_reshard_after_forward": True,
+            "fsdp_offload_params": False,
+            "fsdp_activation_checkpointing": True,
+        },
+    )
+    config.to_yaml_file(str(tmp_path / "config.yaml"))
+    read = read_sharding(str(tmp_path / "config.yaml"), None, {"WORLD_SIZE": "2"})
+    assert read.wrap_classes == ("LlamaDecoderLayer",)

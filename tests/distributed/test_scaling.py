@@ -1,0 +1,62 @@
+"""fp16's loss scale, on torch's own scaler. The ranks that would use it have GPUs; the arithmetic has none."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from finetune.distributed.grad_scaler import is_scaled, unscale, update
+from finetune.distributed.world import World
+from finetune.errors import UserError
+
+
+def world_with(scaler: Any) -> World:
+    """What scaling.py reads of a world."""
+    return cast(World, SimpleNamespace(accelerator=SimpleNamespace(scaler=scaler)))
+
+
+def one_step(scaler: Any, gradient_factor: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+    """(gradient as it would be clipped, parameter after the step) of loss = sum(w^2) at w = 1."""
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    world = world_with(scaler)
+    loss = weight.square().sum() * gradient_factor
+    (loss if scaler is None else scaler.scale(loss)).backward()
+    unscale(optimizer, world)
+    assert weight.grad is not None
+    gradient = weight.grad.clone()
+    update(optimizer, world)
+    return gradient, weight.detach()
+
+
+def test_the_scale_is_out_of_the_gradient_before_it_is_clipped_and_the_step_is_the_same() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert is_scaled(world_with(scaler)) and not is_scaled(world_with(None))
+    plain, scaled = one_step(None), one_step(scaler)
+    torch.testing.assert_close(scaled[0], plain[0])
+    torch.testing.assert_close(scaled[1], plain[1])
+
+
+def test_an_overflow_leaves_the_parameters_and_lowers_the_scale() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    _, after = one_step(scaler, gradient_factor=float("inf"))
+    torch.testing.assert_close(after, torch.ones(3))
+    assert scaler.get_scale() == 512.0
+
+
+def test_a_gradient_that_is_never_finite_stops_the_run_where_the_scale_cannot_fall_further() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    for expected in (2.0, 1.0, 0.5):
+        if expected < 1.0:
+            with pytest.raises(UserError, match="fp16: the gradients are not finite at a loss scale of 1 either"):
+                one_step(scaler, gradient_factor=float("inf"))
+        else:
+            one_step(scaler, gradient_factor=float("inf"))
+        assert scaler.get_scale() == expected
+
+
+def test_a_low_scale_that_is_enough_stops_nothing() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=0.25)
+    _, after = one_step(scaler)
+    torch.testing.assert_close(after, torch.full((3,), 0.8))

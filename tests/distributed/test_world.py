@@ -1,0 +1,65 @@
+"""What a machine without GPUs cannot do is refused by name, before ranks are joined or anything is loaded; its cores are
+used as the user says."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.distributed import world
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import join
+from finetune.errors import UserError
+from tests.ranks import run_command
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "fsdp1", "ddp", "single"])
+def test_fp16_on_a_cpu(layout: str) -> None:
+    asked = Sharding(layout=layout, mixed_precision="fp16", use_cpu=True, source="mine.yaml")  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"^mine.yaml: mixed_precision: fp16 does not train on a CPU; use bf16 or no$"):
+        join(asked)
+    assert not torch.distributed.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("given", "offload", "ranks"), [(False, True, 1), (False, True, 2), (False, False, 1), (True, True, 1)]
+)
+def test_a_gpu_run_with_offload_uses_its_share_of_the_cores(
+    given: bool, offload: bool, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun sets OMP_NUM_THREADS=1, and the optimizer of offloaded parameters runs on the CPU."""
+
+    class JoinedError(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise JoinedError
+
+    monkeypatch.setattr(world, "_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(world, "_join_process_group", stop)
+    monkeypatch.setattr(world, "_launcher_has_threads", lambda: given)
+    for name, value in {"OMP_NUM_THREADS": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}.items():
+        monkeypatch.setenv(name, value)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with pytest.raises(JoinedError):
+            join(Sharding(layout="fsdp2", cpu_offload=offload))
+        cores = len(os.sched_getaffinity(0))
+        assert torch.get_num_threads() == (max(1, cores // ranks) if offload and not given else 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(tmp_path: Path) -> None:
+    """A bare `accelerate launch` sets OMP_NUM_THREADS=1 itself; where the user has set it, that is kept."""
+    script = tmp_path / "threads.py"
+    script.write_text(
+        "import torch\nfrom finetune.distributed.accelerate_config import Sharding\nfrom finetune.distributed.world import join\n"
+        "join(Sharding(layout='single', use_cpu=True))\nprint('threads', torch.get_num_threads())\n"
+    )
+    launch = ["accelerate", "launch", str(script)]
+    assert run_command(launch).stdout == "threads 1\n"  # the tests' environment has OMP_NUM_THREADS=1
+    left_out = run_command(["env", "-u", "OMP_NUM_THREADS", *launch])
+    assert left_out.stdout == f"threads {len(os.sched_getaffinity(0))}\n", left_out.stderr

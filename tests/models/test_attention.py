@@ -1,0 +1,298 @@
+"""Packed attention equals one document at a time, for every family that the recipes name."""
+
+import copy
+import itertools
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import library
+
+from finetune.errors import UserError
+from finetune.models import attention
+from finetune.models.attention import NAME, install
+from finetune.models.compile import decoder_layers
+from tests.models.families import (
+    FAMILIES,
+    build,
+    documents,
+    gradients,
+    ours,
+    packed,
+    padded,
+    plain_loss,
+    relative_error,
+)
+
+EXACT = 1e-6  # of the largest value, in fp32
+GRADIENT_EXACT = 2e-5  # through two layers of fp32 products, summed in another order
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_packed_and_padded_gives_the_loss_and_gradients_of_one_document_at_a_time(family: str) -> None:
+    model = build(family)
+    examples = documents()
+    true_loss = plain_loss(model, examples)
+    true_gradients = gradients(model, true_loss)
+
+    ours(model)
+    for batch in (packed(examples), padded(examples)):
+        loss = model(**batch)
+        assert loss.dtype == torch.float32
+        assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
+        found = gradients(model, loss)
+        assert found.keys() == true_gradients.keys()
+        worst = max((relative_error(found[name], true_gradients[name]), name) for name in found)
+        assert worst[0] <= GRADIENT_EXACT, worst
+
+
+@pytest.mark.parametrize(
+    "implementation",
+    ["sdpa", "eager", pytest.param("flex_attention", marks=pytest.mark.slow)],  # it compiles a kernel
+)
+def test_other_implementations_keep_documents_apart_too(implementation: str) -> None:
+    model, examples = build("mistral"), documents()
+    true_loss = plain_loss(model, examples)
+    with torch.no_grad():
+        loss = ours(model, implementation)(**packed(examples))
+    assert relative_error(loss, true_loss) <= EXACT
+
+
+def test_activation_checkpointing_recomputes_the_same() -> None:
+    model, examples = ours(build("mistral")), documents()
+    expected = gradients(model, model(**packed(examples)))
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    found = gradients(model, model(**packed(examples)))
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma2", "granite"])
+def test_generation_is_the_models_own_batched_with_left_padding(family: str) -> None:
+    model = build(family).eval()
+    prompt = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(2))
+    mask = torch.ones_like(prompt)
+    mask[1, :5] = 0
+    arguments: dict[str, Any] = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
+    with torch.no_grad():
+        expected = model.generate(prompt, **arguments)
+        logits = model(prompt, attention_mask=mask).logits
+    ours(model)
+    with torch.no_grad():
+        assert torch.equal(model.generate(prompt, **arguments), expected)
+        assert relative_error(model(prompt, attention_mask=mask).logits[mask > 0], logits[mask > 0]) <= EXACT
+
+
+def test_dropout_works_on_the_weights_inside_each_document() -> None:
+    model = ours(build("llama", attention_dropout=0.5))
+    batch = packed(documents())
+    torch.manual_seed(3)
+    first = model(**batch).item()
+    torch.manual_seed(3)
+    assert model(**batch).item() == first
+    assert model(**batch).item() != first
+    model.eval()
+    assert model(**batch).item() == model(**batch).item()
+
+
+def test_under_autocast_the_kernel_sees_one_dtype_and_the_loss_stays_fp32() -> None:
+    model, examples = build("llama"), documents()
+    truth = plain_loss(model, examples)
+    ours(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**packed(examples))
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, truth) < 0.01
+    loss.backward()
+
+
+def test_in_bf16_a_cpu_rounds_once_after_attending_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(1, heads, 50, 16, generator=generator).bfloat16() for heads in (4, 2, 2))
+    boundaries = torch.tensor([0, 17, 50], dtype=torch.int32)
+    none = torch.empty((0, 0, 0, 0), dtype=torch.bool)
+
+    def attended(*states: torch.Tensor) -> torch.Tensor:
+        return attention.packed_attention(torch.nn.Module(), *states, none, cu_seq_lens=boundaries)[0]
+
+    exact = attended(query.float(), key.float(), value.float())
+    assert exact.dtype == torch.float32
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            torch.testing.assert_close(attended(query, key, value), exact.bfloat16(), rtol=0, atol=0)
+
+
+def test_what_cannot_be_kept_apart_is_refused_in_one_sentence() -> None:
+    model = build("llama")
+    strange = copy.deepcopy(model)
+    strange.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(UserError, match="chunked_attention layers, in which packed documents cannot be kept apart"):
+        install(strange)
+    if not torch.cuda.is_available():
+        with pytest.raises(UserError, match="flash_attention_2 cannot be used with LlamaForCausalLM here"):
+            install(model, "flash_attention_2")
+
+
+def test_our_name_does_not_leak_into_the_saved_config(tmp_path: Path) -> None:
+    model = ours(build("llama"))
+    model.config.save_pretrained(tmp_path)
+    assert NAME not in json.loads((tmp_path / "config.json").read_text()).values()
+
+
+@library.custom_op("finetune_tests::varlen", mutates_args=())
+def varlen_as_documented(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+) -> torch.Tensor:
+    """torch 2.11's varlen_attn: [tokens, heads, size], `window_size` tokens to the left of a query, and fewer heads of
+    keys and values as they are."""
+    left = (window_size or [-1])[0]
+    outs = []
+    for start, end in itertools.pairwise(cu_seq_q.tolist()):
+        assert 0 < end - start <= max_q == max_k
+        assert key.shape[1] == value.shape[1] == 2, "keys and values were repeated, which costs memory"
+        repeated = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (query, key, value))
+        q, k, v = (each[start:end].transpose(0, 1) for each in repeated)
+        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        visible = visible if left < 0 else visible.triu(-left)
+        scores = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
+            ~visible, -1e30
+        )
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1))
+    return torch.cat(outs)
+
+
+@varlen_as_documented.register_fake
+def _(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty_like(query)
+
+
+def use_documented_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends attention the way it goes on CUDA under torch 2.11, to the kernel above."""
+    monkeypatch.setattr(attention, "ASKS_FOR_GROUPED_HEADS", False)
+    monkeypatch.setattr(attention, "_varlen_serves", lambda _query, _value, scores: scores.softcap is None)
+    monkeypatch.setattr(
+        attention,
+        "varlen_attn",
+        lambda *a, window_size, **k: varlen_as_documented(*a, **k, window_size=list(window_size)),
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_varlen_kernel_is_called_as_its_documentation_says(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, examples = build(family), documents()
+    true_loss = plain_loss(model, examples)
+    use_documented_kernel(monkeypatch)
+    ours(model)
+    with torch.no_grad():
+        for batch in (packed(examples), padded(examples)):
+            assert abs(model(**batch).item() - true_loss.item()) <= EXACT * true_loss.item()
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3_text"])
+def test_a_layer_with_the_varlen_kernel_compiles_into_one_graph_for_all_lengths(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ours(build(family))
+    batches = [packed(documents(lengths)) for lengths in ((13, 4, 22), (30, 2, 6, 9), (8, 41))]
+    use_documented_kernel(monkeypatch)
+    graphs = 0
+
+    def counted(graph: Any, _: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return graph.forward
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        expected = [model(**batch).item() for batch in batches]
+        for layer in decoder_layers(model):
+            layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=counted)  # type: ignore[method-assign]
+        found = [model(**batch).item() for batch in batches]
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert graphs <= len(decoder_layers(model)), f"{graphs} graphs: something is compiled anew for every length"
+
+
+def varlen_on_cpu(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cu_seq_q: torch.Tensor,
+    cu_seq_k: torch.Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: list[int] | None = None,
+    enable_gqa: bool = False,
+    *_: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """torch's varlen_attn by its documentation: [tokens, heads, size], `window_size` tokens to the left of a query.
+
+    It asks of its operands what ATen's `mha_varlen_fwd` asks on CUDA.
+    """
+    left, right = window_size or [-1, -1]
+    assert right == 0 and is_causal == (left < 0), "training is causal"
+    assert query.shape[-1] % 8 == 0, "mha_varlen_fwd: head_size should be a multiple of 8; pad it"
+    assert enable_gqa or query.shape == key.shape
+    outs = []
+    for start, end in itertools.pairwise(cu_seq_q.tolist()):
+        assert 0 < end - start <= max_q == max_k
+        q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
+        k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
+        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
+        visible = visible if left < 0 else visible.triu(-left)
+        scores = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
+            ~visible, -1e30
+        )
+        outs.append((scores.softmax(-1) @ v).transpose(0, 1).contiguous())
+    return torch.cat(outs), query.new_empty(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2)
+
+
+@pytest.fixture
+def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Sends attention the way it goes on CUDA, through torch's own operator, for which the kernel above is registered."""
+    monkeypatch.setattr(attention, "_varlen_serves", lambda _query, _value, scores: scores.softcap is None)
+    kernels = library.Library("torch_attn", "IMPL")
+    kernels.impl("_varlen_attn", varlen_on_cpu, "CPU", allow_override=True)
+    yield
+    kernels._destroy()
+
+
+@pytest.mark.usefixtures("varlen_kernel")
+@pytest.mark.parametrize("head_dim", [2, 12, 20])
+def test_head_sizes_that_8_does_not_divide_are_padded_for_the_varlen_kernel(head_dim: int) -> None:
+    model, examples = build("qwen3", head_dim=head_dim), documents()
+    true_loss = plain_loss(model, examples)
+    with torch.no_grad():
+        loss = ours(model)(**packed(examples))
+    assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_on_cuda_the_varlen_kernel_gives_the_same_without_synchronising(family: str) -> None:
+    model, examples = build(family, torch.bfloat16).cuda(), documents()
+    on_device = [(ids.cuda(), labels.cuda()) for ids, labels in examples]
+    true_loss = plain_loss(copy.deepcopy(model).float(), on_device)
+    batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in packed(examples).items()}
+    ours(model)
+    (model(**batch) / 50).backward()  # the first call may load kernels
+    may_synchronise = family in ("gemma2", "mixtral")  # written-out attention; routing
+    torch.cuda.set_sync_debug_mode("default" if may_synchronise else "error")
+    try:
+        loss = model(**batch)
+        (loss / 50).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert abs(loss.item() - true_loss.item()) < 0.02 * true_loss.item()

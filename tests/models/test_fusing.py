@@ -1,0 +1,62 @@
+"""Compiled layers compute the same, once for all of them; Liger is refused in a sentence where it cannot run."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from finetune.errors import UserError
+from finetune.models.compile import compile_layers, decoder_layers, use_liger_kernels
+from tests.models.families import build, documents, gradients, ours, packed, relative_error
+from tests.ranks import launch_ranks
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_compiled_layers_give_the_same_loss_and_gradients_also_when_recomputed(backend: str) -> None:
+    model = ours(build("mistral"))
+    names = [name for name, _ in model.named_parameters()]
+    batches = [packed(documents()), packed(documents((31, 3, 9)))]
+    losses = [model(**batch) for batch in batches]
+    expected = [gradients(model, loss) for loss in losses]
+    assert compile_layers(model, backend) == 2
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert [name for name, _ in model.named_parameters()] == names
+    for batch, truth, plain in zip(batches, expected, losses, strict=True):
+        loss = model(**batch)
+        assert relative_error(loss, plain) <= 1e-6
+        found = gradients(model, loss)
+        assert max(relative_error(found[name], truth[name]) for name in truth) <= 1e-5
+
+
+def test_under_fsdp2_one_graph_serves_every_layer_and_length_and_checkpointing_stays_on(tmp_path: Path) -> None:
+    common = {"checkpointing": True, "lora": False, "compile": True, "generate": False}
+    jobs = [
+        common | {"name": "plain", "compile": False},
+        common | {"name": "compiled", "generate": True},
+        common | {"name": "lora", "lora": True, "checkpointing": False},
+    ]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    launch_ranks(Path(__file__).with_name("compile_on_ranks.py"), [str(tmp_path)], timeout=300).check()
+    results = json.loads((tmp_path / "results.json").read_text())
+    for rank in (0, 1):
+        plain, compiled, lora = (results[name][rank] for name in ("plain", "compiled", "lora"))
+        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+        assert lora["losses"] == pytest.approx(plain["losses"], rel=1e-6)  # an adapter begins at zero
+        assert compiled["graphs_of_generation"] == 0
+        for found in (compiled, lora):
+            steps = len(found["graphs"])
+            assert found["graphs"] == [1] * steps, f"{found['graphs']}: recompiled"
+            assert found["calls"] == [2] * steps, f"{found['calls']}: not every layer ran compiled"
+        # Without torch.compile the cosines and sines of the rotary embedding are in a closure, out of the count's sight.
+        rotary = 2 * 256 * 16 * 4
+        assert compiled["saved_bytes"] <= plain["saved_bytes"] + rotary
+
+
+def test_decoder_layers_are_found_by_the_models_own_word() -> None:
+    assert len(decoder_layers(build("qwen3"))) == 2
+
+
+def test_liger_without_a_gpu_is_refused_in_a_sentence() -> None:
+    with pytest.raises(UserError, match="Liger's kernels run on CUDA only"):
+        use_liger_kernels(build("llama"), torch.device("cpu"))

@@ -1,0 +1,182 @@
+"""The chunked loss equals the plain one in fp32, in value and in every gradient; under FSDP2 the head is gathered once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from finetune.errors import UserError
+from finetune.models.attention import install
+from finetune.models.loss import IGNORE, Logits, install_loss, linear_cross_entropy
+from tests.models.families import build, documents, ours, packed, relative_error
+from tests.ranks import launch_ranks
+
+EXACT = 1e-6  # of the largest value, in fp32
+TOKENS, HIDDEN, VOCABULARY = 101, 24, 67
+
+
+def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, bias, labels, of which about a third are trained."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator).to(dtype)
+    weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
+    bias = torch.randn(VOCABULARY, generator=generator).to(dtype)
+    labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
+    labels[torch.rand(TOKENS, generator=generator) < 0.66] = IGNORE
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
+
+
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, logits: Logits) -> Tensor:
+    scores = F.linear(hidden, weight, bias).float() * logits.scale
+    if logits.softcap is not None:
+        scores = torch.tanh(scores / logits.softcap) * logits.softcap
+    return F.cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000, None])
+@pytest.mark.parametrize("logits", [Logits(), Logits(scale=0.3), Logits(softcap=2.0), Logits(scale=2.5, softcap=3.0)])
+@pytest.mark.parametrize("given", [True, False], ids=["positions given", "positions sought"])
+def test_value_and_gradients_are_those_of_whole_logits(chunk_tokens: int | None, logits: Logits, given: bool) -> None:
+    hidden, weight, bias, labels = problem()
+    for offset in (None, bias):
+        sources = [hidden, weight] + ([] if offset is None else [offset])
+        truth = plain(hidden, weight, offset, labels, logits)
+        expected = torch.autograd.grad(truth / 50, sources)
+        loss = linear_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            bias=offset,
+            logits=logits,
+            chunk_tokens=chunk_tokens,
+            trained_positions=(labels != IGNORE).nonzero().squeeze(1) if given else None,
+        )
+        found = torch.autograd.grad(loss / 50, sources)
+        assert relative_error(loss, truth) <= EXACT
+        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= EXACT
+
+
+def test_in_double_the_difference_is_rounding_only() -> None:
+    hidden, weight, bias, labels = problem(torch.float64)
+    logits = Logits(scale=0.7, softcap=4.0)
+    scores = torch.tanh(F.linear(hidden, weight, bias) * logits.scale / 4.0) * 4.0
+    truth = F.cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=4)
+    for found, expected in zip(
+        (loss, *torch.autograd.grad(loss, (hidden, weight, bias))),
+        (truth, *torch.autograd.grad(truth, (hidden, weight, bias))),
+        strict=True,
+    ):
+        assert relative_error(found, expected) < 1e-14
+
+
+def test_nothing_trained_is_a_loss_of_zero_with_gradients_of_zero() -> None:
+    hidden, weight, _, labels = problem()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert hidden.grad is not None and not hidden.grad.any()
+    assert weight.grad is not None and not weight.grad.any()
+
+
+def test_frozen_head_gets_no_gradient_and_evaluation_keeps_none() -> None:
+    hidden, weight, _, labels = problem()
+    loss = linear_cross_entropy(hidden, weight.detach(), labels)
+    assert [g is None for g in loss.grad_fn.gradients] == [False, True, True]  # type: ignore[union-attr]
+    loss.backward()
+    assert (
+        relative_error(hidden.grad, torch.autograd.grad(plain(hidden, weight, None, labels, Logits()), hidden)[0])
+        <= EXACT
+    )  # type: ignore[arg-type]
+    with torch.no_grad():
+        assert not linear_cross_entropy(hidden, weight, labels).requires_grad
+
+
+def test_in_bf16_the_softmax_and_the_sums_stay_fp32() -> None:
+    """Against fp32 arithmetic on the same bf16 factors: only the rounding of logits and gradients to bf16 is left."""
+    hidden, weight, _, labels = problem(torch.bfloat16)
+    exact_hidden, exact_weight = (t.detach().float().requires_grad_() for t in (hidden, weight))
+    truth = plain(exact_hidden, exact_weight, None, labels, Logits())
+    (truth / 50).backward()
+    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=1)  # one chunk a token: a bf16 sum would drift
+    (loss / 50).backward()
+    assert loss.dtype == torch.float32
+    assert relative_error(loss, truth) < 2e-3
+    assert hidden.grad is not None and weight.grad is not None
+    assert hidden.grad.dtype == weight.grad.dtype == torch.bfloat16
+    assert relative_error(weight.grad, exact_weight.grad) < 1.5e-2  # type: ignore[arg-type]
+
+
+def test_logits_are_never_whole() -> None:
+    """The largest tensor that is made stays far below tokens x vocabulary."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            nonlocal largest
+            out = func(*args, **kwargs or {})
+            for each in out if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(each, Tensor):
+                    largest = max(largest, each.numel())
+            return out
+
+    hidden, weight, _, _ = problem()
+    labels = torch.arange(TOKENS) % VOCABULARY
+    with Watch():
+        linear_cross_entropy(hidden, weight, labels, chunk_tokens=8).backward()
+    assert largest == TOKENS * HIDDEN  # the gradient to the hidden states; logits would be TOKENS * VOCABULARY
+
+
+def test_without_labels_the_model_answers_as_before_and_a_wrapped_head_is_refused() -> None:
+    model = build("llama")
+    install(model)
+    ids = torch.arange(3, 20)[None]
+    expected = model(ids).logits
+    install_loss(model)
+    assert torch.equal(model(ids).logits, expected)
+    with pytest.raises(UserError, match="output head is a CrossEntropyHead, not a plain linear layer"):
+        install_loss(model)
+
+
+def test_a_deep_copy_computes_with_its_own_weights() -> None:
+    import copy
+
+    model, batch = ours(build("llama")), packed(documents())
+    before = model(**batch).item()
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.get_output_embeddings().weight.zero_()
+    assert model(**batch).item() == before != other(**batch).item()
+
+
+def test_under_fsdp2_every_split_gives_the_same_loss_and_gradients_with_one_gather_of_the_head(tmp_path: Path) -> None:
+    """Two ranks against one process: tied and untied, fp32 and bf16, full and with a frozen head."""
+    script = Path(__file__).with_name("loss_on_ranks.py")
+    outputs = launch_ranks(script, timeout=120).check().outputs
+    assert outputs[0].count("as one process") == outputs[1].count("as one process") == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("given", [True, False], ids=["positions given", "all positions"])
+def test_on_cuda_the_value_and_gradients_are_the_same_and_nothing_waits(given: bool) -> None:
+    hidden, weight, _, labels = (t.cuda().detach() for t in problem(torch.bfloat16))
+    hidden.requires_grad_(), weight.requires_grad_()
+    exact = [t.detach().float().requires_grad_() for t in (hidden, weight)]
+    positions = (labels != IGNORE).nonzero().squeeze(1) if given else None
+    linear_cross_entropy(hidden, weight, labels, chunk_tokens=20)  # the first call may load kernels
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=20, trained_positions=positions)
+        (loss / 50).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    truth = plain(*exact, None, labels, Logits())
+    (truth / 50).backward()
+    assert relative_error(loss, truth) < 2e-3
+    assert relative_error(hidden.grad, exact[0].grad) < 1.5e-2  # type: ignore[arg-type]
+    assert relative_error(weight.grad, exact[1].grad) < 1.5e-2  # type: ignore[arg-type]
