@@ -84,7 +84,7 @@ class Result:
     peak_memory_bytes: int | None = None
     seconds_to_first_step: float | None = None
     loss: float | None = None
-    waits_for_device: str | None = None  # what synchronises in a step, by torch's own check
+    waits_for_device: str | None = None  # what synchronizes in a step, by torch's own check
     failure: str | None = None
 
 
@@ -170,7 +170,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     from finetune.models.loss import install_loss
     from finetune.models.weights import is_adapter, with_adapters
     from finetune.optim.build import build_optimizer
-    from finetune.recipe.schema import Lora, Model, Optimisation
+    from finetune.recipe.schema import Lora, Model, Optimization
 
     config_file = workspace / "accelerate.yaml"
     layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16"}
@@ -200,7 +200,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     model = parallelize(model, values, world).train()
     if case.torch_compile:
         compile_layers(model)
-    return world, model, build_optimizer(model, Optimisation(optim=case.optim, learning_rate=1e-5)), flop  # type: ignore[arg-type]
+    return world, model, build_optimizer(model, Optimization(optim=case.optim, learning_rate=1e-5)), flop  # type: ignore[arg-type]
 
 
 def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
@@ -228,7 +228,7 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     first = time.perf_counter() - began
     for index in range(1, warm_up):
         step(index)
-    waits = synchronisations(lambda: step(warm_up)) if world.device.type == "cuda" else None
+    waits = synchronizations(lambda: step(warm_up)) if world.device.type == "cuda" else None
     seconds = timed(step, warm_up, steps, world.device.type)
     speeds = [batches[(warm_up + i) % len(batches)].tokens / s for i, s in enumerate(seconds)]
     median, peak = statistics.median(speeds), peak_flops(world.device)
@@ -267,7 +267,7 @@ def timed(step: Callable[[int], Any], start: int, steps: int, device: str) -> li
     return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
 
 
-def synchronisations(step: Callable[[], Any]) -> str:
+def synchronizations(step: Callable[[], Any]) -> str:
     """Runs a step that is warned of every wait for the device; "nothing", or the first place that waits.
 
     Warned, not stopped: an error in the middle of a step would leave gradients and sharded weights half done for the

@@ -34,7 +34,7 @@ from finetune.distributed.world import World, join, leave
 from finetune.errors import exit_code
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
-from finetune.recipe.schema import Lora, Model, Optimisation
+from finetune.recipe.schema import Lora, Model, Optimization
 from finetune.training.loop import accumulate_gradients
 
 MODEL = {
@@ -99,7 +99,7 @@ def measure(name: str, model_config: dict[str, Any], steps: int, world: World) -
     """Trains on this rank; all ranks call it, and rank 0 gets the result."""
     started_at = reset_peak(world.device)
     model, size = load_model(Model(model_config=model_config), Lora(), 0, 1, world)
-    optimizer = build_optimizer(model, Optimisation())
+    optimizer = build_optimizer(model, Optimization())
     batch = step_batch(world, model_config["vocab_size"])
     gathered = []
     handle = model.register_forward_hook(lambda *_: gathered.append(gathered_bytes(model)))

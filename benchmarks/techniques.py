@@ -31,7 +31,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     from finetune.models.compile import compile_layers
     from finetune.models.loss import install_loss
     from finetune.optim.build import build_optimizer
-    from finetune.recipe.schema import Optimisation
+    from finetune.recipe.schema import Optimization
 
     def make(
         attention: str = "auto", loss: str = "ours", optim: str = "adamw_torch_fused", compile_: bool = False
@@ -43,7 +43,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
             _whole_logits(model)
         if compile_:
             compile_layers(model)
-        return model, build_optimizer(model, Optimisation(optim=optim, learning_rate=1e-3))  # type: ignore[arg-type]
+        return model, build_optimizer(model, Optimization(optim=optim, learning_rate=1e-3))  # type: ignore[arg-type]
 
     made = {
         "everything": make(),

@@ -44,7 +44,7 @@ def hub_error(repository: str, error: Exception, what: str = "its files", revisi
     # The first class that fits, so the particular ones come first.
     sentences: dict[type[Exception] | tuple[type[Exception], ...], str] = {
         hub.HFValidationError: "neither a local folder nor the form of a hub name (owner/name); correct model_name_or_path",
-        hub.GatedRepoError: f"gated; accept its licence at huggingface.co/{repository} and log in with `hf auth login`",
+        hub.GatedRepoError: f"gated; accept its license at huggingface.co/{repository} and log in with `hf auth login`",
         hub.RepositoryNotFoundError: "the hub knows no such repository, or it is private; correct the name, or log in with "
         "`hf auth login`",
         hub.RevisionNotFoundError: f"no revision {revision}; correct model_revision or leave it out",

@@ -15,7 +15,7 @@ def _answered(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTT
 
 
 CASES: list[tuple[Exception, str]] = [
-    (_answered(errors.GatedRepoError, 403), "gated; accept its licence at huggingface.co/a/b"),
+    (_answered(errors.GatedRepoError, 403), "gated; accept its license at huggingface.co/a/b"),
     (_answered(errors.RepositoryNotFoundError, 404), "the hub knows no such repository, or it is private"),
     (_answered(errors.RevisionNotFoundError, 404), "no revision v2; correct model_revision"),
     (_answered(errors.RemoteEntryNotFoundError, 404), "has no config.json; name a repository of a transformers model"),

@@ -8,7 +8,7 @@ import json
 import torch
 import xxhash
 
-from finetune.checkpoint.quantized_moments import dequantised, is_quantised
+from finetune.checkpoint.quantized_moments import dequantized, is_quantized
 from finetune.checkpoint.shards import Piece
 from finetune.distributed.collective import Ranks
 from finetune.errors import UserError
@@ -45,7 +45,7 @@ def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
 
     Integers add up to the same in any order, so that it is the same on every device; one changed element always shows.
     """
-    plain = dequantised(tensor) if is_quantised(tensor) else tensor
+    plain = dequantized(tensor) if is_quantized(tensor) else tensor
     bits = plain.contiguous().reshape(-1).view(INTEGERS[plain.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for start in range(0, bits.numel(), SLICE):

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.checkpoint.quantized_moments import dequantised, host_memory, is_quantised, quantise_into
+from finetune.checkpoint.quantized_moments import dequantized, host_memory, is_quantized, quantize_into
 from finetune.errors import UserError
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import read_folder, read_slice
@@ -152,7 +152,7 @@ def file_chunks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
     )
     for piece in pieces:
         if piece.tensor.numel():
-            plain = dequantised(piece.tensor) if is_quantised(piece.tensor) else piece.tensor
+            plain = dequantized(piece.tensor) if is_quantized(piece.tensor) else piece.tensor
             yield plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
@@ -174,8 +174,8 @@ def read_into(state: Mapping[str, torch.Tensor], part: str, checkpoint: Path) ->
     for piece in pieces:
         box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
         values = read_slice(stored[piece.name], box)
-        if is_quantised(piece.tensor):
-            quantise_into(piece.tensor, values)
+        if is_quantized(piece.tensor):
+            quantize_into(piece.tensor, values)
         else:
             piece.tensor.copy_(values)
 

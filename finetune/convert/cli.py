@@ -15,7 +15,7 @@ from finetune.convert.tool_keys import add_sources
 from finetune.convert.values import DEFAULT_SHARDING, LEAVE, carried
 from finetune.durable import replace_text
 from finetune.errors import UserError
-from finetune.recipe.hints import QUANTISED, TOOLS, Counterpart, Tool
+from finetune.recipe.hints import QUANTIZED, TOOLS, Counterpart, Tool
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import DatasetSource
@@ -49,7 +49,7 @@ def convert(source: Path) -> tuple[Tool, Converted]:
     tool = tool_of(theirs) if isinstance(theirs, dict) else None
     if tool is None:
         raise UserError(
-            f"{source}: not recognised as a file of {', '.join(TOOLS)}; it names no model and no data of theirs"
+            f"{source}: not recognized as a file of {', '.join(TOOLS)}; it names no model and no data of theirs"
         )
     found = Converted()
     known = {pair.theirs: pair for pair in TOOLS[tool]}
@@ -146,7 +146,7 @@ def _carry(key: str, value: Any, known: Mapping[str, Counterpart], found: Conver
         if key == "quantization_bit" and value:  # LLaMA-Factory's LoRA, which is its default, is the only one with it
             found.recipe.setdefault("use_peft", True)
         if value not in (None, False, ""):  # what is switched off there needs no counterpart
-            note = QUANTISED if "qlora_" in str(value) else pair.note  # torchtune's builders have it in their name
+            note = QUANTIZED if "qlora_" in str(value) else pair.note  # torchtune's builders have it in their name
             found.without.append(f"{key}: {shown(value)}   ({note})")
     elif pair.carry != "data" and value is not None:
         ours_value = carried(pair, value)

@@ -9,14 +9,14 @@ from finetune.recipe.hints import Counterpart, Tool
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where the files stand in data_files
 FILES = "an entry for each file; the files of a hub data set cannot be picked"
-COLUMNS = "columns are recognised, or named with prompt_column and the like"
+COLUMNS = "columns are recognized, or named with prompt_column and the like"
 TURNS = "turns are read from role or from, and content or value"
 ROLES = "user, assistant, system and tool are known, human, gpt, function_call, observation and the like too"
 TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
 PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
 PREFERENCE = (
     "preference tuning has no counterpart: completion_column: chosen trains on the chosen answers alone, and "
-    "on_bad_row: skip leaves out rows that are labelled false"
+    "on_bad_row: skip leaves out rows that are labeled false"
 )
 SLICE = "a split slice, such as split: train[:1000]"
 FOLDER = "path takes a file, glob, folder or hub name"
@@ -35,7 +35,7 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
     ),
     "Axolotl": (
         Counterpart("data_files", "path", FILES),
-        Counterpart("type", "type", "else the rows' format is recognised from the columns"),
+        Counterpart("type", "type", "else the rows' format is recognized from the columns"),
         Counterpart("field_messages", "messages_column"),
         Counterpart("field_instruction", "prompt_column", "of type alpaca, and in a type that names columns"),
         Counterpart("field_output", "completion_column", "of type alpaca, and in a type that names columns"),
@@ -78,7 +78,7 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("conversation_column", "messages_column"),
         Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input is left out"),
         Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
-        *_none("the rows' format is recognised from the columns", "_component_", "conversation_style"),
+        *_none("the rows' format is recognized from the columns", "_component_", "conversation_style"),
         *_none(PAIR, "column_map"),
         *_none("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),
         *_none("documents are never split by packing; overlength: split is for those that are too long",

@@ -39,7 +39,7 @@ def carried(pair: Counterpart, value: Any) -> Any:
         case "schedule":
             name = str(value).lower()
             return next((schedule for schedule in SCHEDULES if schedule in name and "restart" not in name), None)
-        case "optimiser":
+        case "optimizer":
             name = str(value).lower().replace("_", "")
             return None if "adamw" not in name else "adamw_8bit" if "8bit" in name else "adamw_torch_fused"
         case "attention":

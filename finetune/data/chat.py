@@ -131,7 +131,7 @@ class Shape:
 def _by_shape(text: str, messages: list[Message], way: Renderer) -> list[Span] | None:
     """The assistant's stretches where the template writes the same around any content; None where it does not.
 
-    What stands around the messages is learnt once for each sequence of roles, and trusted only where this
+    What stands around the messages is learned once for each sequence of roles, and trusted only where this
     conversation's own contents between it give the rendered text, letter for letter.
     """
     roles = tuple(message["role"] for message in messages)
@@ -155,7 +155,7 @@ def _by_shape(text: str, messages: list[Message], way: Renderer) -> list[Span] |
 
 @lru_cache(maxsize=1024)
 def _shape(roles: tuple[str, ...], way: Renderer) -> Shape | None:
-    """Learnt from contents that cannot be mistaken; None where the template does not show all of them as they are."""
+    """Learned from contents that cannot be mistaken; None where the template does not show all of them as they are."""
     marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
     messages = [{"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)]
     between, trims, begins = [], [], []

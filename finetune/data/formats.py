@@ -1,4 +1,4 @@
-"""Rows of a file as conversations, prompts with completions, or text; recognised from their columns."""
+"""Rows of a file as conversations, prompts with completions, or text; recognized from their columns."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -80,11 +80,11 @@ def read_document(row: Row, source: DatasetSource) -> tuple[Document, tuple[str,
 
 
 def format_of(row: Row, source: DatasetSource) -> str:
-    """The type of a row: as the source says, else as its columns are recognised. Raises `BadRow`."""
-    return source.type or recognise(row, source)
+    """The type of a row: as the source says, else as its columns are recognized. Raises `BadRow`."""
+    return source.type or recognize(row, source)
 
 
-def recognise(row: Row, source: DatasetSource) -> str:
+def recognize(row: Row, source: DatasetSource) -> str:
     """The type of a row, from the columns that the source names, then from the columns that the row has."""
     present = {column for column, value in row.items() if value is not None}
     is_sharegpt = bool(present & {"conversations", "conversation"})

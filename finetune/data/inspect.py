@@ -26,8 +26,8 @@ from finetune.units import counted
 
 QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the quickstart recipe
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
-GIVEN = ("\033[2m", "\033[2;37m")  # two greys
-COLOURS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
+GIVEN = ("\033[2m", "\033[2;37m")  # two grays
+COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
 RESET = "\033[0m"
 
 
@@ -57,11 +57,11 @@ def inspect_command(options: argparse.Namespace) -> int:
         told = {"report": report.as_json(), "warnings": warnings, "rows": rows}
         print(json.dumps(told, indent=1, ensure_ascii=False))
     else:
-        colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         stream = unfiltered(sys.stdout)  # the lines are printable but for their colors
         for example_id in shown:
-            print("\n".join(row_lines(train.examples, tokenizer, example_id, colour)), end="\n\n", file=stream)
-        print("\n".join(report_lines(report, warnings, colour)), file=stream)
+            print("\n".join(row_lines(train.examples, tokenizer, example_id, color)), end="\n\n", file=stream)
+        print("\n".join(report_lines(report, warnings, color)), file=stream)
     stops = fatal(report.findings) or any(line.startswith("fatal:") for line in warnings)
     return EXIT_USER_ERROR if stops else 0
 
@@ -112,17 +112,17 @@ def as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, An
     }
 
 
-def row_lines(examples: Examples, tokenizer: Any, example_id: int, colour: bool) -> Iterator[str]:
-    """One example as text: what is trained on in green, or between >> and << where there is no colour."""
+def row_lines(examples: Examples, tokenizer: Any, example_id: int, color: bool) -> Iterator[str]:
+    """One example as text: what is trained on in green, or between >> and << where there is no color."""
     example = examples[example_id]
     trained = is_trained(example)
     head = printable(
         f"example {example_id}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
     )
-    yield f"\033[1m{head}{RESET}" if colour else head
+    yield f"\033[1m{head}{RESET}" if color else head
     texts = [printable(text) for text in token_texts(example, tokenizer)]
     pieces = list(zip(texts, trained, strict=True))
-    if colour:
+    if color:
         yield "".join(f"{(TRAINED if on else GIVEN)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(pieces))
         return
     yield "".join(
@@ -163,7 +163,7 @@ def is_trained(example: Example) -> list[bool]:
     return [False, *(bool(label != IGNORE) for label in example.labels[:-1])]
 
 
-def report_lines(report: DataReport, warnings: Sequence[str], colour: bool) -> Iterator[str]:
+def report_lines(report: DataReport, warnings: Sequence[str], color: bool) -> Iterator[str]:
     """The report, a line for each thing; `warnings` come last."""
     for source in report.sources:
         yield from map(printable, _source_lines(source, ""))
@@ -180,7 +180,7 @@ def report_lines(report: DataReport, warnings: Sequence[str], colour: bool) -> I
     quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
     yield f"tokens of an example, by share of the examples: {quantiles}"
     for line in map(printable, (*map(str, report.findings), *warnings)):
-        yield f"{COLOURS[line.partition(':')[0]]}{line}{RESET}" if colour else line
+        yield f"{COLORS[line.partition(':')[0]]}{line}{RESET}" if color else line
     if not report.findings and not warnings:
         yield "nothing found that is wrong"
 

@@ -37,7 +37,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packing:
     narrow = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
     order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
     moves = _moves(np.bincount(lengths, minlength=capacity + 1), capacity)
-    # Each move puts `each` documents into each of `rows` rows from `first` on; spelt out, document by document:
+    # Each move puts `each` documents into each of `rows` rows from `first` on; spelled out, document by document:
     first, rows, each = moves.T
     counts = rows * each
     move_of = np.repeat(np.arange(len(moves)), counts)

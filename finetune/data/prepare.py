@@ -110,7 +110,7 @@ class PreparedData:
 
 
 def prepare_data(recipe: Recipe, tokenizer: Any, world: Ranks) -> PreparedData:
-    """Reads, tokenises (or finds tokenised), splits and arranges the data of a recipe, for one rank.
+    """Reads, tokenizes (or finds tokenized), splits and arranges the data of a recipe, for one rank.
 
     Where the tokenizer has no chat template and conversations need one, it leaves with the one they were rendered by.
     Raises `UserError` for data that cannot be read, and for fatal findings.
@@ -220,7 +220,7 @@ def _arrangement(recipe: Recipe, rows: int) -> Arrangement:
 
 
 def _stream(recipe: Recipe, tokenizer: Any, world: Ranks) -> StreamedBatches:
-    steps = recipe.optimisation.max_steps
+    steps = recipe.optimization.max_steps
     if steps is None or recipe.data.eval_split_size is not None:
         raise UserError(
             f"{recipe.path}: streaming has no known end: set max_steps, and eval_datasets for eval_split_size"
@@ -258,8 +258,8 @@ def _training(recipe: Recipe, examples: Examples, tokenizer: Any, world: Ranks) 
             "give more data or fewer ranks"
             + (", a smaller max_length, or packing: false" if recipe.data.packing else "")
         )
-    epochs = recipe.optimisation.num_train_epochs
-    return replace(train, steps=recipe.optimisation.max_steps or ceil(epochs * train.steps_per_epoch))
+    epochs = recipe.optimization.num_train_epochs
+    return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))
 
 
 def _evaluation(recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: Ranks) -> Batches | None:

@@ -1,4 +1,4 @@
-"""Data that is read while training: tokenised block by block, each block shuffled and packed for itself.
+"""Data that is read while training: tokenized block by block, each block shuffled and packed for itself.
 
 A block is a pure function of the recipe, so the state of the loader is the step here too. A short note of every block
 stays on disk; with it, a resumed run goes straight to its block, and without it the blocks before are made again.
@@ -26,7 +26,7 @@ from finetune.data.sampler import Arrangement, generator
 from finetune.data.sources import RowBatch, files_of, local_splits, read_rows
 from finetune.data.token_cache import cache_folder, find_store, hashed
 from finetune.data.token_store import Tokens, TokenStore
-from finetune.data.tokenize import Facts, read_facts, tokenised
+from finetune.data.tokenize import Facts, read_facts, tokenized
 from finetune.durable import replace_text
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
@@ -149,7 +149,7 @@ class StreamedBatches:
                 if rows >= BLOCK_ROWS:
                     return
 
-        yield from tokenised(of_block(), self.data, self.tokenizer, facts)
+        yield from tokenized(of_block(), self.data, self.tokenizer, facts)
         facts.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _runs_through(self, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Tokenised sources on disk: made once on each node, published by one rename, read memory-mapped by every rank.
+"""Tokenized sources on disk: made once on each node, published by one rename, read memory-mapped by every rank.
 
 No collective takes part: ranks that wait look at the file system, so that no timeout of a process group can end them.
 """
@@ -23,7 +23,7 @@ from finetune.data.chat_templates import PLAIN
 from finetune.data.readers import readable
 from finetune.data.sources import files_of, hub_rows, read_rows
 from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, sync_folder, write_store
-from finetune.data.tokenize import Facts, tokenised
+from finetune.data.tokenize import Facts, tokenized
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -67,7 +67,7 @@ def find_store(
 
 
 def cache_folder(data: Data) -> Path:
-    """Where tokenised sources are kept."""
+    """Where tokenized sources are kept."""
     if data.dataset_cache_dir is not None:
         return Path(data.dataset_cache_dir).expanduser()
     return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / "tokens"
@@ -112,7 +112,7 @@ def _tokens(
 ) -> Iterator[Tokens]:
     """One source's rows as tokens."""
     facts.content = list(content.values())
-    yield from tokenised(((source, batch) for batch in read_rows(source)), data, tokenizer, facts)
+    yield from tokenized(((source, batch) for batch in read_rows(source)), data, tokenizer, facts)
     if facts.rows_read == 0:
         raise UserError(f"{source.path}: there is no row in it")
     if facts.rows_read == facts.rows_skipped:

@@ -1,4 +1,4 @@
-"""Tokenised documents in a folder, written once and read memory-mapped."""
+"""Tokenized documents in a folder, written once and read memory-mapped."""
 
 import json
 import os

@@ -18,7 +18,7 @@ from finetune.data.messages import BadRow
 from finetune.data.renderer import Renderer, renderer
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
-from finetune.data.tokens import encoder, tokenise
+from finetune.data.tokens import encoder, tokenize
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -51,7 +51,7 @@ def read_facts(kept: dict[str, Any]) -> Facts:
     return Facts(**{**kept, "tally": Tally(**kept["tally"])})
 
 
-def tokenised(
+def tokenized(
     batches: Iterable[tuple[DatasetSource, RowBatch]], data: Data, tokenizer: Any, facts: Facts
 ) -> Iterator[Tokens]:
     """Rows as tokens, batch after batch in their order; `facts` grows with them.
@@ -62,11 +62,11 @@ def tokenised(
     by = encoder(tokenizer)
     threads = data.dataset_num_proc or os.cpu_count() or 1
     ahead: deque[tuple[list[Rendered], list[tuple[int, int]], Future[Tokens]]] = deque()
-    with _one_thread_each(), ThreadPoolExecutor(threads, thread_name_prefix="tokenise") as pool:
+    with _one_thread_each(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         try:
             for source, batch in batches:
                 documents, places = _rendered(batch, source, data, way, facts)
-                ahead.append((documents, places, pool.submit(tokenise, documents, places, by)))
+                ahead.append((documents, places, pool.submit(tokenize, documents, places, by)))
                 if len(ahead) > ENCODED_AHEAD * threads:
                     yield _noted(*ahead.popleft(), facts, tokenizer.bos_token_id)
             while ahead:

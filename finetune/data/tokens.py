@@ -35,7 +35,7 @@ def encoder(tokenizer: Any) -> Encoder:
     return Encoder(backend, bos_ids, added, [] if after == newline + bare else newline)
 
 
-def tokenise(documents: Sequence[Rendered], rows: Sequence[tuple[int, int]], by: Encoder) -> Tokens:
+def tokenize(documents: Sequence[Rendered], rows: Sequence[tuple[int, int]], by: Encoder) -> Tokens:
     """Encodes `documents`, whose (file, row number) are `rows`.
 
     A text is cut at the borders of its trained stretches and the pieces are encoded apart. So no token lies across a

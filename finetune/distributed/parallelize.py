@@ -31,7 +31,7 @@ def parallelize(model: nn.Module, values: Values, world: World) -> nn.Module:
         return _fsdp2(model, values, world, classes)
     if world.sharding.layout == "fsdp1":
         return _fsdp1(model, values, world, classes)
-    _materialise(model, values, world.device, world.device)
+    _materialize(model, values, world.device, world.device)
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
@@ -173,11 +173,11 @@ def _fsdp2(model: nn.Module, values: Values, world: World, classes: tuple[str, .
     with _recipe_dtype_kept(world):
         fsdp2_prepare_model(world.accelerator, model)
     parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
-    _materialise(model, values, parameters_on, world.device)
+    _materialize(model, values, parameters_on, world.device)
     return model
 
 
-def _materialise(model: nn.Module, values: Values, parameters_on: torch.device, buffers_on: torch.device) -> None:
+def _materialize(model: nn.Module, values: Values, parameters_on: torch.device, buffers_on: torch.device) -> None:
     """Gives meta parameters memory, and fills each from `values`: of a sharded one, only this rank's slices are read."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # real: rotary frequencies are computed
     tied = _tied_names(model)
@@ -206,7 +206,7 @@ def _tied_names(model: nn.Module) -> dict[str, str]:
 
 
 def _fsdp1(model: nn.Module, values: Values, world: World, classes: tuple[str, ...]) -> nn.Module:
-    """FSDP1 flattens a unit after materialising it whole, so the units are filled one after another, each from its
+    """FSDP1 flattens a unit after materializing it whole, so the units are filled one after another, each from its
     own tensors, and no rank ever holds more than one of them beside its shards."""
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
     from torch.distributed.fsdp import ShardingStrategy

@@ -1,6 +1,6 @@
 """LoRA: an adapter as it is stored, as a PEFT folder names it, and merged into its base a few rows at a time.
 
-W' = W + scale · B A, with scale = alpha / r, or alpha / sqrt(r) where rank-stabilised (Hu et al. 2021; Kalajdzievski
+W' = W + scale · B A, with scale = alpha / r, or alpha / sqrt(r) where rank-stabilized (Hu et al. 2021; Kalajdzievski
 2023). DoRA (Liu et al. 2024) then gives every row of W' the trained length m: W'' = m · W' / ‖W'‖. All in float32.
 """
 
@@ -35,7 +35,7 @@ UNMERGEABLE = (
     "kasa_config",
     "monteclora_config",
 )
-INITIALISATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, CorDA … change it
+INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, CorDA … change it
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ def why_unmergeable(config: Mapping[str, Any]) -> str | None:
         if config.get(key):
             return f"{key}: this kind of LoRA cannot be merged"
     start = config.get("init_lora_weights", True)
-    if start not in INITIALISATIONS_THAT_KEEP_THE_BASE:
+    if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
         return f"init_lora_weights: {start} changes the base model, so that this adapter does not fit the original"
     return None
 

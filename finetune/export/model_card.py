@@ -34,8 +34,8 @@ RECIPE_KEYS = (
     "use_rslora",
     "use_dora",
 )
-LICENCE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
-UNKNOWN_LICENCE = "unknown"
+LICENSE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
+UNKNOWN_LICENSE = "unknown"
 
 
 def model_card(source: Source, name: str, *, is_adapter: bool = False) -> str:
@@ -62,7 +62,7 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
         "base_model": base if base and _is_hub_name(base) else None,
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
-        **_licence(source),
+        **_license(source),
         "tags": ["finetune", *(["lora"] if source.adapter else [])],
         "datasets": datasets,
     }
@@ -73,13 +73,13 @@ def _origin(source: Source) -> str:
     return ", trained from random weights" if source.recipe.get("model_config") else ""
 
 
-def _licence(source: Source) -> dict[str, Any]:
-    """The base model's licence, as its own card or config says; nobody else can grant one."""
+def _license(source: Source) -> dict[str, Any]:
+    """The base model's license, as its own card or config says; nobody else can grant one."""
     for folder in filter(None, (source.base, source.description)):
         for front in (_front_of(folder / "README.md"), _json_object(folder / CONFIG_FILE)):
             if isinstance(front.get("license"), str):
-                return {key: front[key] for key in LICENCE_KEYS if isinstance(front.get(key), str)}
-    return {"license": UNKNOWN_LICENCE}
+                return {key: front[key] for key in LICENSE_KEYS if isinstance(front.get(key), str)}
+    return {"license": UNKNOWN_LICENSE}
 
 
 def _front_of(card: Path) -> dict[str, Any]:
@@ -149,11 +149,11 @@ def _data(source: Source) -> str:
 def _data_cells(entry: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str, ...]:
     """Path, split, format, weight and examples of one source; `told` is what data_report.json says of it."""
     formats, examples = told.get("formats"), told.get("examples")
-    recognised = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognised"
+    recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
     return (
         _shown_path(str(entry.get("path"))),
         str(entry.get("split", "")),
-        str(entry.get("type") or recognised),
+        str(entry.get("type") or recognized),
         str(entry.get("weight", 1.0)),
         f"{examples:,}" if isinstance(examples, int) else "",
     )

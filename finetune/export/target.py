@@ -51,13 +51,13 @@ def read_config(folder: Path) -> dict[str, Any]:
 def build(folder: Path, *, trust_remote_code: bool = False) -> Architecture:
     """The architecture that config.json of `folder` describes.
 
-    Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a quantised model.
+    Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a quantized model.
     """
     config_json, path = read_config(folder), folder / CONFIG_FILE
     _refuse_code(config_json, path, trust_remote_code)
     if "quantization_config" in config_json:
         raise UserError(
-            f"{path}: quantization_config: quantised weights cannot be exported; name the unquantised model"
+            f"{path}: quantization_config: quantized weights cannot be exported; name the unquantized model"
         )
     model = _build_on_meta(folder, trust_remote_code)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})

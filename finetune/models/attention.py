@@ -20,7 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 from finetune.errors import UserError
 
 NAME = "packed"
-# What transformers may hand to an attention function and this one cannot honour: attention sinks, learned biases.
+# What transformers may hand to an attention function and this one cannot honor: attention sinks, learned biases.
 UNSUPPORTED = ("s_aux", "position_bias")
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LARGEST_FLASH_HEAD = 256
@@ -68,7 +68,7 @@ def _refuse_unsupported(config: Any) -> None:
 def _for_ours(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("attention_mask") is None and kwargs.get("use_cache") is False:
         # A mask that is four-dimensional already is handed on as it is. Without one, transformers compares position
-        # ids to find packed documents in every forward: a host synchronisation on CUDA, for a mask nobody reads.
+        # ids to find packed documents in every forward: a host synchronization on CUDA, for a mask nobody reads.
         return kwargs | {"attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool)}
     return kwargs
 
@@ -139,8 +139,8 @@ def packed_attention(
     # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
-    computing_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
-    query, key, value = (states.to(computing_dtype) for states in (query, key, value))
+    compute_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
+    query, key, value = (states.to(compute_dtype) for states in (query, key, value))
     with torch.autocast(device, enabled=False):
         if _varlen_serves(query, value, scores):
             return _varlen(query, key, value, cu_seq_lens, max_document_length, scores), None

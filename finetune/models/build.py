@@ -61,7 +61,7 @@ def weights_folder(model: Model) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        # Beside the weights, what an export says of its base: the tokens that end an answer, and the licence.
+        # Beside the weights, what an export says of its base: the tokens that end an answer, and the license.
         patterns = ["*.safetensors", "*.safetensors.index.json", "generation_config.json", "README.md"]
         return Path(snapshot_download(model.model_name_or_path, revision=model.model_revision, allow_patterns=patterns))
     except Exception as error:

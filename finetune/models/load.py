@@ -94,7 +94,7 @@ def refuse_unfit(config: Any, model: Model, vocabulary: int) -> None:
     """Raises `UserError` for a config that this project cannot train."""
     name = model.model_name_or_path or "model_config"
     if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{name}: its weights are quantised; name the unquantised model")
+        raise UserError(f"{name}: its weights are quantized; name the unquantized model")
     if any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise UserError(f"{name}: {config.model_type} is a mixture of experts; only dense models are trained here")
     if vocabulary > config.vocab_size:

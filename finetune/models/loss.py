@@ -56,7 +56,7 @@ def linear_cross_entropy(
         labels: int64[tokens], the id to predict AT that position, or IGNORE.
         bias: [vocabulary] or None.
         trained_positions: int64[trained tokens], where `labels` is not IGNORE, and perhaps others, which add nothing;
-            only these are multiplied by the head. Left out, they are looked up on the CPU; elsewhere that would synchronise, and all positions are multiplied.
+            only these are multiplied by the head. Left out, they are looked up on the CPU; elsewhere that would synchronize, and all positions are multiplied.
         chunk_tokens: tokens in a chunk; left out, as many as make CHUNK_BYTES of logits, at least SMALLEST_CHUNK.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.

@@ -85,7 +85,7 @@ def _is_renamed_by_transformers(model: nn.Module) -> bool:
 
 
 def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
-    """Values for training from random weights: the family's own initialisation, drawn module by module from
+    """Values for training from random weights: the family's own initialization, drawn module by module from
     (seed, module name). `make_twin` builds the same model on meta, unsharded."""
     twin: Any = make_twin()
 

@@ -18,7 +18,7 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
     """torchao's AdamW8bit with learning rates that are numbers, as every other optimizer's here.
 
     State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq`, shaped and sharded like it; of what a rank
-    holds, 4096 numbers and more that divide by 256 are quantised, and the rest is fp32.
+    holds, 4096 numbers and more that divide by 256 are quantized, and the rest is fp32.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -43,7 +43,7 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
         load_as_saved(self, state_dict)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        # A second moment in plain bf16, as torchao's would be where it is not quantised, stops moving.
+        # A second moment in plain bf16, as torchao's would be where it is not quantized, stops moving.
         moment: Tensor = super()._new_buffer(p.detach().float(), signed)
         return moment
 

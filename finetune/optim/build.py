@@ -12,7 +12,7 @@ from torch import nn
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
-from finetune.recipe.schema import Optimisation
+from finetune.recipe.schema import Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,17 +26,17 @@ class Schedule:
     kind: str = "cosine"  # cosine | linear | constant
 
 
-def schedule_of(optimisation: Optimisation, steps: int) -> Schedule:
+def schedule_of(optimization: Optimization, steps: int) -> Schedule:
     """The recipe's schedule for a run of `steps` optimizer steps."""
-    warmup = optimisation.warmup_steps
+    warmup = optimization.warmup_steps
     if warmup is None:
-        warmup = math.ceil(optimisation.warmup_ratio * steps)
+        warmup = math.ceil(optimization.warmup_ratio * steps)
     return Schedule(
-        peak=optimisation.learning_rate,
+        peak=optimization.learning_rate,
         steps=steps,
         warmup_steps=min(warmup, steps),
-        floor=optimisation.learning_rate * optimisation.min_lr_ratio,
-        kind=optimisation.lr_scheduler_type,
+        floor=optimization.learning_rate * optimization.min_lr_ratio,
+        kind=optimization.lr_scheduler_type,
     )
 
 
@@ -64,9 +64,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def refuse_unusable(optimisation: Optimisation, sharding: Sharding) -> None:
+def refuse_unusable(optimization: Optimization, sharding: Sharding) -> None:
     """Raises `UserError`, before anything is loaded, where `optim` cannot be had here or in this layout."""
-    if optimisation.optim != "adamw_8bit":
+    if optimization.optim != "adamw_8bit":
         return
     if importlib.util.find_spec("torchao") is None:
         raise UserError("optim: adamw_8bit needs torchao; pip install torchao, or set optim: adamw_bf16_moments")
@@ -77,7 +77,7 @@ def refuse_unusable(optimisation: Optimisation, sharding: Sharding) -> None:
         )
 
 
-def build_optimizer(model: nn.Module, optimisation: Optimisation) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over every trainable parameter of the sharded `model`.
 
     Made after sharding: an optimizer made before would hold parameters that are on meta, and step on nothing.
@@ -86,22 +86,22 @@ def build_optimizer(model: nn.Module, optimisation: Optimisation) -> torch.optim
     assert trainable, "no parameter is trained"
     on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
     assert not on_meta, f"parameters without memory: {on_meta}"
-    groups = parameter_groups(trainable.items(), optimisation.weight_decay)
+    groups = parameter_groups(trainable.items(), optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
-    betas = (optimisation.adam_beta1, optimisation.adam_beta2)
-    if optimisation.optim == "adamw_bf16_moments":
-        return AdamWBf16Moments(groups, lr=optimisation.learning_rate, betas=betas, eps=optimisation.adam_epsilon)
-    if optimisation.optim == "adamw_8bit":
+    betas = (optimization.adam_beta1, optimization.adam_beta2)
+    if optimization.optim == "adamw_bf16_moments":
+        return AdamWBf16Moments(groups, lr=optimization.learning_rate, betas=betas, eps=optimization.adam_epsilon)
+    if optimization.optim == "adamw_8bit":
         from finetune.optim.adamw_8bit import AdamW8bitMoments  # imports torchao
 
-        return AdamW8bitMoments(groups, lr=optimisation.learning_rate, betas=betas, eps=optimisation.adam_epsilon)
+        return AdamW8bitMoments(groups, lr=optimization.learning_rate, betas=betas, eps=optimization.adam_epsilon)
     return torch.optim.AdamW(
         groups,
-        lr=optimisation.learning_rate,
+        lr=optimization.learning_rate,
         betas=betas,
-        eps=optimisation.adam_epsilon,
-        fused=optimisation.optim == "adamw_torch_fused",
+        eps=optimization.adam_epsilon,
+        fused=optimization.optim == "adamw_torch_fused",
     )
 
 

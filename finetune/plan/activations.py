@@ -20,7 +20,7 @@ TOKEN_ID = 8  # bytes of an int64
 class Computation:
     """How a forward is run, as far as its memory depends on it."""
 
-    itemsize: int  # bytes of the computing type
+    itemsize: int  # bytes of the compute dtype
     autocast: bool = (
         False  # fp32 parameters and residual stream, cast at each product (DDP, single); else parameters are cast
     )
@@ -92,9 +92,9 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
 
 def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1) -> int:
     """RMSNorm works in fp32: it keeps its input so (the residual itself where that is fp32), the reciprocal root, and
-    the normalised input where a trained weight's gradient needs it (in fp32 where the product is, as Gemma's)."""
-    normalised = FP32 if a.family.norm_keeps_fp32 else itemsize or run.residual_itemsize
-    return FP32 * width + FP32 * heads + (normalised * width if run.lora is None else 0)
+    the normalized input where a trained weight's gradient needs it (in fp32 where the product is, as Gemma's)."""
+    normalized = FP32 if a.family.norm_keeps_fp32 else itemsize or run.residual_itemsize
+    return FP32 * width + FP32 * heads + (normalized * width if run.lora is None else 0)
 
 
 def _norms(a: Architecture, run: Computation) -> int:

@@ -59,7 +59,7 @@ def possible_changes(job: Job) -> Iterator[Change]:
     """What can still be changed, the cheapest first: what costs next to no time, then more time, then what is learned."""
     sharding, recipe = job.sharding, job.recipe
     yield from _smaller_micro_batch(job)
-    if recipe.optimisation.optim in FP32_MOMENTS:
+    if recipe.optimization.optim in FP32_MOMENTS:
         yield Change(
             "optim=adamw_bf16_moments", "moments rounded to bf16, no more time", _with_optim("adamw_bf16_moments")
         )
@@ -84,7 +84,7 @@ def possible_changes(job: Job) -> Iterator[Change]:
                 ),
             ),
         )
-    if recipe.optimisation.optim != "adamw_8bit" and sharding.layout != "fsdp1":
+    if recipe.optimization.optim != "adamw_8bit" and sharding.layout != "fsdp1":
         yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", _with_optim("adamw_8bit"))
     if recipe.data.max_length >= 2 * SHORTEST_ROW:
         half = recipe.data.max_length // 2
@@ -122,7 +122,7 @@ def _smaller_micro_batch(job: Job) -> Iterator[Change]:
 
 def _with_optim(optim: Optim) -> Callable[[Job], Job]:
     return lambda job: _with_recipe(
-        job, replace(job.recipe, optimisation=replace(job.recipe.optimisation, optim=optim))
+        job, replace(job.recipe, optimization=replace(job.recipe.optimization, optim=optim))
     )
 
 

@@ -45,7 +45,7 @@ class Host:
 def disk(job: Job, base_dtype: str) -> Disk:
     """Room for the checkpoints that are kept at once and for the export, whose type is the recipe's, else `base_dtype`."""
     trained = [tensor for tensor in job.tensors if tensor.trainable]
-    itemsize = MOMENT_ITEMSIZE.get(job.recipe.optimisation.optim)
+    itemsize = MOMENT_ITEMSIZE.get(job.recipe.optimization.optim)
     moments = sum(MOMENTS * (itemsize or tensor.itemsize) * tensor.numel for tensor in trained)
     checkpoint = sum(tensor.numel * tensor.itemsize for tensor in trained) + moments
     kept, recipe = job.recipe.checkpoint.save_total_limit, job.recipe.checkpoint
@@ -63,7 +63,7 @@ def host(job: Job) -> Host:
     """A node's memory, all its ranks together."""
     ranks = min(job.ranks, job.ranks_per_node)
     trained = [tensor for tensor in job.tensors if tensor.trainable]
-    optim = job.recipe.optimisation.optim
+    optim = job.recipe.optimization.optim
     state = sum(t.numel * t.itemsize + MOMENTS * moment_bytes(optim, t.numel, t.itemsize) for t in trained)
     everything = state + sum(tensor.numel * tensor.itemsize for tensor in job.tensors if not tensor.trainable)
     gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)

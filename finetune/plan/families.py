@@ -23,7 +23,7 @@ class Family:
     fused: bool = False  # one qkv_proj and one gate_up_proj
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself
-    norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalised input is kept in fp32
+    norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalized input is kept in fp32
 
 
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")

@@ -73,7 +73,7 @@ class Phase:
 
 def phases(job: Job) -> tuple[Phase, ...]:
     """Every phase of the run on the fullest rank, each by its highest moment."""
-    state = state_of_rank(job.tensors, job.sharding, job.pieces, job.recipe.optimisation)
+    state = state_of_rank(job.tensors, job.sharding, job.pieces, job.recipe.optimization)
     on_device = State(0, 0, 0, 0) if job.sharding.cpu_offload else state
     weights = Moment("weights in place", parameters=on_device.trained + on_device.frozen)
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
@@ -184,7 +184,7 @@ def _tail_share(job: Job) -> float:
 
 def _optimizer_temporaries(job: Job, full: Moment) -> int:
     """The foreach AdamW makes a list of new tensors (the root of the second moment); the fused one makes none."""
-    return full.gradients if job.recipe.optimisation.optim == "adamw_torch" else 0
+    return full.gradients if job.recipe.optimization.optim == "adamw_torch" else 0
 
 
 def _largest_shard(job: Job) -> int:

@@ -7,7 +7,7 @@ from typing import Literal
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
-from finetune.plan.state import COMPUTING_DTYPE, ITEMSIZE, StateTensor, shards, state_tensors
+from finetune.plan.state import COMPUTE_DTYPE, ITEMSIZE, StateTensor, shards, state_tensors
 from finetune.recipe.schema import Recipe
 
 ROUND_TOKENS = 64  # of a packed micro-batch: finetune/data/batches.py's, which a test compares
@@ -41,10 +41,10 @@ class Job:
         return "float32" if self.recipe.lora.use_peft else self.recipe.model.dtype
 
     @property
-    def computing_dtype(self) -> str:
+    def compute_dtype(self) -> str:
         """What mixed precision computes in; without it, the type of the parameters."""
         mixed = self.sharding.mixed_precision
-        return self.trained_dtype if mixed == "no" else COMPUTING_DTYPE[mixed]
+        return self.trained_dtype if mixed == "no" else COMPUTE_DTYPE[mixed]
 
     @property
     def reduced_dtype(self) -> str:
@@ -55,7 +55,7 @@ class Job:
     @property
     def computation(self) -> Computation:
         """How a training forward is run."""
-        itemsize = ITEMSIZE[self.computing_dtype]
+        itemsize = ITEMSIZE[self.compute_dtype]
         return Computation(
             itemsize=itemsize,
             autocast=not self.sharding.is_fsdp and itemsize < 4,

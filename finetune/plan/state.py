@@ -6,15 +6,15 @@ from math import prod
 
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
-from finetune.recipe.schema import Lora, Model, Optimisation
+from finetune.recipe.schema import Lora, Model, Optimization
 
 FP32 = 4  # bytes
 ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-COMPUTING_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # Accelerate's mixed_precision -> the type
+COMPUTE_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # Accelerate's mixed_precision -> the type
 MOMENTS = 2  # of AdamW, for each trained number
-# Bytes of a number in a checkpoint, and in memory unless it is quantised; any other optimizer's have the parameter's type.
+# Bytes of a number in a checkpoint, and in memory unless it is quantized; any other optimizer's have the parameter's type.
 MOMENT_ITEMSIZE = {"adamw_bf16_moments": 2, "adamw_8bit": 4}
-QUANTISED_FROM, QUANTISED_BLOCK, CODES = 4096, 256, 256  # numbers: torchao's (optim/adam.py, subclass_8bit.py)
+QUANTIZED_FROM, QUANTIZED_BLOCK, CODES = 4096, 256, 256  # numbers: torchao's (optim/adam.py, subclass_8bit.py)
 # Bytes; FSDP1 starts every tensor inside a flat parameter there (_flat_param.py, _get_aligned_numel).
 FLAT_ALIGNMENT = 16
 
@@ -64,9 +64,9 @@ def state_tensors(architecture: Architecture, model: Model, lora: Lora, sharding
 
 
 def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
-    """A frozen base is kept in the computing type; but FSDP1 with DoRA needs one type in a unit, the adapters' fp32."""
+    """A frozen base is kept in the compute dtype; but FSDP1 with DoRA needs one type in a unit, the adapters' fp32."""
     in_one_type = sharding.layout == "fsdp1" and lora.use_dora
-    return "float32" if in_one_type else COMPUTING_DTYPE[sharding.mixed_precision]
+    return "float32" if in_one_type else COMPUTE_DTYPE[sharding.mixed_precision]
 
 
 def _is_adapted(tensor: TensorShape, unit: str, lora: Lora) -> bool:
@@ -96,7 +96,7 @@ def shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:
 
 
 def state_of_rank(
-    tensors: Sequence[StateTensor], sharding: Sharding, pieces: int, optim: Optimisation, rank: int = 0
+    tensors: Sequence[StateTensor], sharding: Sharding, pieces: int, optim: Optimization, rank: int = 0
 ) -> State:
     """What `rank` holds of parameters cut into `pieces`. Rank 0 is the fullest.
 
@@ -121,8 +121,8 @@ def state_of_rank(
 
 def moment_bytes(optim: str, numel: int, itemsize: int) -> int:
     """One moment of a rank's part of a tensor; in 8 bits that is a byte a number, a scale a block, and what the codes mean."""
-    if optim == "adamw_8bit" and numel >= QUANTISED_FROM and numel % QUANTISED_BLOCK == 0:
-        return numel + FP32 * (numel // QUANTISED_BLOCK + CODES)
+    if optim == "adamw_8bit" and numel >= QUANTIZED_FROM and numel % QUANTIZED_BLOCK == 0:
+        return numel + FP32 * (numel // QUANTIZED_BLOCK + CODES)
     return MOMENT_ITEMSIZE.get(optim, itemsize) * numel
 
 
@@ -158,7 +158,7 @@ def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, sharding: Shar
         units.setdefault(_flat_unit(tensor, adapters_apart=not dora), []).append(tensor)
     for unit in units.values():
         mixed, spans, end = sharding.mixed_precision, [], 0
-        align = FLAT_ALIGNMENT // (unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTING_DTYPE[mixed]])
+        align = FLAT_ALIGNMENT // (unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]])
         for tensor in unit:
             start = -(-end // align) * align
             end = start + tensor.numel

@@ -56,7 +56,7 @@ def header(job: Job, ranks_assumed: bool) -> str:
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
             f"layout     {layout_name(job)} on {counted(job.ranks, 'rank')} ({sharding.source})",
-            f"precision  parameters {parameters}, computing {job.computing_dtype}, gradients reduced in {job.reduced_dtype}; "
+            f"precision  parameters {parameters}, computing {job.compute_dtype}, gradients reduced in {job.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
             f"batch      {job.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "
             f"{counted(job.ranks, 'rank')} x {counted(job.accumulation, 'micro-batch')} x {counted(job.rows, 'row')}",

@@ -60,10 +60,10 @@ def speed(job: Job, mfu: float, read: tuple[int, int] | None = None) -> Speed:
     offload = offload_seconds(job)
     seconds_per_step = tokens_per_step * flops / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * job.ranks) + offload
     tokens_per_second = tokens_per_step / seconds_per_step
-    optimisation = job.recipe.optimisation
-    epoch_tokens, steps = read or (guessed_tokens(job.recipe.data), optimisation.max_steps)
+    optimization = job.recipe.optimization
+    epoch_tokens, steps = read or (guessed_tokens(job.recipe.data), optimization.max_steps)
     if steps is None and epoch_tokens is not None:
-        steps = max(1, round(epoch_tokens / tokens_per_step * optimisation.num_train_epochs))
+        steps = max(1, round(epoch_tokens / tokens_per_step * optimization.num_train_epochs))
     return Speed(
         flop_per_token=flops,
         mfu=mfu,
@@ -73,7 +73,7 @@ def speed(job: Job, mfu: float, read: tuple[int, int] | None = None) -> Speed:
         steps=steps,
         epoch_tokens=epoch_tokens,
         seconds_per_epoch=None if epoch_tokens is None else epoch_tokens / tokens_per_second,
-        steps_are_guessed=read is None and optimisation.max_steps is None,
+        steps_are_guessed=read is None and optimization.max_steps is None,
         micro_batch_seconds=seconds_per_step / job.accumulation,
         offload_seconds=offload,
     )
@@ -88,7 +88,7 @@ def offload_seconds(job: Job) -> float:
     """
     if not job.sharding.cpu_offload:
         return 0.0
-    state = state_of_rank(job.tensors, job.sharding, job.pieces, job.recipe.optimisation)
+    state = state_of_rank(job.tensors, job.sharding, job.pieces, job.recipe.optimization)
     gathers = 1 if job.sharding.strategy == "SHARD_GRAD_OP" else 2
     moved = job.accumulation * (gathers * (state.trained + state.frozen) + state.gradients)
     touched = 2 * state.trained + state.gradients + 2 * state.optimizer

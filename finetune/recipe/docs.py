@@ -48,7 +48,7 @@ TITLES = {
     "lora": "LoRA",
     "data": "Data",
     "batch": "Batch",
-    "optimisation": "Optimisation",
+    "optimization": "Optimization",
     "run": "Run",
     "checkpoint": "Checkpoints and export",
 }

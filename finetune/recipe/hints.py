@@ -14,7 +14,7 @@ from finetune.recipe.schema import SECTIONS
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune"]
 # How a value is carried over; finetune/convert/values.py says what each does.
 Carry = Literal[
-    "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimiser", "attention", "tracker",
+    "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "precision", "sharding", "dtype", "template", "data", "resume", "overlength", "on-if-true", "name",
 ]  # fmt: skip
 
@@ -45,10 +45,10 @@ CHECKPOINTING = "fsdp_activation_checkpointing stands in the Accelerate file"
 SHARDING = "sharding stands in the Accelerate file"
 FOUND = "found from the model itself; leave it out"
 ALWAYS = "always so here; leave it out"
-QUANTISED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA is bf16 here"
+QUANTIZED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA is bf16 here"
 HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
 TEMPLATE = "chat_template takes the tokenizer's own, chatml, llama3, a file or inline Jinja"
-OWN_DATA = "an entry of datasets; columns are recognised, or named with prompt_column and the like"
+OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column and the like"
 EPOCHS_ONLY = "given in steps here; leave it out for only at the end"
 
 TRL = (
@@ -61,7 +61,7 @@ TRL = (
     Counterpart("dataset_test_split", "eval_datasets", "an entry of eval_datasets with this split", "data"),
     Counterpart("dataset_text_field", "datasets", "text_column of an entry of datasets", "data"),
     Counterpart("dataset_streaming", "streaming"),
-    Counterpart("torch_dtype", "dtype", "of the parameters; the computing type stands in the Accelerate file", "dtype"),
+    Counterpart("torch_dtype", "dtype", "of the parameters; the compute dtype stands in the Accelerate file", "dtype"),
     Counterpart("max_seq_length", "max_length", "TRL's older name"),
     Counterpart("chat_template_path", "chat_template", TEMPLATE),
     Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),
@@ -71,7 +71,7 @@ TRL = (
     Counterpart("save_strategy", "save_steps", EPOCHS_ONLY, "not"),
     Counterpart("logging_strategy", None, "given in logging_steps"),
     Counterpart("lr_scheduler_type", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
-    Counterpart("optim", "optim", "AdamW is the only one", "optimiser"),
+    Counterpart("optim", "optim", "AdamW is the only one", "optimizer"),
     Counterpart("attn_implementation", "attn_implementation", "", "attention"),
     Counterpart("report_to", "report_to", "one tracker", "tracker"),
     Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
@@ -84,7 +84,7 @@ TRL = (
     *_none("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
     *_none("best-fit decreasing, isolated per document, always", "packing_strategy", "padding_free", "eval_packing"),
     *_none("LoRA on linear layers only; the embedding and the head stay frozen", "lora_modules_to_save"),
-    *_none(QUANTISED, "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+    *_none(QUANTIZED, "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *_none("the tokenizer's own tokens are used", "eos_token", "pad_token"),
     *_none("not supported", "neftune_noise_alpha", "loss_type", "label_smoothing_factor", "group_by_length"),
     *_none("a run whose output_dir has a checkpoint goes on; name another output_dir to start anew", "overwrite_output_dir"),
@@ -116,7 +116,7 @@ AXOLOTL = (
     Counterpart("micro_batch_size", "per_device_train_batch_size"),
     Counterpart("eval_batch_size", "per_device_eval_batch_size"),
     Counterpart("num_epochs", "num_train_epochs"),
-    Counterpart("optimizer", "optim", "AdamW is the only one", "optimiser"),
+    Counterpart("optimizer", "optim", "AdamW is the only one", "optimizer"),
     Counterpart("lr_scheduler", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
     Counterpart("cosine_min_lr_ratio", "min_lr_ratio"),
     Counterpart("adam_beta1", "adam_beta1"),
@@ -137,7 +137,7 @@ AXOLOTL = (
     *_none(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast"),
     *_none(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets"),
     *_none("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention"),
-    *_none(QUANTISED, "load_in_8bit", "load_in_4bit", "gptq"),
+    *_none(QUANTIZED, "load_in_8bit", "load_in_4bit", "gptq"),
     *_none("the tokenizer's own tokens are used; tokenizer_name_or_path names another one", "special_tokens", "tokens"),
     *_none("LoRA on linear layers only; the embedding and the head stay frozen", "lora_modules_to_save"),
     *_none(EPOCHS_ONLY, "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy"),
@@ -169,7 +169,7 @@ LLAMA_FACTORY = (
     Counterpart("val_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
     Counterpart("flash_attn", "attn_implementation", "auto: packed attention is built in", "attention"),
     Counterpart("lr_scheduler_type", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
-    Counterpart("optim", "optim", "AdamW is the only one", "optimiser"),
+    Counterpart("optim", "optim", "AdamW is the only one", "optimizer"),
     Counterpart("report_to", "report_to", "one tracker", "tracker"),
     Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
     Counterpart("ddp_timeout", "timeout_seconds"),
@@ -184,7 +184,7 @@ LLAMA_FACTORY = (
     *_none(EPOCHS_ONLY, "eval_strategy", "evaluation_strategy", "save_strategy"),
     *_none("a run whose output_dir has a checkpoint goes on; name another output_dir to start anew", "overwrite_output_dir"),
     *_none("the cache is keyed by all that made it", "overwrite_cache"),
-    *_none(QUANTISED, "quantization_bit", "quantization_method"),
+    *_none(QUANTIZED, "quantization_bit", "quantization_method"),
     Counterpart("enable_liger_kernel", "use_liger_kernel"),
     *_none("one chunked loss is built in", "use_unsloth"),
     *_none("there is only this here", "do_train", "do_eval", "do_predict", "predict_with_generate"),
@@ -210,7 +210,7 @@ TORCHTUNE = (
     Counterpart("max_steps_per_epoch", "max_steps", "of the whole run, not of an epoch", inexact=True),
     Counterpart("lr", "learning_rate"),
     Counterpart("optimizer.lr", "learning_rate"),
-    Counterpart("optimizer._component_", "optim", "AdamW is the only one", "optimiser"),
+    Counterpart("optimizer._component_", "optim", "AdamW is the only one", "optimizer"),
     Counterpart("optimizer.weight_decay", "weight_decay"),
     Counterpart("optimizer.eps", "adam_epsilon"),
     Counterpart("lr_scheduler._component_", "lr_scheduler_type", "cosine, linear or constant", "schedule"),

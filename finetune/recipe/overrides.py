@@ -22,7 +22,7 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
             overrides += [f"{waiting}=true"] if waiting else []
             name, equals, value = argument[2:].partition("=")
             key = name.replace("-", "_")
-            _refuse_misspelt_option(name, key, options)
+            _refuse_misspelled_option(name, key, options)
             waiting = None if equals else key
             overrides += [f"{key}={value}"] if equals else []
         elif waiting:
@@ -33,7 +33,7 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     return overrides + ([f"{waiting}=true"] if waiting else [])
 
 
-def _refuse_misspelt_option(name: str, key: str, options: Collection[str]) -> None:
+def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> None:
     known = recipe_keys()
     close = [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
     if close and close[0] in options:

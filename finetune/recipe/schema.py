@@ -1,7 +1,7 @@
 """The recipe: every key, its type, its default and its help, once. No torch here, so that a check answers at once.
 
 A recipe file is flat; the classes below only say which room reads which key. `Recipe` gathers them:
-`recipe.optimisation.learning_rate` is the file's `learning_rate`. The string in each annotation is the key's help,
+`recipe.optimization.learning_rate` is the file's `learning_rate`. The string in each annotation is the key's help,
 the documentation page and `--help` are made from it.
 """
 
@@ -30,7 +30,7 @@ class DatasetSource:
     split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
     type: Annotated[
         Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"] | None,
-        "The rows' format; left out, it is recognised from the columns.",
+        "The rows' format; left out, it is recognized from the columns.",
     ] = None
     weight: Annotated[
         float,
@@ -98,7 +98,7 @@ class Lora:
         SameOnResume,
         "The linear layers that get adapters, by the end of their names.",
     ] = "all-linear"
-    use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilised LoRA)."] = False
+    use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = False
     use_dora: Annotated[bool, SameOnResume, "Train a magnitude beside the direction (DoRA)."] = False
 
 
@@ -136,9 +136,9 @@ class Data:
         Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
     ] = "error"
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
-    dataset_num_proc: Annotated[Positive | None, "Threads that tokenise; left out, one for each core."] = None
+    dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; left out, one for each core."] = None
     dataset_cache_dir: Annotated[
-        str | None, "Where tokenised rows are kept; left out, under the Hugging Face cache."
+        str | None, "Where tokenized rows are kept; left out, under the Hugging Face cache."
     ] = None
     dataloader_num_workers: Annotated[
         int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
@@ -163,7 +163,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Optimisation:
+class Optimization:
     """How the parameters move."""
 
     num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
@@ -270,7 +270,7 @@ class Recipe:
     lora: Lora = field(default_factory=Lora)
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)
-    optimisation: Optimisation = field(default_factory=Optimisation)
+    optimization: Optimization = field(default_factory=Optimization)
     run: Run = field(default_factory=Run)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
 

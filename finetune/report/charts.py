@@ -19,7 +19,7 @@ class Line:
     """One line (or, with `dots`, a row of points) in a chart, in data's units."""
 
     label: str
-    run: int  # which run, for the colour
+    run: int  # which run, for the color
     points: Points
     faint: bool = False  # behind the others and not in the legend
     dots: bool = False
@@ -77,7 +77,7 @@ def charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> 
         _chart("learning_rate", "Learning rate", "", _lines(runs, "learning_rate"), zero=True),
         _chart("grad_norm", "Gradient norm", "before clipping", _with_smoothed(runs, "grad_norm"), zero=True),
         _chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _lines(runs, "tokens_per_second"), zero=True),
-        _chart("mfu", "Model FLOP utilisation", "%: (6N + 12LHQT) x tokens per second over the devices' peak, 4N for LoRA", _lines(runs, "mfu", lambda v: 100 * v), zero=True),
+        _chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over the devices' peak, 4N for LoRA", _lines(runs, "mfu", lambda v: 100 * v), zero=True),
         _chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
         _chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _lines(runs, "data_wait_seconds"), zero=True),
         _chart("exact_match", "Held-out questions answered exactly", "%", _lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),

@@ -171,8 +171,8 @@ def _judged(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
     if sample is None:
         return {name: "", f"{name}_class": ""}
     text, expected = str(sample.get("answer", "")), str(sample.get("expected") or "").strip()
-    judgement = "" if not expected else "right" if text.strip() == expected else "wrong"
-    return {name: text, f"{name}_class": judgement}
+    judgment = "" if not expected else "right" if text.strip() == expected else "wrong"
+    return {name: text, f"{name}_class": judgment}
 
 
 def _data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:

@@ -7,7 +7,7 @@ Points = Sequence[tuple[float, float]]  # (step, value)
 
 
 def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
-    """Each value averaged with its neighbours, by weights that fall off as weight^distance on both sides.
+    """Each value averaged with its neighbors, by weights that fall off as weight^distance on both sides.
 
     Both sides, so that the line does not lag behind a falling loss; not-a-numbers are left out.
 

@@ -21,7 +21,7 @@ from finetune.safetensors_io.header import read_header, read_weight_map
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-RUN_BYTES = 16 * 1024  # a shorter run of bytes costs a system call more than reading its neighbours along
+RUN_BYTES = 16 * 1024  # a shorter run of bytes costs a system call more than reading its neighbors along
 BUFFER_BYTES = 1024 * 1024
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) in each dimension

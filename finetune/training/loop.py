@@ -36,7 +36,7 @@ def train(job: Job, progress: Progress) -> Progress:
     recipe, world, steps = job.recipe, job.world, job.schedule.steps
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
-    guard = guard_of(job.optimizer, recipe.optimisation, world)
+    guard = guard_of(job.optimizer, recipe.optimization, world)
     saver = Saver(job.folder, job.model, job.optimizer, world, recipe, job.tokenizer, job.inputs)
     with job.log, job.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
         saver.rehearse(steps)
@@ -49,7 +49,7 @@ def train(job: Job, progress: Progress) -> Progress:
             seed_dropout(recipe.run.seed, batch.step, world.rank)
             loss_sum = accumulate_gradients(job.model, batch, world)
             unscale(job.optimizer, world)
-            norm = clip_gradients(job.model, recipe.optimisation.max_grad_norm)
+            norm = clip_gradients(job.model, recipe.optimization.max_grad_norm)
 
             looked_at = suspect(batch, loss_sum, norm)
             stop, save_now, save_failed, skip = agreed(
@@ -58,7 +58,7 @@ def train(job: Job, progress: Progress) -> Progress:
             if save_failed:
                 saver.finish()  # raises what happened
             if skip:
-                job.log.say(refuse_or_skip(recipe.optimisation, looked_at, progress.skipped_steps, world))
+                job.log.say(refuse_or_skip(recipe.optimization, looked_at, progress.skipped_steps, world))
             else:
                 saver.before_update()  # an async save may still be copying the parameters
                 seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
@@ -72,7 +72,7 @@ def train(job: Job, progress: Progress) -> Progress:
             eval_due = not last and _due(progress.step, recipe.run.eval_steps)  # after the last step, run.py evaluates
             save_due = last or stop or save_now or _due(progress.step, recipe.checkpoint.save_steps)
             if log_due or eval_due or save_due:
-                guard.check(recipe.optimisation)
+                guard.check(recipe.optimization)
             if log_due:
                 job.log.step(_line(job, window, progress, rate, norm))
                 window = Window(world.device)

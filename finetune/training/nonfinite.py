@@ -10,7 +10,7 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.grad_scaler import is_scaled
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.recipe.schema import Optimisation
+from finetune.recipe.schema import Optimization
 
 SHOWN = 16  # ids of examples named for each rank
 
@@ -42,7 +42,7 @@ class HostGuard:
         values = step.loss_sum if self._scaled else step.loss_sum + step.norm
         return not bool(torch.isfinite(values))
 
-    def check(self, policy: Optimisation) -> None:
+    def check(self, policy: Optimization) -> None:
         """Nothing is left to look at."""
 
 
@@ -74,7 +74,7 @@ class DeviceGuard:
         self._flag.copy_(torch.maximum(self._flag, bad))
         return False
 
-    def check(self, policy: Optimisation) -> None:
+    def check(self, policy: Optimization) -> None:
         """Waits for the device. Raises `UserError` where a step since the last look was not finite."""
         first = int(self._first.item())
         if first >= 0:
@@ -83,7 +83,7 @@ class DeviceGuard:
         self._unseen.clear()
 
 
-def guard_of(optimizer: torch.optim.Optimizer, policy: Optimisation, world: World) -> HostGuard | DeviceGuard:
+def guard_of(optimizer: torch.optim.Optimizer, policy: Optimization, world: World) -> HostGuard | DeviceGuard:
     """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
 
     Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived.
@@ -93,7 +93,7 @@ def guard_of(optimizer: torch.optim.Optimizer, policy: Optimisation, world: Worl
     return DeviceGuard(optimizer, world) if on_device and policy.optim not in READS_NO_FLAG else HostGuard(world)
 
 
-def refuse_or_skip(policy: Optimisation, step: Suspect, skipped: int, world: World) -> str:
+def refuse_or_skip(policy: Optimization, step: Suspect, skipped: int, world: World) -> str:
     """What is told of a step that is left out. All ranks call it, once one has seen a value that is not finite.
 
     Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been left out already.

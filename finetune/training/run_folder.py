@@ -44,7 +44,7 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     the recipe asks for what is not installed, and where it names a checkpoint that is damaged.
     """
     refuse_missing(recipe.run.report_to)
-    refuse_unusable(recipe.optimisation, world.sharding)
+    refuse_unusable(recipe.optimization, world.sharding)
     folder = run_folder(recipe)
     Ranks(world, None).main(lambda: _open(folder, recipe))
     return folder

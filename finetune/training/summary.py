@@ -75,7 +75,7 @@ def assemble(
         sample_prompts=tuple(Prompt(turn_of_user(text, tokenizer), "") for text in recipe.run.sample_prompts),
         model=model,
         optimizer=optimizer,
-        schedule=schedule_of(recipe.optimisation, data.train.steps),
+        schedule=schedule_of(recipe.optimization, data.train.steps),
         log=open_log(recipe, world, folder, data, progress),
         inputs=inputs,
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),

@@ -42,8 +42,8 @@ def test_a_step_that_waits_for_the_gpu_is_named_and_finished(monkeypatch: pytest
                 warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
         finished += 1
 
-    assert gpu.synchronisations(lambda: step(2)) == "called a synchronizing CUDA operation"
-    assert gpu.synchronisations(lambda: step(0)) == "nothing"
+    assert gpu.synchronizations(lambda: step(2)) == "called a synchronizing CUDA operation"
+    assert gpu.synchronizations(lambda: step(0)) == "nothing"
     assert finished == 2 and modes[-1] == "default"
 
 

@@ -65,12 +65,12 @@ def train_step(step: int, model: Any, optimizer: Any, world: World, saver: Saver
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of this rank's pieces of all tensors, bit for bit."""
-    from finetune.checkpoint.quantized_moments import dequantised, is_quantised
+    from finetune.checkpoint.quantized_moments import dequantized, is_quantized
     from finetune.checkpoint.shards import pieces_of
 
     whole = xxhash.xxh3_128()
     for piece in pieces_of(tensors, "model"):
-        plain = dequantised(piece.tensor) if is_quantised(piece.tensor) else piece.tensor
+        plain = dequantized(piece.tensor) if is_quantized(piece.tensor) else piece.tensor
         whole.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()
 

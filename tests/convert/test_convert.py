@@ -148,7 +148,7 @@ def test_axolotl(converted: Convert) -> None:
     }
     assert {key: ours[key] for key in expected} == expected
     assert said.splitlines() == ["neftune_noise_alpha: 5   (not supported)"]
-    assert read_recipe(str(path)).optimisation.learning_rate == 2e-5
+    assert read_recipe(str(path)).optimization.learning_rate == 2e-5
 
 
 def test_axolotl_columns_named_in_the_type(converted: Convert) -> None:
@@ -230,7 +230,7 @@ def test_trl(converted: Convert) -> None:
     read_recipe(str(path))
 
 
-def test_a_misspelt_key_is_asked_about(converted: Convert) -> None:
+def test_a_misspelled_key_is_asked_about(converted: Convert) -> None:
     _, said, path = converted(AXOLOTL + "sequence_length: 2048\nlearning_rat: 1e-5\nzzz: 1\n")
     asked = [
         "sequence_length: 2048   (not known here; did you mean sequence_len?)",

@@ -17,7 +17,7 @@ from finetune.recipe.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
 from tests.ranks import launch_ranks, start_ranks
 
-# Each rank tokenises or waits, as in a run, and says what it found; no process group is there to help.
+# Each rank tokenizes or waits, as in a run, and says what it found; no process group is there to help.
 RANK = """
 import os, sys, time
 from finetune.data import token_cache as cache
@@ -32,12 +32,12 @@ made = []
 publish = cache.publish
 cache.publish = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), publish(*arguments))
 if scenario == "dies" and rank == 0:
-    read = cache.tokenised
+    read = cache.tokenized
     def stopped(*arguments):
         yield next(read(*arguments))
         print("half-way", flush=True)
         time.sleep(60)
-    cache.tokenised = stopped
+    cache.tokenized = stopped
 try:
     store = cached_store(DatasetSource(path=path), Data(dataset_cache_dir=folder), make_tokenizer(), rank)
     print("made" if made else "found", len(store.rows), int(store.input_ids.sum()), type(store.input_ids).__name__)

@@ -1,4 +1,4 @@
-"""Rows of every format, recognised from their columns or by type, and rows that fit none."""
+"""Rows of every format, recognized from their columns or by type, and rows that fit none."""
 
 from typing import Any
 
@@ -47,11 +47,11 @@ ASKED = [("user", "Q", False), ("assistant", "A", True)]
         {"messages": [USER, ASSISTANT], "label": True, "kto_tag": "true"},
     ],
 )
-def test_conversations_are_recognised(row: dict[str, Any]) -> None:
+def test_conversations_are_recognized(row: dict[str, Any]) -> None:
     assert turns(row) == ASKED
 
 
-def test_plain_formats_are_recognised() -> None:
+def test_plain_formats_are_recognized() -> None:
     assert read_row({"prompt": "2+2=", "completion": "4"}, SOURCE) == Completion("2+2=", "4")
     assert read_row({"prompt": "2+2=", "chosen": "4"}, SOURCE) == Completion("2+2=", "4")
     assert read_row({"text": "Once"}, SOURCE) == Text("Once")

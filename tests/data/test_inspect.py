@@ -120,7 +120,7 @@ def test_a_fatal_finding_is_shown_and_told_by_the_exit_code(recipe: Path, capsys
     assert "fatal: no_end_of_turn: in 1 of 1 row " in capsys.readouterr().out
 
 
-def test_on_a_terminal_it_is_in_colour_and_the_data_cannot_steer_it(recipe: Path) -> None:
+def test_on_a_terminal_it_is_in_color_and_the_data_cannot_steer_it(recipe: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "finetune", "inspect", "--recipe", str(recipe)],

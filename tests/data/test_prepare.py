@@ -282,7 +282,7 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_
         prepare([{"path": str(path)}])
 
 
-def test_rows_labelled_false_stop_the_run_or_are_left_out_and_counted(prepare: Prepare, tmp_path: Path) -> None:
+def test_rows_labeled_false_stop_the_run_or_are_left_out_and_counted(prepare: Prepare, tmp_path: Path) -> None:
     rows = [chat(f"Q{i}", "good" if i % 2 else "bad") | {"label": bool(i % 2), "source": "kto"} for i in range(6)]
     path = write_lines(tmp_path / "kto.jsonl", rows)
     with pytest.raises(UserError, match=r"kto\.jsonl:1: label: false marks a bad answer, which would be trained on as"):

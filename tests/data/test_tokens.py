@@ -16,7 +16,7 @@ from finetune.data.chat_templates import PLAIN
 from finetune.data.formats import Conversation, read_row
 from finetune.data.renderer import renderer
 from finetune.data.token_store import IGNORE
-from finetune.data.tokens import encoder, tokenise
+from finetune.data.tokens import encoder, tokenize
 from finetune.recipe.schema import DatasetSource
 
 CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20
@@ -65,7 +65,7 @@ def test_labels_spell_the_trained_stretches(documents: list[tuple[list[str], int
         bounds = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces]))).tolist()
         spans = tuple((bounds[i], bounds[i + 1]) for i in range(first, len(pieces), 2))
         rendered.append(Rendered("".join(pieces), spans, special))
-    tokens = tokenise(rendered, [(0, i) for i in range(len(rendered))], ENCODERS["byte level"])
+    tokens = tokenize(rendered, [(0, i) for i in range(len(rendered))], ENCODERS["byte level"])
     ends = np.cumsum(tokens.lengths)
     for i, (document, end, length) in enumerate(zip(rendered, ends, tokens.lengths, strict=True)):
         ids, labels = tokens.input_ids[end - length : end].tolist(), tokens.labels[end - length : end].tolist()
@@ -91,7 +91,7 @@ def test_what_stands_before_an_answer_is_encoded_as_at_inference(name: str) -> N
         ("fo", "ur is four"),
         ("", "four"),
     ]:
-        tokens = tokenise(
+        tokens = tokenize(
             [Rendered(prompt + answer, ((len(prompt), len(prompt + answer)),), True)], [(0, 1)], ENCODERS[name]
         )
         asked = backend.encode(prompt).ids
@@ -122,7 +122,7 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(templ
     words = ["What is two?", "It is four.", "is it?", "It is what it is.", "four\n\nis four", "four"]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
     rendered = render(read_row({"messages": messages}, DatasetSource(path="chat.jsonl")), renderer(tokenizer, True))
-    tokens = tokenise([rendered], [(0, 1)], encoder(tokenizer))
+    tokens = tokenize([rendered], [(0, 1)], encoder(tokenizer))
     assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
     starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE], tokens.labels)) != IGNORE))
     stretches = [[int(label) for label in part if label != IGNORE] for part in np.split(tokens.labels, starts)]
@@ -130,7 +130,7 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(templ
 
 
 def test_documents_without_a_token_are_no_obstacle() -> None:
-    tokens = tokenise([Rendered("", (), False), Rendered("four", ((0, 4),), True), Rendered("", (), False)], [(0, i) for i in range(3)], ENCODERS["byte level"])  # fmt: skip
+    tokens = tokenize([Rendered("", (), False), Rendered("four", ((0, 4),), True), Rendered("", (), False)], [(0, i) for i in range(3)], ENCODERS["byte level"])  # fmt: skip
     assert tokens.lengths.tolist()[0] == tokens.lengths.tolist()[2] == 0
     assert tokens.trained.tolist() == [0, int(tokens.lengths[1]) - 1, 0]
 
@@ -140,7 +140,7 @@ def test_real_conversations_have_the_ids_of_apply_chat_template(shared: Path) ->
     rows = json.loads((shared / "data" / "alpaca_en_demo.json").read_text())
     way = renderer(tokenizer, assistant_only=True)
     documents = [read_row(row, DatasetSource(path="alpaca.json")) for row in rows]
-    tokens = tokenise([render(document, way) for document in documents], [(0, 0)] * len(rows), encoder(tokenizer))
+    tokens = tokenize([render(document, way) for document in documents], [(0, 0)] * len(rows), encoder(tokenizer))
     ours = np.split(tokens.input_ids, np.cumsum(tokens.lengths)[:-1])
     for document, ids in zip(documents, ours, strict=True):
         assert isinstance(document, Conversation)

@@ -113,7 +113,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], objec
         lambda c, _: c.update(model_type="mystery", auto_map={"AutoConfig": "evil.Config"}),
         "auto_map: this model brings code of its own (mystery); read it, then allow it with --trust-remote-code",
     ),
-    "quantised": (lambda c, _: c.update(quantization_config={"bits": 4}), "quantization_config: quantised weights"),
+    "quantized": (lambda c, _: c.update(quantization_config={"bits": 4}), "quantization_config: quantized weights"),
     "layers": (lambda c, _: c.update(num_hidden_layers=10**9), "num_hidden_layers: 1000000000 is no number of layers"),
     "no model": (lambda c, _: c.update(model_type="t5"), "config.json: describes no causal language model"),
     "infinite": (

@@ -72,7 +72,7 @@ def write_gguf(folder: Path, path: Path) -> None:
 
 
 def _interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
-    """llama.cpp rotates neighbouring rows of a head, the Hugging Face layout rows half a head apart."""
+    """llama.cpp rotates neighboring rows of a head, the Hugging Face layout rows half a head apart."""
     halves = weight.reshape(heads, 2, weight.shape[0] // heads // 2, weight.shape[1])
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weight.shape))
 

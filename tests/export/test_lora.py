@@ -138,9 +138,9 @@ def test_a_tied_weight_is_not_merged_but_exported_as_an_adapter(
 def test_a_base_in_the_hubs_cache_gives_what_its_folder_would(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
     base, cached = tiny_llama(), Path(constants.HF_HUB_CACHE) / "models--somebody--tiny"
     adapter, out = make_adapter(base, tmp_path / "adapter", target_modules=["q_proj"]), tmp_path / "out"
-    ends_answers, licence = {"eos_token_id": [1, 2], "top_k": 7}, {"license": "apache-2.0"}
+    ends_answers, license_fields = {"eos_token_id": [1, 2], "top_k": 7}, {"license": "apache-2.0"}
     (base / "generation_config.json").write_text(json.dumps(ends_answers))
-    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | licence))
+    (base / "config.json").write_text(json.dumps(json.loads((base / "config.json").read_text()) | license_fields))
     (cached / "refs").mkdir(parents=True)
     (cached / "refs" / "main").write_text("0" * 40)
     (cached / "snapshots").mkdir()
@@ -153,5 +153,5 @@ def test_a_base_in_the_hubs_cache_gives_what_its_folder_would(tiny_llama: Callab
         shutil.rmtree(cached)
     assert json.loads((out / "generation_config.json").read_text()) == ends_answers
     front = yaml.safe_load((out / "README.md").read_text().split("---")[1])
-    assert front.items() >= ({"base_model": "somebody/tiny"} | licence).items()
+    assert front.items() >= ({"base_model": "somebody/tiny"} | license_fields).items()
     assert (out / "tokenizer.json").exists()

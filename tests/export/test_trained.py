@@ -153,11 +153,11 @@ def test_the_card_tells_what_was_done(trained: Path, tmp_path: Path) -> None:
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     told = {"sources": [{"formats": ["sharegpt", "text"], "examples": 1234}]}
     (run / "data_report.json").write_text(json.dumps(told))
-    licence = {"license": "other", "license_name": "tiny", "license_link": "LICENSE"}
-    (trained / "model-untied" / "README.md").write_text(f"---\n{yaml.safe_dump(licence)}---\n# Base\n")
+    license_fields = {"license": "other", "license_name": "tiny", "license_link": "LICENSE"}
+    (trained / "model-untied" / "README.md").write_text(f"---\n{yaml.safe_dump(license_fields)}---\n# Base\n")
     assert main(["export", str(run), "--output", str(out), "--no-verify"]) == 0
     card = (out / "README.md").read_text()
-    assert yaml.safe_load(card.split("---")[1]).items() >= licence.items()
+    assert yaml.safe_load(card.split("---")[1]).items() >= license_fields.items()
     for part in (
         "# my-model",
         "model-untied",

@@ -25,12 +25,12 @@ from finetune.models.load import load_model
 from finetune.models.probe import refuse_unsound
 from finetune.optim.build import build_optimizer
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Data, Lora, Model, Optimisation
+from finetune.recipe.schema import Data, Lora, Model, Optimization
 from finetune.safetensors_io.tensors import read, read_folder
 from finetune.training.loop import accumulate_gradients
 from tests.models.families import documents, packed, padded, plain_loss
 
-OPTIMISATION = Optimisation(learning_rate=1e-3)
+OPTIMIZATION = Optimization(learning_rate=1e-3)
 
 
 def step_batch(world: World) -> StepBatch:
@@ -48,7 +48,7 @@ def step_batch(world: World) -> StepBatch:
 def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     """The model of `folder` after `steps` steps, its losses and gradient norms, and what was made a unit."""
     model, size = load_model(Model(model_name_or_path=folder), Lora(), 0, 1, world)
-    optimizer = build_optimizer(model, OPTIMISATION)
+    optimizer = build_optimizer(model, OPTIMIZATION)
     losses, norms = [], []
     for _ in range(steps):
         batch = step_batch(world)
@@ -68,7 +68,7 @@ def plain(folder: str, steps: int) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
-    optimizer = build_optimizer(model, OPTIMISATION)
+    optimizer = build_optimizer(model, OPTIMIZATION)
     trained = sum(int((labels != -100).sum()) for _, labels in documents())
     losses, norms = [], []
     for _ in range(steps):

@@ -281,15 +281,15 @@ def test_head_sizes_that_8_does_not_divide_are_padded_for_the_varlen_kernel(head
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
-def test_on_cuda_the_varlen_kernel_gives_the_same_without_synchronising(family: str) -> None:
+def test_on_cuda_the_varlen_kernel_gives_the_same_without_synchronizing(family: str) -> None:
     model, examples = build(family, torch.bfloat16).cuda(), documents()
     on_device = [(ids.cuda(), labels.cuda()) for ids, labels in examples]
     true_loss = plain_loss(copy.deepcopy(model).float(), on_device)
     batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in packed(examples).items()}
     ours(model)
     (model(**batch) / 50).backward()  # the first call may load kernels
-    may_synchronise = family in ("gemma2", "mixtral")  # written-out attention; routing
-    torch.cuda.set_sync_debug_mode("default" if may_synchronise else "error")
+    may_synchronize = family in ("gemma2", "mixtral")  # written-out attention; routing
+    torch.cuda.set_sync_debug_mode("default" if may_synchronize else "error")
     try:
         loss = model(**batch)
         (loss / 50).backward()

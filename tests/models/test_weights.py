@@ -1,4 +1,4 @@
-"""Values from a seed: a pure function of (seed, name, slices), the family's own initialisation."""
+"""Values from a seed: a pure function of (seed, name, slices), the family's own initialization."""
 
 from typing import Any
 
@@ -38,7 +38,7 @@ def test_a_slice_is_a_part_of_the_whole_and_order_does_not_matter() -> None:
     assert not torch.equal(values_of(2)(f"{QUERY}.weight", everything(64, 64)), whole)
 
 
-def test_it_is_the_familys_own_initialisation() -> None:
+def test_it_is_the_familys_own_initialization() -> None:
     values = values_of(1)
     assert abs(values(f"{QUERY}.weight", everything(64, 64)).std().item() - 0.05) < 0.005
     assert torch.equal(values("model.norm.weight", everything(64)), torch.ones(64))

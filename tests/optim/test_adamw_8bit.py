@@ -1,4 +1,4 @@
-"""8-bit moments: as torch's AdamW up to the quantisation, saved as plain fp32, and resumed exactly or in another layout."""
+"""8-bit moments: as torch's AdamW up to the quantization, saved as plain fp32, and resumed exactly or in another layout."""
 
 import copy
 from collections.abc import Callable
@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.checkpoint.quantized_moments import dequantised, host_memory, is_quantised, quantise_into
+from finetune.checkpoint.quantized_moments import dequantized, host_memory, is_quantized, quantize_into
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
 from finetune.optim.build import build_optimizer, refuse_unusable
-from finetune.recipe.schema import Optimisation
+from finetune.recipe.schema import Optimization
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.training.layouts import steps_of, train_all, write_config
 
 # Betas that fp32 holds exactly: torchao corrects for the start in fp32, where 1 - 0.999 is right to 3e-5 only.
 BETAS = (0.75, 0.875)
-EIGHT_BIT = Optimisation(
+EIGHT_BIT = Optimization(
     optim="adamw_8bit",
     learning_rate=0.1,
     weight_decay=0.3,
@@ -37,14 +37,14 @@ def moment(signed: bool, blocks: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_what_is_saved_is_quantised_to_the_same_codes_and_scales(signed: bool) -> None:
+def test_what_is_saved_is_quantized_to_the_same_codes_and_scales(signed: bool) -> None:
     torchao = pytest.importorskip("torchao.optim.subclass_8bit", reason="needs torchao")
     given = moment(signed, blocks=2000)
     first, second = (torchao.OptimState8bit.zeros(given.shape, signed) for _ in range(2))
     first.copy_(given)
     assert len(first.codes.unique()) == 256  # every code is tried
-    saved = dequantised(first)
-    quantise_into(second, saved)
+    saved = dequantized(first)
+    quantize_into(second, saved)
     assert torch.equal(second.codes, first.codes) and torch.equal(second.scale, first.scale)
     largest = given.view(-1, 256).abs().amax(-1, keepdim=True)
     between_codes = 1.001 * first.qmap.diff().max()
@@ -57,7 +57,7 @@ def test_what_is_saved_is_quantised_to_the_same_codes_and_scales(signed: bool) -
 
 
 def test_first_step_is_torchs_own_and_the_moments_are_kept_in_8_bits() -> None:
-    """Before anything is quantised the two are the same up to fp32."""
+    """Before anything is quantized the two are the same up to fp32."""
     pytest.importorskip("torchao", reason="needs torchao")
     torch.manual_seed(0)
     model = torch.nn.Linear(64, 96)
@@ -72,13 +72,13 @@ def test_first_step_is_torchs_own_and_the_moments_are_kept_in_8_bits() -> None:
     torchs.step()
     assert torch.allclose(model.weight, twin.weight, rtol=1e-6, atol=1e-7)
     assert torch.allclose(model.bias, twin.bias, rtol=1e-6, atol=1e-7)
-    assert is_quantised(optimizer.state[model.weight]["exp_avg"])
-    assert not is_quantised(optimizer.state[model.bias]["exp_avg"])  # too small
+    assert is_quantized(optimizer.state[model.weight]["exp_avg"])
+    assert not is_quantized(optimizer.state[model.bias]["exp_avg"])  # too small
     assert optimizer.param_groups[0]["lr"] == 0.1
 
 
 def test_what_cannot_be_used_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_unusable(Optimisation(), Sharding(layout="fsdp1"))
+    refuse_unusable(Optimization(), Sharding(layout="fsdp1"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"^some\.yaml: FSDP1 cannot save.*set fsdp_version: 2"):
         refuse_unusable(EIGHT_BIT, Sharding(layout="fsdp1", source="some.yaml"))

@@ -49,7 +49,7 @@ def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
     torch.manual_seed(0)
     third = torch.full((200_000,), 1 / 3)
     rounded = stochastically_rounded(third)
-    assert set(rounded.tolist()) == {0.33203125, 0.333984375}  # the two neighbours in bf16
+    assert set(rounded.tolist()) == {0.33203125, 0.333984375}  # the two neighbors in bf16
     assert abs(rounded.double().mean().item() - 1 / 3) < 2e-5
     exact = torch.tensor([0.0, 1.0, -2.5, 1e-30]).to(torch.bfloat16)
     assert torch.equal(stochastically_rounded(exact.float()), exact)

@@ -32,7 +32,7 @@ def recipe_of(tmp_path: Path) -> RecipeOf:
 
 def rates_of(recipe: Recipe) -> list[float]:
     """The learning rate of every step."""
-    schedule = schedule_of(recipe.optimisation, STEPS)
+    schedule = schedule_of(recipe.optimization, STEPS)
     return [learning_rate(step, schedule) for step in range(STEPS)]
 
 
@@ -62,8 +62,8 @@ def test_min_lr_ratio_is_where_the_cosine_ends(recipe_of: RecipeOf) -> None:
 
 
 def test_warmup_ratio_is_a_share_of_the_steps_unless_warmup_steps_is_given(recipe_of: RecipeOf) -> None:
-    assert schedule_of(recipe_of(warmup_ratio=0.1).optimisation, STEPS).warmup_steps == 5
-    assert schedule_of(recipe_of(warmup_ratio=0.1, warmup_steps=7).optimisation, STEPS).warmup_steps == 7
+    assert schedule_of(recipe_of(warmup_ratio=0.1).optimization, STEPS).warmup_steps == 5
+    assert schedule_of(recipe_of(warmup_ratio=0.1, warmup_steps=7).optimization, STEPS).warmup_steps == 7
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bf16_moments"])
@@ -73,7 +73,7 @@ def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(recipe_of: Reci
     torch.manual_seed(0)
     ours, theirs = (nn.Sequential(OrderedDict(linear=nn.Linear(64, 64), norm=nn.LayerNorm(64))) for _ in range(2))
     theirs.load_state_dict(ours.state_dict())
-    optimizer = build_optimizer(ours, recipe.optimisation)
+    optimizer = build_optimizer(ours, recipe.optimization)
     matrices = [parameter for parameter in theirs.parameters() if parameter.dim() == 2]
     others = [parameter for parameter in theirs.parameters() if parameter.dim() == 1]
     reference = torch.optim.AdamW(

@@ -5,7 +5,7 @@ from typing import Any
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import read_architecture
 from finetune.plan.run_spec import Job
-from finetune.recipe.schema import Batch, Data, Lora, Model, Optimisation, Recipe
+from finetune.recipe.schema import Batch, Data, Lora, Model, Optimization, Recipe
 
 LLAMA_31_8B = {
     "model_type": "llama",
@@ -33,7 +33,7 @@ def recipe(*, lora: bool = False, max_length: int = 8192, rows: int = 1, **batch
         lora=Lora(use_peft=lora),
         data=Data(max_length=max_length),
         batch=Batch(per_device_train_batch_size=rows, **batch),
-        optimisation=Optimisation(),
+        optimization=Optimization(),
     )
 
 

@@ -56,7 +56,7 @@ def measure(recipe_path: str, config: str) -> dict[str, int]:
 def state_bytes(recipe_path: str, world: World) -> dict[str, int]:
     recipe = read_recipe(recipe_path)
     model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, 200, world)
-    optimizer = build_optimizer(model, recipe.optimisation)
+    optimizer = build_optimizer(model, recipe.optimization)
     ids = torch.randint(3, 200, (1, 16))
     world.accelerator.backward(model(input_ids=ids, labels=ids, position_ids=torch.arange(16)[None]))
     optimizer.step()
@@ -77,7 +77,7 @@ def in_storages(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors with memory behind this one: itself, or those of which a quantised one is made."""
+    """The tensors with memory behind this one: itself, or those of which a quantized one is made."""
     if not is_traceable_wrapper_subclass(tensor):
         return [tensor]
     return [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]

@@ -87,7 +87,7 @@ def test_the_planned_state_is_that_of_the_real_tensors(
         for name, recipe_path, config in scenarios:
             recipe, sharding = read_recipe(recipe_path), read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
             job = make_plan(recipe, sharding, ranks).job
-            state = state_of_rank(job.tensors, sharding, job.pieces, recipe.optimisation, rank)
+            state = state_of_rank(job.tensors, sharding, job.pieces, recipe.optimization, rank)
             planned = {
                 "parameters": state.trained + state.frozen,
                 "gradients": state.gradients,

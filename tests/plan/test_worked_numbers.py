@@ -35,7 +35,7 @@ def test_full_training_holds_sixteen_bytes_a_parameter_over_the_world(
 ) -> None:
     planned = job(config, ranks=ranks)
     whole = sum(
-        state_of_rank(planned.tensors, planned.sharding, ranks, planned.recipe.optimisation, rank).total
+        state_of_rank(planned.tensors, planned.sharding, ranks, planned.recipe.optimization, rank).total
         for rank in range(ranks)
     )
     steps = 4 * len(planned.tensors) * ranks  # each rank counts the steps of each tensor
@@ -54,7 +54,7 @@ def test_lora_holds_a_bf16_base_and_sixteen_bytes_an_adapter_parameter(
     """Over more than 16 ranks, the 16 rows of an A are padded to one for each rank; its moments are not."""
     planned = job(config, ranks=ranks, lora=True)
     states = [
-        state_of_rank(planned.tensors, planned.sharding, ranks, planned.recipe.optimisation, rank)
+        state_of_rank(planned.tensors, planned.sharding, ranks, planned.recipe.optimization, rank)
         for rank in range(ranks)
     ]
     trained = sum(tensor.trainable for tensor in planned.tensors)

@@ -36,8 +36,8 @@ def test_a_good_recipe_is_read_in_the_types_of_the_schema(tmp_path: Path) -> Non
         + "learning_rate: 2e-5\nmax_steps: 1_000\nuse_peft: true\nlora_target_modules: [q_proj, v_proj]\nseed: 0x10\n"
     )
     recipe = read_recipe(str(file))
-    assert recipe.optimisation.learning_rate == 2e-5
-    assert recipe.optimisation.max_steps == 1000
+    assert recipe.optimization.learning_rate == 2e-5
+    assert recipe.optimization.max_steps == 1000
     assert recipe.lora.lora_target_modules == ("q_proj", "v_proj")
     assert recipe.run.seed == 16
     assert recipe.data.datasets[0].path == "some/data"
@@ -56,8 +56,8 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     file = tmp_path / "r.yaml"
     file.write_text(GOOD + "seed: 1\nmax_steps: 5\n")
     recipe = read_recipe(str(file), ["seed=2", "--max_grad_norm=null", "datasets=[{path: a/b, weight: 0.5}]"])
-    assert (recipe.run.seed, recipe.optimisation.max_steps, recipe.run.logging_steps) == (2, 5, 10)
-    assert recipe.optimisation.max_grad_norm is None
+    assert (recipe.run.seed, recipe.optimization.max_steps, recipe.run.logging_steps) == (2, 5, 10)
+    assert recipe.optimization.max_grad_norm is None
     assert (recipe.data.datasets[0].path, recipe.data.datasets[0].weight) == ("a/b", 0.5)
 
 

@@ -14,13 +14,13 @@ from tests.report.runs import STEPS, make_run
 PLOTS = {
     "loss", "learning_rate", "grad_norm", "tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds", "exact_match",
 }  # fmt: skip
-# Of every line: its plot, its extent in pixels, its colour; and whether the page is wider than its frame.
+# Of every line: its plot, its extent in pixels, its color; and whether the page is wider than its frame.
 MEASURED = """{
   overflow: w.document.documentElement.scrollWidth - w.innerWidth,
   background: w.getComputedStyle(w.document.body).backgroundColor,
   lines: [...w.document.querySelectorAll('.plot path:not(.grid)')].map((p) => ({
     plot: p.closest('figure').id, width: p.getBoundingClientRect().width, height: p.getBoundingClientRect().height,
-    colour: w.getComputedStyle(p).stroke})),
+    color: w.getComputedStyle(p).stroke})),
   tiles: [...w.document.querySelectorAll('.tile')].map((t) => t.getBoundingClientRect().top),
   faint: [...w.document.querySelectorAll('#loss .faint')].map((p) => w.getComputedStyle(p).opacity),
   scrolled: [...w.document.querySelectorAll('.scroll')].filter((box) => box.scrollWidth > box.clientWidth).length,
@@ -63,7 +63,7 @@ def test_every_plot_is_seen_at_desk_and_phone_in_dark_and_light(
         brightness = sum(map(int, re.findall(r"\d+", seen["background"])[:3]))
         assert brightness < 120 if dark else brightness > 700
         assert seen["tip"].startswith(f"step {STEPS}")
-        assert _has_colour(picture, seen["lines"][0]["colour"])
+        assert _has_color(picture, seen["lines"][0]["color"])
 
 
 def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_is_not_a_run_is_one_sentence(made: str, tmp_path: Path) -> None:
     assert str(run) in errors
 
 
-def _has_colour(picture: Path, css: str) -> bool:
+def _has_color(picture: Path, css: str) -> bool:
     import matplotlib.image
 
     wanted = [int(part) / 255 for part in re.findall(r"\d+", css)[:3]]

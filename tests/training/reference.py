@@ -39,7 +39,7 @@ def train(recipe_path: Path) -> list[tuple[float, float]]:
     steps, results = data.train.steps, []
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = _cosine(step, steps, recipe.optimisation.learning_rate, recipe.optimisation.warmup_ratio)
+            group["lr"] = _cosine(step, steps, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio)
         loss_sum, count = torch.zeros(()), 0
         for ids in data.train.rows_of(step):
             for index in ids:
@@ -51,7 +51,7 @@ def train(recipe_path: Path) -> list[tuple[float, float]]:
                 count += int((labels != -100).sum())
         loss = loss_sum / count
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimisation.max_grad_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))

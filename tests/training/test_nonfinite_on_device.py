@@ -13,7 +13,7 @@ from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
-from finetune.recipe.schema import Optimisation
+from finetune.recipe.schema import Optimization
 from finetune.training.nonfinite import DeviceGuard, HostGuard, guard_of, suspect
 
 
@@ -43,13 +43,13 @@ def test_from_the_first_bad_step_on_nothing_moves_and_the_step_is_named(
         optimizer.step()
         values.append(weight.detach().clone())
         if step == 1:
-            guard.check(Optimisation())  # nothing is wrong yet
+            guard.check(Optimization())  # nothing is wrong yet
     assert not torch.equal(values[0], values[1])
     assert torch.equal(values[1], values[2]) and torch.equal(values[1], values[4])
     assert all(torch.isfinite(each).all() for each in optimizer.state[weight].values())
 
     with pytest.raises(UserError, match=r"step 3: the loss or gradient is not finite.*examples 12"):
-        guard.check(Optimisation())
+        guard.check(Optimization())
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
@@ -57,7 +57,7 @@ def test_where_the_optimizer_reads_no_flag_the_host_looks_at_every_step(optim: A
     accelerator: Any = SimpleNamespace(scaler=None)
     on_gpu = replace(alone(), device=torch.device("cuda"), accelerator=accelerator)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    assert isinstance(guard_of(optimizer, Optimisation(optim=optim), on_gpu), HostGuard)
+    assert isinstance(guard_of(optimizer, Optimization(optim=optim), on_gpu), HostGuard)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
@@ -67,7 +67,7 @@ def test_where_the_update_runs_on_the_host_the_host_looks_at_every_step(layout: 
     sharding = Sharding(layout=layout, cpu_offload=True)
     on_gpu = replace(alone(), device=torch.device("cuda"), sharding=sharding, accelerator=accelerator)
     optimizer = AdamWBf16Moments([torch.nn.Parameter(torch.zeros(1))])
-    guard = guard_of(optimizer, Optimisation(optim="adamw_bf16_moments"), on_gpu)
+    guard = guard_of(optimizer, Optimization(optim="adamw_bf16_moments"), on_gpu)
     assert isinstance(guard, HostGuard) and optimizer.found_inf is None
 
 
