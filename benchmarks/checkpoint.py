@@ -27,10 +27,11 @@ import yaml  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
 from finetune.checkpoint import manifest as folder  # noqa: E402
-from finetune.checkpoint.save import Progress, Saver  # noqa: E402
+from finetune.checkpoint.save import Saver  # noqa: E402
 from finetune.distributed.accelerate_config import Sharding  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
+from finetune.progress import Progress  # noqa: E402
 from finetune.recipe.reader import read_recipe  # noqa: E402
 
 TOKENS = 128  # in a step

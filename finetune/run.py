@@ -59,10 +59,10 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
         refuse_unsound(model, recipe.model, recipe.data, world)
         optimizer = build_optimizer(model, recipe.optimization)
         progress = resuming.resume(recipe, folder, model, optimizer, world, found)
-        job = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, found)
-        evaluation.evaluate_untrained(job, progress)
-        progress = evaluation.evaluate(job, loop.train(job, progress), questions=True)
-    return conclusion.conclude(job, progress)
+        run = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, found)
+        evaluation.evaluate_untrained(run, progress)
+        progress = evaluation.evaluate(run, loop.train(run, progress), questions=True)
+    return conclusion.conclude(run, progress)
 
 
 if __name__ == "__main__":

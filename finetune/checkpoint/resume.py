@@ -12,11 +12,12 @@ from finetune.checkpoint import manifest as folder
 from finetune.checkpoint import shards as state
 from finetune.checkpoint.inputs import changed_inputs
 from finetune.checkpoint.json_files import read_state
-from finetune.checkpoint.save import Progress, plain_optimizer, plain_recipe
+from finetune.checkpoint.save import plain_optimizer, plain_recipe
 from finetune.data.prepare import global_batch_size
 from finetune.distributed.collective import Ranks
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.progress import Progress
 from finetune.recipe.keys import leaves, recipe_keys
 from finetune.recipe.schema import Recipe
 

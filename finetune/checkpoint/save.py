@@ -7,7 +7,7 @@ import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
@@ -28,6 +28,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.publish import SPARE_BYTES
 from finetune.hub import folder_at_hand
+from finetune.progress import Progress
 from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
 from finetune.units import counted, disk_size
@@ -35,21 +36,6 @@ from finetune.units import counted, disk_size
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
 GENERATION_FILE = "generation_config.json"
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Progress:
-    """How far a run is. Data order, learning rate and dropout are pure functions of `step`, so this is all there is."""
-
-    step: int = 0  # optimizer steps done
-    epoch: float = 0.0
-    tokens: int = 0  # read so far over all ranks, padding not counted
-    trained_tokens: int = 0  # those with a label
-    skipped_steps: int = 0  # whose update was left out, since the loss or gradient was not finite
-    best_eval_loss: float | None = None  # the lowest held-out loss so far
-    best_step: int | None = None  # where it was
-    evaluations_since_best: int = 0
-    scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state
 
 
 class Saver:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from finetune.checkpoint.save import Progress
+from finetune.progress import Progress
 from finetune.recipe.schema import Checkpoint, Run
 
 

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.checkpoint.save import Progress
 from finetune.data.batches import StepBatch
 from finetune.data.prepare import Prompt
 from finetune.distributed.parallelize import inner_model_called, unwrap
 from finetune.distributed.world import World
 from finetune.json_lines import append_json_lines
+from finetune.progress import Progress
 from finetune.training.early_stopping import judged
-from finetune.training.summary import Job
+from finetune.training.summary import TrainingRun
 
 SAMPLES = "samples.jsonl"
 SAMPLE_TOKENS = 64  # of an answer to one of sample_prompts, at most
@@ -34,45 +34,45 @@ class Sample:
         return self.answer.strip() == self.expected.strip()
 
 
-def evaluate_untrained(job: Job, progress: Progress) -> None:
+def evaluate_untrained(run: TrainingRun, progress: Progress) -> None:
     """Logs what the model is worth before its first step; of a resumed run that is known."""
     if progress.step == 0:
-        evaluate(job, progress, questions=True)
+        evaluate(run, progress, questions=True)
 
 
-def evaluate(job: Job, progress: Progress, questions: bool = False) -> Progress:
+def evaluate(run: TrainingRun, progress: Progress, questions: bool = False) -> Progress:
     """Logs the held-out loss, where something is held out, and returns the progress as judged by it, on every rank.
 
     `sample_prompts` are answered as well; and with `questions`, how many held-out prompts are answered exactly.
     """
     line: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch}
     loss = None
-    if job.data.evaluation is not None:
-        batches = job.watchdog.watched(job.data.evaluation.batches(), "evaluating")
-        loss = held_out_loss(job.model, batches, job.world)
-        job.log.write(line | {"eval_loss": loss})
-        job.log.say(f"step {progress.step}: held-out loss {loss:.4f}")
-    if questions and job.prompts:
-        samples = answer(job.model, job.prompts, job.tokenizer, job.world)
+    if run.data.evaluation is not None:
+        batches = run.watchdog.watched(run.data.evaluation.batches(), "evaluating")
+        loss = held_out_loss(run.model, batches, run.world)
+        run.log.write(line | {"eval_loss": loss})
+        run.log.say(f"step {progress.step}: held-out loss {loss:.4f}")
+    if questions and run.prompts:
+        samples = answer(run.model, run.prompts, run.tokenizer, run.world)
         share = sum(sample.is_exact for sample in samples) / len(samples)
-        job.log.write(line | {"exact_match": share, "exact_match_samples": len(samples)})
-        job.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly")
-        keep_samples(job, progress, samples)
-    if job.sample_prompts:
-        samples = answer(job.model, job.sample_prompts, job.tokenizer, job.world)
-        for asked, sample in zip(job.recipe.run.sample_prompts, samples, strict=True):
-            job.log.say(f"step {progress.step}: {asked!r} -> {sample.answer!r}")
-        keep_samples(job, progress, samples)
+        run.log.write(line | {"exact_match": share, "exact_match_samples": len(samples)})
+        run.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly")
+        keep_samples(run, progress, samples)
+    if run.sample_prompts:
+        samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
+        for asked, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
+            run.log.say(f"step {progress.step}: {asked!r} -> {sample.answer!r}")
+        keep_samples(run, progress, samples)
     return judged(progress, loss)
 
 
-def keep_samples(job: Job, progress: Progress, samples: Sequence[Sample]) -> None:
+def keep_samples(run: TrainingRun, progress: Progress, samples: Sequence[Sample]) -> None:
     """Writes the samples down, on the main rank. They are only looked at: a full disk does not end the run here."""
-    if job.world.is_main:
+    if run.world.is_main:
         try:
-            append_samples(job.folder / SAMPLES, progress.step, samples)
+            append_samples(run.folder / SAMPLES, progress.step, samples)
         except OSError as error:
-            job.log.say(f"{job.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues")
+            run.log.say(f"{run.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues")
 
 
 def append_samples(path: Path, step: int, samples: Sequence[Sample]) -> None:

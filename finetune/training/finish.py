@@ -5,52 +5,52 @@ from signal import Signals
 from typing import Any
 
 from finetune.checkpoint.manifest import step_folder
-from finetune.checkpoint.save import Progress
 from finetune.distributed.world import leave
 from finetune.divergence import find_divergence, losses_of
 from finetune.errors import Preempted
 from finetune.json_lines import read_json_lines
 from finetune.metrics import DIVERGED_ADVICE
+from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
 from finetune.training.finished import results, write_finished
-from finetune.training.summary import Job
+from finetune.training.summary import TrainingRun
 
 SHOWN = 5  # held-out questions in the last screen
 
 
-def conclude(job: Job, progress: Progress) -> None:
+def conclude(run: TrainingRun, progress: Progress) -> None:
     """Takes leave of the other ranks and exports on rank 0, which needs none of them: nobody waits in a collective."""
-    job.log.close_tracker()
-    leave(job.world)
-    if not job.world.is_main:
+    run.log.close_tracker()
+    leave(run.world)
+    if not run.world.is_main:
         return
-    for line in answers_before_and_after(job.folder / SAMPLES, progress.step):
-        job.log.say(line)
-    if job.recipe.checkpoint.export_at_end:
-        export(job, progress)
-    if diverged := find_divergence(losses_of(read_json_lines(job.folder / "metrics.jsonl"), progress.step)):
-        job.log.say(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
-    write_finished(job.folder, job.recipe, job.inputs, progress.step)
-    job.log.say(results(job.folder))
-    job.log.close()
+    for line in answers_before_and_after(run.folder / SAMPLES, progress.step):
+        run.log.say(line)
+    if run.recipe.checkpoint.export_at_end:
+        export(run, progress)
+    if diverged := find_divergence(losses_of(read_json_lines(run.folder / "metrics.jsonl"), progress.step)):
+        run.log.say(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
+    write_finished(run.folder, run.recipe, run.inputs, progress.step)
+    run.log.say(results(run.folder))
+    run.log.close()
 
 
-def export(job: Job, progress: Progress) -> None:
+def export(run: TrainingRun, progress: Progress) -> None:
     """Exports the run's last checkpoint, or its best. Raises `Preempted` where a signal stops it."""
     from finetune.export.cli import stopped_by_signals
     from finetune.export.export import export_run
 
-    best = progress.best_step if job.recipe.checkpoint.keep_best_checkpoint else None
+    best = progress.best_step if run.recipe.checkpoint.keep_best_checkpoint else None
     if best is not None:
-        job.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
-    checkpoint = None if best is None else step_folder(job.folder, best)
+        run.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
+    checkpoint = None if best is None else step_folder(run.folder, best)
     try:
         with stopped_by_signals():
-            export_run(job.folder, checkpoint=checkpoint, tell=job.log.say)
+            export_run(run.folder, checkpoint=checkpoint, tell=run.log.say)
     except SystemExit as stop:
-        auto = "" if job.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
+        auto = "" if run.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
         raise Preempted(
-            f"{job.folder}: stopped by {Signals(int(str(stop.code)) - 128).name} during the export; all {progress.step} "
+            f"{run.folder}: stopped by {Signals(int(str(stop.code)) - 128).name} during the export; all {progress.step} "
             f"steps are saved, and the same command{auto} exports them"
         ) from None
 

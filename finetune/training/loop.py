@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.checkpoint.save import Progress, Saver
+from finetune.checkpoint.save import Saver
 from finetune.data.batches import StepBatch
 from finetune.data.streaming import StreamedBatches
 from finetune.distributed.grad_scaler import unscale, update
@@ -19,37 +19,38 @@ from finetune.distributed.world import World
 from finetune.errors import Preempted
 from finetune.metrics import Window, peak_memory_bytes
 from finetune.optim.build import learning_rate, set_learning_rate
+from finetune.progress import Progress
 from finetune.training.early_stopping import is_new_best, is_out_of_patience
 from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import guard_of, refuse_or_skip, suspect
 from finetune.training.profiler import collect, garbage_collected_between_lines, profiled
 from finetune.training.signals import Interruption, agreed
-from finetune.training.summary import Job, teller_of_stream
+from finetune.training.summary import TrainingRun, teller_of_stream
 
 
-def train(job: Job, progress: Progress) -> Progress:
+def train(run: TrainingRun, progress: Progress) -> Progress:
     """Trains from `progress` to the schedule's last step. The same numbers on every layout and number of ranks.
 
     Raises `Preempted` after saving where a signal asks to stop, and `UserError` where a checkpoint cannot be written or
     a step's loss is not finite.
     """
-    recipe, world, steps = job.recipe, job.world, job.schedule.steps
+    recipe, world, steps = run.recipe, run.world, run.schedule.steps
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
-    guard = guard_of(job.optimizer, recipe.optimization, world)
-    saver = Saver(job.folder, job.model, job.optimizer, world, recipe, job.tokenizer, job.inputs)
-    with job.log, job.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
+    guard = guard_of(run.optimizer, recipe.optimization, world)
+    saver = Saver(run.folder, run.model, run.optimizer, world, recipe, run.tokenizer, run.inputs)
+    with run.log, run.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
         saver.rehearse(steps)
-        job.model.train()
+        run.model.train()
         window = Window(world.device)
-        for batch, waited in _timed(_batches(job, progress)):
-            job.watchdog.beat(f"training step {batch.step + 1}")
-            rate = learning_rate(batch.step, job.schedule)
-            set_learning_rate(job.optimizer, rate)
+        for batch, waited in _timed(_batches(run, progress)):
+            run.watchdog.beat(f"training step {batch.step + 1}")
+            rate = learning_rate(batch.step, run.schedule)
+            set_learning_rate(run.optimizer, rate)
             seed_dropout(recipe.run.seed, batch.step, world.rank)
-            loss_sum = accumulate_gradients(job.model, batch, world)
-            unscale(job.optimizer, world)
-            norm = clip_gradients(job.model, recipe.optimization.max_grad_norm)
+            loss_sum = accumulate_gradients(run.model, batch, world)
+            unscale(run.optimizer, world)
+            norm = clip_gradients(run.model, recipe.optimization.max_grad_norm)
 
             looked_at = suspect(batch, loss_sum, norm)
             stop, save_now, save_failed, skip = agreed(
@@ -58,13 +59,13 @@ def train(job: Job, progress: Progress) -> Progress:
             if save_failed:
                 saver.finish()  # raises what happened
             if skip:
-                job.log.say(refuse_or_skip(recipe.optimization, looked_at, progress.skipped_steps, world))
+                run.log.say(refuse_or_skip(recipe.optimization, looked_at, progress.skipped_steps, world))
             else:
                 saver.before_update()  # an async save may still be copying the parameters
                 seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
-                update(job.optimizer, world)
+                update(run.optimizer, world)
                 window.add(loss_sum, batch.tokens, batch.trained_tokens, waited)
-            job.optimizer.zero_grad(set_to_none=True)
+            run.optimizer.zero_grad(set_to_none=True)
 
             progress = advanced(progress, batch, skip)
             last = progress.step == steps
@@ -74,14 +75,14 @@ def train(job: Job, progress: Progress) -> Progress:
             if log_due or eval_due or save_due:
                 guard.check(recipe.optimization)
             if log_due:
-                job.log.step(_line(job, window, progress, rate, norm))
+                run.log.step(_line(run, window, progress, rate, norm))
                 window = Window(world.device)
                 collect()
             if eval_due:
                 with window.paused():
-                    progress = evaluate(job, progress)
-                    job.model.train()
-                last = stopped_early(job, progress)
+                    progress = evaluate(run, progress)
+                    run.model.train()
+                last = stopped_early(run, progress)
             if save_due or last or is_new_best(progress, recipe.checkpoint):
                 with window.paused():
                     saver.save(progress)
@@ -90,7 +91,7 @@ def train(job: Job, progress: Progress) -> Progress:
                 break
             if stop:
                 saver.finish()
-                raise Preempted(stopped(job, progress))
+                raise Preempted(stopped(run, progress))
     return progress
 
 
@@ -125,20 +126,20 @@ def advanced(progress: Progress, batch: StepBatch, skipped: bool = False) -> Pro
     )
 
 
-def stopped(job: Job, progress: Progress) -> str:
+def stopped(run: TrainingRun, progress: Progress) -> str:
     """What a preempted run says last."""
-    auto = "" if job.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
+    auto = "" if run.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
     return (
-        f"{job.folder}: stopped by a signal after step {progress.step} of {job.schedule.steps}, which is saved; "
+        f"{run.folder}: stopped by a signal after step {progress.step} of {run.schedule.steps}, which is saved; "
         f"the same command{auto} goes on from there"
     )
 
 
-def stopped_early(job: Job, progress: Progress) -> bool:
+def stopped_early(run: TrainingRun, progress: Progress) -> bool:
     """Whether the run ends here, since its held-out loss no longer falls; says so."""
-    if not is_out_of_patience(progress, job.recipe.run):
+    if not is_out_of_patience(progress, run.recipe.run):
         return False
-    job.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
+    run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
     return True
 
 
@@ -157,11 +158,11 @@ def _seed_from(text: str) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-def _line(job: Job, window: Window, progress: Progress, rate: float, norm: torch.Tensor) -> dict[str, Any]:
+def _line(run: TrainingRun, window: Window, progress: Progress, rate: float, norm: torch.Tensor) -> dict[str, Any]:
     """A line of metrics. The one place of a step where the host waits for the device."""
-    loss = job.world.sum(window.loss_sum).item() / max(1, window.trained_tokens)
+    loss = run.world.sum(window.loss_sum).item() / max(1, window.trained_tokens)
     tokens_per_second = window.tokens_per_second()
-    peak = job.peak_flops
+    peak = run.peak_flops
     return {
         "step": progress.step,
         "epoch": progress.epoch,
@@ -171,20 +172,20 @@ def _line(job: Job, window: Window, progress: Progress, rate: float, norm: torch
         "tokens": progress.tokens,
         "trained_tokens": progress.trained_tokens,
         "tokens_per_second": tokens_per_second,
-        "mfu": tokens_per_second * job.flop_per_token / (peak * job.world.size) if peak else None,
-        "peak_memory_bytes": peak_memory_bytes(job.world.device),
+        "mfu": tokens_per_second * run.flop_per_token / (peak * run.world.size) if peak else None,
+        "peak_memory_bytes": peak_memory_bytes(run.world.device),
         "data_wait_seconds": window.data_wait_seconds,
     }
 
 
-def _batches(job: Job, progress: Progress) -> Iterator[StepBatch]:
+def _batches(run: TrainingRun, progress: Progress) -> Iterator[StepBatch]:
     """The steps that are left, those of `profile_steps` under the profiler."""
-    train = job.data.train
+    train = run.data.train
     if isinstance(train, StreamedBatches):
-        batches = train.batches(progress.step, teller_of_stream(job, progress.step))
+        batches = train.batches(progress.step, teller_of_stream(run, progress.step))
     else:
         batches = train.batches(progress.step)
-    return profiled(batches, job.recipe.run.profile_steps, job.folder, job.world.rank)
+    return profiled(batches, run.recipe.run.profile_steps, run.folder, run.world.rank)
 
 
 def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.checkpoint.save import Progress
 from finetune.data.fit import too_long
 from finetune.data.mixture import SourceReport
 from finetune.data.prepare import PreparedData, Prompt
@@ -22,6 +21,7 @@ from finetune.flops import flop_per_token_of
 from finetune.metrics import MetricsLog, peak_flops
 from finetune.models.load import Size
 from finetune.optim.build import Schedule, schedule_of
+from finetune.progress import Progress
 from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
 from finetune.trackers import Tracker, open_tracker
@@ -31,7 +31,7 @@ from finetune.units import counted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class TrainingRun:
     """A model on its ranks, the data, and where the run is written down."""
 
     recipe: Recipe
@@ -62,10 +62,10 @@ def assemble(
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     inputs: Mapping[str, str],
-) -> Job:
-    """The job of this rank; rank 0 opens metrics.jsonl and tells what is about to be done."""
+) -> TrainingRun:
+    """The run of this rank; rank 0 opens metrics.jsonl and tells what is about to be done."""
     config: Any = unwrap(model).config
-    job = Job(
+    run = TrainingRun(
         recipe=recipe,
         world=world,
         folder=folder,
@@ -84,9 +84,9 @@ def assemble(
         ),
         peak_flops=peak_flops(world.device),
     )
-    for line in opening(job, size, progress):
-        job.log.say(line)
-    return job
+    for line in opening(run, size, progress):
+        run.log.say(line)
+    return run
 
 
 def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress) -> MetricsLog:
@@ -116,18 +116,18 @@ def write_data_report(folder: Path, report: dict[str, Any]) -> None:
     replace_text(folder / "data_report.json", text + "\n")
 
 
-def teller_of_stream(job: Job, from_step: int) -> Callable[[SourceReport], None]:
+def teller_of_stream(run: TrainingRun, from_step: int) -> Callable[[SourceReport], None]:
     """Tells what is found in the blocks of a stream as they come, and keeps data_report.json up to them."""
-    report = StreamReport(from_step, job.data.eval_sources)
+    report = StreamReport(from_step, run.data.eval_sources)
 
     def tell(block: SourceReport) -> None:
         for line in report.add(block):
-            job.log.say(f"stream  {line}")
-        if job.world.is_main:
+            run.log.say(f"stream  {line}")
+        if run.world.is_main:
             try:
-                write_data_report(job.folder, report.as_json())
+                write_data_report(run.folder, report.as_json())
             except OSError as error:  # it is only looked at; the next block writes it again
-                job.log.say(f"{error.filename}: cannot be written ({error.strerror}); the run continues")
+                run.log.say(f"{error.filename}: cannot be written ({error.strerror}); the run continues")
 
     return tell
 
@@ -142,47 +142,47 @@ def turn_of_user(text: str, tokenizer: Any) -> list[int]:
     return list(ids)
 
 
-def opening(job: Job, size: Size, progress: Progress) -> list[str]:
+def opening(run: TrainingRun, size: Size, progress: Progress) -> list[str]:
     """The first screen of a run."""
-    sharding, world, recipe = job.world.sharding, job.world, job.recipe
-    model: Any = unwrap(job.model)
+    sharding, world, recipe = run.world.sharding, run.world, run.recipe
+    model: Any = unwrap(run.model)
     name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
     units = ", ".join(
-        f"{count} {name}" for name, count in wrapped_units(job.model, world).items() if name in _layers(model)
+        f"{count} {name}" for name, count in wrapped_units(run.model, world).items() if name in _layers(model)
     )
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
     lines = [
-        f"{job.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
+        f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {size.trained:,} trained"
         + (f" (LoRA r={recipe.lora.lora_r})" if recipe.lora.use_peft else ""),
-        f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(job)}; "
+        f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
-        f"batch   {job.data.train.arrangement.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
-        f"{_steps_an_epoch(job.data)} steps an epoch, {job.data.train.steps:,} in all",
+        f"batch   {run.data.train.arrangement.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
+        f"{_steps_an_epoch(run.data)} steps an epoch, {run.data.train.steps:,} in all",
     ]
-    report = job.data.report
+    report = run.data.report
     longest = recipe.data.max_length if report is None else max(report.length_quantiles.values())
     lines += [f"        {line}" for line in too_long(longest, getattr(model.config, "max_position_embeddings", None))]
     if report is not None:
         totals, *warnings = report.lines()
         lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
-    for source in job.data.eval_sources:
+    for source in run.data.eval_sources:
         lines += [f"data    held out: {finding}" for finding in source.findings if finding.severity != "notice"]
-    if job.peak_flops is not None:
+    if run.peak_flops is not None:
         lines.append(
-            f"mfu     {4 if recipe.lora.use_peft else 6}N + 12 L H Q T = {job.flop_per_token / 1e9:.2f} GFLOP a token, "
-            f"of {job.peak_flops / 1e12:.0f} TFLOP/s dense bf16 a device"
+            f"mfu     {4 if recipe.lora.use_peft else 6}N + 12 L H Q T = {run.flop_per_token / 1e9:.2f} GFLOP a token, "
+            f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense bf16 a device"
         )
-    lines += [f"watch   {job.log.watch}"] if job.log.watch else []
+    lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
 
 
-def precision(job: Job) -> str:
+def precision(run: TrainingRun) -> str:
     """The type that is computed in, and those of the parameters as they are in memory."""
     short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    trained = next(short[p.dtype] for p in job.model.parameters() if p.requires_grad)
-    frozen = next((short[p.dtype] for p in job.model.parameters() if not p.requires_grad), None)
-    mixed = job.world.sharding.mixed_precision
+    trained = next(short[p.dtype] for p in run.model.parameters() if p.requires_grad)
+    frozen = next((short[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
+    mixed = run.world.sharding.mixed_precision
     computed = mixed if mixed != "no" else frozen or trained
     if frozen is not None:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"

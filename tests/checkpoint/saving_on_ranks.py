@@ -19,10 +19,11 @@ from finetune.checkpoint import manifest as folder
 from finetune.checkpoint import save as saving
 from finetune.checkpoint import shards as state
 from finetune.checkpoint.resume import load
-from finetune.checkpoint.save import Progress, Saver
+from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
 from tests.checkpoint.tiny_run import build, digest, train_step

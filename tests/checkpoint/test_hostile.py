@@ -14,10 +14,11 @@ from finetune.checkpoint import files
 from finetune.checkpoint import manifest as folder
 from finetune.checkpoint.cli import list_checkpoints
 from finetune.checkpoint.resume import resume
-from finetune.checkpoint.save import Progress, Saver
+from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer

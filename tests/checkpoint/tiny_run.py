@@ -16,10 +16,11 @@ from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoint.resume import resume
-from finetune.checkpoint.save import Progress, Saver
+from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import parallelize
 from finetune.distributed.world import World, join, leave
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.safetensors_io.tensors import read_folder, read_slice
 

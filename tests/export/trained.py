@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from finetune.checkpoint.save import Progress, Saver
+from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 
 LEARNING_RATE = 1e-2

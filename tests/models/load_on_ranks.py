@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint.manifest import published
-from finetune.checkpoint.save import Progress, Saver
+from finetune.checkpoint.save import Saver
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.accelerate_config import Sharding
@@ -24,6 +24,7 @@ from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.probe import refuse_unsound
 from finetune.optim.build import build_optimizer
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Lora, Model, Optimization
 from finetune.safetensors_io.tensors import read, read_folder
