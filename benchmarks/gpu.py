@@ -126,8 +126,8 @@ def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | No
     """Packed step batches of one micro-batch each, every token trained, as the data room makes them."""
     import torch
 
+    from finetune.constants import IGNORE_INDEX
     from finetune.data.batches import MicroBatch, StepBatch
-    from finetune.data.token_store import IGNORE
 
     packed = rows(case, steps * case.rows, data, tokenizer)
     batches = []
@@ -135,12 +135,12 @@ def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | No
         examples = [ids for row in packed[step * case.rows : (step + 1) * case.rows] for ids in row]
         lengths = torch.tensor([len(ids) for ids in examples])
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
-        labels = torch.tensor([i for ids in examples for i in [*ids[1:], IGNORE]])[None]
+        labels = torch.tensor([i for ids in examples for i in [*ids[1:], IGNORE_INDEX]])[None]
         micro_batch = MicroBatch(
             input_ids=torch.tensor([i for ids in examples for i in ids])[None],
             labels=labels,
             position_ids=torch.cat([torch.arange(len(ids)) for ids in examples])[None],
-            trained_positions=(labels.flatten() != IGNORE).nonzero().flatten(),
+            trained_positions=(labels.flatten() != IGNORE_INDEX).nonzero().flatten(),
             cu_seq_lens=ends.to(torch.int32),
             max_document_length=int(lengths.max()),
             example_ids=(),

@@ -13,7 +13,7 @@ from finetune.checkpoint import shards as state
 from finetune.checkpoint.inputs import changed_inputs
 from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.save import plain_optimizer, plain_recipe
-from finetune.data.prepare import global_batch_size
+from finetune.constants import global_batch_size
 from finetune.distributed.collective import Ranks
 from finetune.distributed.world import World
 from finetune.errors import UserError

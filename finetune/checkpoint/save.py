@@ -22,7 +22,7 @@ from finetune.checkpoint import files
 from finetune.checkpoint import manifest as folder
 from finetune.checkpoint import shards as state
 from finetune.checkpoint.replicas import refuse_different_replicas
-from finetune.data.prepare import global_batch_size
+from finetune.constants import ITEMSIZE, global_batch_size
 from finetune.distributed.collective import Ranks
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -35,7 +35,6 @@ from finetune.units import counted, disk_size
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
 GENERATION_FILE = "generation_config.json"
-EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}  # of a parameter
 
 
 class Saver:
@@ -253,7 +252,7 @@ def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_b
     saves = math.ceil(steps / wanted.save_steps) if wanted.save_steps else 1
     kept = saves if wanted.save_total_limit is None else min(saves, wanted.save_total_limit + 1)
     new = max(1, kept - len(folder.published(run_folder)))
-    export = parameters * EXPORT_BYTES[wanted.export_dtype or recipe.model.dtype] if wanted.export_at_end else 0
+    export = parameters * ITEMSIZE[wanted.export_dtype or recipe.model.dtype] if wanted.export_at_end else 0
     spare = SPARE_BYTES if export else 0
     needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
     if needed > free:

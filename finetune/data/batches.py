@@ -13,14 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.examples import Examples
 from finetune.data.sampler import Arrangement, EpochRows, epoch_rows
-from finetune.data.token_store import IGNORE
 
 Ids = NDArray[np.int64]
-# The packed row is filled up to a multiple of it, and so are the positions that the loss looks at. A new length costs: a CPU
-# compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
-ROUND_TOKENS = 64
 
 
 class Ranks(Protocol):
@@ -46,7 +43,7 @@ class MicroBatch:
     """
 
     input_ids: Tensor  # int64[rows, tokens]
-    labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE
+    labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
     position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
     # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found on
     # the host: a GPU's search would make the host wait.
@@ -188,7 +185,7 @@ class Batches:
         tokens = int(lengths.sum())
         padding = -tokens % ROUND_TOKENS
         input_ids = np.full(tokens + padding, self.pad_token_id, np.int64)
-        labels = np.full(tokens + padding, IGNORE, np.int64)
+        labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
         np.concatenate([example.input_ids for example in examples], out=input_ids[:tokens])
         np.concatenate([example.labels for example in examples], out=labels[:tokens])
         lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which nothing sees
@@ -210,7 +207,7 @@ class Batches:
             return filler(packed=False)
         longest = int(self.examples.lengths[ids].max())
         input_ids = np.full((len(ids), longest), self.pad_token_id, np.int64)
-        labels = np.full((len(ids), longest), IGNORE, np.int64)
+        labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
         for row, example_id in enumerate(ids):
             example = self.examples[example_id]
             input_ids[row, : len(example.input_ids)] = example.input_ids
@@ -243,8 +240,8 @@ def batches_of(
 
 def _trained_positions(labels: Ids) -> Tensor:
     """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
-    trained = np.flatnonzero(labels != IGNORE)
-    others = np.flatnonzero(labels == IGNORE)[: -len(trained) % ROUND_TOKENS]
+    trained = np.flatnonzero(labels != IGNORE_INDEX)
+    others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
     return torch.from_numpy(np.concatenate((trained, others)))
 
 
@@ -253,7 +250,7 @@ def filler(packed: bool) -> MicroBatch:
     nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers once more."""
     return MicroBatch(
         input_ids=torch.zeros(1, ROUND_TOKENS, dtype=torch.int64),
-        labels=torch.full((1, ROUND_TOKENS), IGNORE, dtype=torch.int64),
+        labels=torch.full((1, ROUND_TOKENS), IGNORE_INDEX, dtype=torch.int64),
         position_ids=torch.arange(ROUND_TOKENS)[None],
         trained_positions=torch.zeros(0, dtype=torch.int64),
         cu_seq_lens=torch.tensor([0, ROUND_TOKENS], dtype=torch.int32) if packed else None,

@@ -7,7 +7,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.token_store import IGNORE, TokenStore
+from finetune.constants import IGNORE_INDEX
+from finetune.data.token_store import TokenStore
 from finetune.errors import UserError
 
 Overlength = Literal["truncate", "drop", "split", "error"]
@@ -18,7 +19,9 @@ class Example:
     """One conversation, or a piece of one, as tokens."""
 
     input_ids: NDArray[np.int32]  # [tokens]
-    labels: NDArray[np.int32]  # [tokens]: the id to predict at this position, which is the next token's, or IGNORE
+    labels: NDArray[
+        np.int32
+    ]  # [tokens]: the id to predict at this position, which is the next token's, or IGNORE_INDEX
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     length = np.minimum(store.starts[1:][document] - start, max_length).astype(np.int32)
     trained = store.trained[document].astype(np.int32)
     for i in np.flatnonzero(overlong[document]):
-        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE)
+        trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
     examples = Examples((store,), np.zeros(len(document), np.int32), document, start, length, trained)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
+from finetune.constants import IGNORE_INDEX
 from finetune.data.checks import fatal
 from finetune.data.examples import Example, Examples
 from finetune.data.fit import misfits
 from finetune.data.mixture import SourceReport
 from finetune.data.prepare import DataReport, look_at
-from finetune.data.token_store import IGNORE
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import RECIPES, read_recipe
@@ -160,7 +160,7 @@ def token_texts(example: Example, tokenizer: Any) -> list[str]:
 
 def is_trained(example: Example) -> list[bool]:
     """Whether each token is a target: the label of the position before it."""
-    return [False, *(bool(label != IGNORE) for label in example.labels[:-1])]
+    return [False, *(bool(label != IGNORE_INDEX) for label in example.labels[:-1])]
 
 
 def report_lines(report: DataReport, warnings: Sequence[str], color: bool) -> Iterator[str]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from finetune.constants import IGNORE_INDEX, global_batch_size
 from finetune.data.batches import Batches, MicroBatch, Ranks, StepBatch, batches_of
 from finetune.data.chat_templates import PLAIN
 from finetune.data.checks import Finding, Tally, fatal, findings
@@ -18,9 +19,8 @@ from finetune.data.renderer import renderer
 from finetune.data.sampler import Arrangement
 from finetune.data.streaming import StreamedBatches, stream_fingerprint, streamed
 from finetune.data.token_cache import cached_store
-from finetune.data.token_store import IGNORE
 from finetune.errors import UserError
-from finetune.recipe.schema import Batch, DatasetSource, Recipe
+from finetune.recipe.schema import DatasetSource, Recipe
 from finetune.units import counted
 
 __all__ = ["DataReport", "MicroBatch", "PreparedData", "Prompt", "StepBatch", "look_at", "prepare_data"]
@@ -190,13 +190,6 @@ def _report(
     )
 
 
-def global_batch_size(batch: Batch, world_size: int) -> int:
-    """Rows in an optimizer step over all ranks."""
-    if batch.global_batch_size is not None:
-        return batch.global_batch_size
-    return batch.per_device_train_batch_size * (batch.gradient_accumulation_steps or 1) * world_size
-
-
 def _mix(
     sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: Ranks
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
@@ -279,7 +272,7 @@ def _evaluation(recipe: Recipe, held_out: Examples | None, tokenizer: Any, world
 
 def _prompt(input_ids: Any, labels: Any, tokenizer: Any) -> Prompt | None:
     """None for an example that asks nothing, such as plain text."""
-    trained = np.flatnonzero(labels != IGNORE)
+    trained = np.flatnonzero(labels != IGNORE_INDEX)
     if len(trained) == 0:
         return None
     breaks = np.flatnonzero(np.diff(trained) > 1)

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from finetune.errors import UserError
 
 FACTS = "facts.json"
-IGNORE = -100  # the label of a position that is not trained on; torch's cross entropy skips it
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +22,7 @@ class Tokens:
     """A batch of documents as tokens, on the way to a store."""
 
     input_ids: NDArray[np.int32]  # [tokens], document after document
-    labels: NDArray[np.int32]  # [tokens]: the id of the next token of the document, or IGNORE
+    labels: NDArray[np.int32]  # [tokens]: the id of the next token of the document, or IGNORE_INDEX
     lengths: NDArray[np.int32]  # [documents]: tokens
     trained: NDArray[np.int32]  # [documents]: tokens with a label
     files: NDArray[np.int32]  # [documents]: index into the store's list of files

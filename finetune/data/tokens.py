@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from finetune.constants import IGNORE_INDEX
 from finetune.data.chat import Rendered
-from finetune.data.token_store import IGNORE, Tokens
+from finetune.data.token_store import Tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +56,7 @@ def tokenize(documents: Sequence[Rendered], rows: Sequence[tuple[int, int]], by:
         ids += found
     flat = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum(dtype=np.int64)))
     labels = _labels(flat, np.repeat(trained, np.fromiter(map(len, ids), np.int64, len(ids))), lengths)
-    counts = np.concatenate(([0], np.cumsum(labels != IGNORE)))
+    counts = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
     ends = np.cumsum(lengths, dtype=np.int64)
     return Tokens(
         input_ids=flat,
@@ -117,9 +118,9 @@ def _encode(pieces: Sequence[_Piece], by: Encoder) -> list[list[int]]:
 def _labels(
     flat: np.ndarray[Any, np.dtype[np.int32]], is_trained: np.ndarray[Any, Any], lengths: np.ndarray[Any, Any]
 ) -> np.ndarray[Any, np.dtype[np.int32]]:
-    """int32[tokens]: at every position the next token of the document where that one is trained, else IGNORE."""
-    labels = np.full(len(flat), IGNORE, np.int32)
-    labels[:-1] = np.where(is_trained[1:], flat[1:], IGNORE)
+    """int32[tokens]: at every position the next token of the document where that one is trained, else IGNORE_INDEX."""
+    labels = np.full(len(flat), IGNORE_INDEX, np.int32)
+    labels[:-1] = np.where(is_trained[1:], flat[1:], IGNORE_INDEX)
     ends = np.cumsum(lengths, dtype=np.int64)[lengths > 0]
-    labels[ends - 1] = IGNORE  # what follows is another document
+    labels[ends - 1] = IGNORE_INDEX  # what follows is another document
     return labels

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.constants import frozen_dtype
 from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -54,7 +54,7 @@ def load_model(model: Model, lora: Lora, seed: int, vocabulary: int, world: Worl
     if model.use_liger_kernel:
         use_liger_kernels(built, world.device)
     if lora.use_peft:
-        add_adapters(built, lora, frozen_dtype(world.sharding, lora))
+        add_adapters(built, lora, DTYPES[frozen_dtype(world.sharding, lora)])
         values = with_adapters(
             values, {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}, seed
         )
@@ -77,17 +77,6 @@ def size_of(model: Any) -> Size:
         trained=sum(p.numel() for p in parameters if p.requires_grad),
         multiplied=total if embedding is head else total - embedding.numel(),
     )
-
-
-def frozen_dtype(sharding: Sharding, lora: Lora) -> torch.dtype:
-    """A frozen base needs no more precision than it is computed in.
-
-    But FSDP1 has one dtype in a unit, and DoRA reads its adapters outside their own forward, so that they cannot be
-    units of their own: there the base stays in the adapters' fp32.
-    """
-    if sharding.layout == "fsdp1" and lora.use_dora:
-        return torch.float32
-    return {"bf16": torch.bfloat16, "fp16": torch.float16, "no": torch.float32}[sharding.mixed_precision]
 
 
 def refuse_unfit(config: Any, model: Model, vocabulary: int) -> None:

@@ -12,11 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.errors import UserError
-
-IGNORE = -100  # the label of a position that is not trained
-CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}  # of fp32 logits
-SMALLEST_CHUNK = 256  # tokens; with fewer, adding up the weight gradient costs more than the products
 
 
 class Logits(NamedTuple):
@@ -53,19 +50,18 @@ def linear_cross_entropy(
     Args:
         hidden: [tokens, hidden].
         weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it is frozen.
-        labels: int64[tokens], the id to predict AT that position, or IGNORE.
+        labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         bias: [vocabulary] or None.
-        trained_positions: int64[trained tokens], where `labels` is not IGNORE, and perhaps others, which add nothing;
+        trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps others, which add nothing;
             only these are multiplied by the head. Left out, they are looked up on the CPU; elsewhere that would synchronize, and all positions are multiplied.
-        chunk_tokens: tokens in a chunk; left out, as many as make CHUNK_BYTES of logits, at least SMALLEST_CHUNK.
+        chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
     """
     if trained_positions is None and labels.device.type == "cpu":
-        trained_positions = (labels != IGNORE).nonzero().squeeze(1)
+        trained_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
     if chunk_tokens is None:
-        budget = CHUNK_BYTES.get(hidden.device.type, CHUNK_BYTES["cuda"])
-        chunk_tokens = max(budget // (4 * weight.shape[0]), SMALLEST_CHUNK)
+        chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
     gradients = torch.is_grad_enabled()
     wanted = tuple(gradients and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     arguments = (hidden, weight, bias, labels, trained_positions, logits, chunk_tokens, wanted)
@@ -165,7 +161,7 @@ def loss_and_gradient(scores: Tensor, labels: Tensor, logits: Logits, gradient: 
         bend = torch.tanh(scores.to(wide) / logits.softcap)
         scores = bend * logits.softcap
     log_probabilities = torch.log_softmax(scores, -1, dtype=wide)
-    trained = labels != IGNORE
+    trained = labels != IGNORE_INDEX
     chosen = labels.clamp(min=0).unsqueeze(1)  # any id will do where the position is not trained
     loss = -torch.where(trained, log_probabilities.gather(1, chosen).squeeze(1), 0.0).sum()
     if not gradient:

@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.constants import IGNORE_INDEX
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models.loss import IGNORE
 from finetune.recipe.schema import Data, Model
 
 TOKENS, BEFORE, AGAIN = 8, 5, 6  # of a document, of another after it, and of the first one's beginning once more
@@ -93,7 +93,7 @@ def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
     rows = (1, -1) if packed else (2, TOKENS)
     batch = {
         "input_ids": row.view(rows),
-        "labels": F.pad(labels, (0, len(row) - TOKENS), value=IGNORE).view(rows),
+        "labels": F.pad(labels, (0, len(row) - TOKENS), value=IGNORE_INDEX).view(rows),
         "position_ids": torch.cat([torch.arange(length, device=ids.device) for length in lengths]).view(rows),
         "trained_positions": torch.arange(TOKENS, device=ids.device),
     }

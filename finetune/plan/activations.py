@@ -6,13 +6,11 @@ Counted from the forward of transformers' models and checked against a trace of 
 
 from dataclasses import dataclass
 
+from finetune.constants import loss_chunk_tokens
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import FP32
 from finetune.recipe.schema import Lora
 
-# Of fp32 logits in a chunk of the loss: finetune/models/loss.py's CHUNK_BYTES, which a test compares.
-LOSS_CHUNK_BYTES = {"cuda": 1 << 30, "cpu": 64 << 20}
-LOSS_CHUNK_LEAST_TOKENS = 64
 TOKEN_ID = 8  # bytes of an int64
 
 
@@ -83,9 +81,7 @@ def evaluation_bytes(a: Architecture, run: Computation) -> int:
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
     """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back."""
-    budget = LOSS_CHUNK_BYTES["cpu" if run.cpu else "cuda"]
-    most = max(budget // (FP32 * vocabulary), LOSS_CHUNK_LEAST_TOKENS)
-    chunks = max(-(-tokens // most), 1)
+    chunks = max(-(-tokens // loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda")), 1)
     casts = 0 if run.itemsize == FP32 else FP32 if run.cpu else run.itemsize  # a CPU's softmax casts its input first
     return -(-tokens // chunks) * vocabulary * (run.itemsize + FP32 + casts)
 

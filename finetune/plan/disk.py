@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from finetune.constants import ITEMSIZE
 from finetune.plan.memory import peak
 from finetune.plan.run_spec import Job
-from finetune.plan.state import ITEMSIZE, MOMENT_ITEMSIZE, MOMENTS, moment_bytes
+from finetune.plan.state import MOMENT_ITEMSIZE, MOMENTS, moment_bytes
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned

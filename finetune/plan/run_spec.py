@@ -4,13 +4,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
+from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, ROUND_TOKENS, global_batch_size
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
-from finetune.plan.state import COMPUTE_DTYPE, ITEMSIZE, StateTensor, shards, state_tensors
+from finetune.plan.state import StateTensor, shards, state_tensors
 from finetune.recipe.schema import Recipe
-
-ROUND_TOKENS = 64  # of a packed micro-batch: finetune/data/batches.py's, which a test compares
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +81,7 @@ class Job:
     @property
     def global_batch_size(self) -> int:
         """Rows in an optimizer step over all ranks."""
-        batch = self.recipe.batch
-        return batch.global_batch_size or self.rows * (batch.gradient_accumulation_steps or 1) * self.ranks
+        return global_batch_size(self.recipe.batch, self.ranks)
 
     @property
     def accumulation(self) -> int:

@@ -4,13 +4,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.recipe.schema import Lora, Model, Optimization
 
 FP32 = 4  # bytes
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
-COMPUTE_DTYPE = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # Accelerate's mixed_precision -> the type
 MOMENTS = 2  # of AdamW, for each trained number
 # Bytes of a number in a checkpoint, and in memory unless it is quantized; any other optimizer's have the parameter's type.
 MOMENT_ITEMSIZE = {"adamw_bf16_moments": 2, "adamw_8bit": 4}
@@ -61,12 +60,6 @@ def state_tensors(architecture: Architecture, model: Model, lora: Lora, sharding
             if lora.use_peft and _is_adapted(tensor, unit, lora):
                 found += _adapter(tensor, unit, lora)
     return tuple(found)
-
-
-def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
-    """A frozen base is kept in the compute dtype; but FSDP1 with DoRA needs one type in a unit, the adapters' fp32."""
-    in_one_type = sharding.layout == "fsdp1" and lora.use_dora
-    return "float32" if in_one_type else COMPUTE_DTYPE[sharding.mixed_precision]
 
 
 def _is_adapted(tensor: TensorShape, unit: str, lora: Lora) -> bool:

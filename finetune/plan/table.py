@@ -3,12 +3,13 @@
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from finetune.constants import frozen_dtype
 from finetune.flops import FORMULA, PEAK_FLOPS
 from finetune.plan.advice import Advice
 from finetune.plan.disk import Disk, Host
 from finetune.plan.memory import Moment, Phase
 from finetune.plan.run_spec import Job
-from finetune.plan.state import frozen_dtype, shards
+from finetune.plan.state import shards
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
 from finetune.units import GIB, MIB, count, counted, gib
 

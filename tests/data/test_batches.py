@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.batches import ROUND_TOKENS, Batches, MicroBatch, batches_of
+from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
+from finetune.data.batches import Batches, MicroBatch, batches_of
 from finetune.data.sampler import Arrangement
-from finetune.data.token_store import IGNORE
 from tests.data.world import Rank, examples_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, size=101).tolist()
@@ -38,7 +38,7 @@ def ids_of_steps(ranks: Sequence[Batches], start_step: int = 0) -> list[Counter[
         micro_batches = [m for share in shares for m in share.micro_batches]
         ids = Counter(i for m in micro_batches for i in m.example_ids)
         assert shares[0].tokens == sum(ranks[0].examples.lengths[i] * n for i, n in ids.items())
-        assert shares[0].trained_tokens == sum(int((m.labels != IGNORE).sum()) for m in micro_batches)
+        assert shares[0].trained_tokens == sum(int((m.labels != IGNORE_INDEX).sum()) for m in micro_batches)
         steps.append(ids)
     return steps
 
@@ -104,10 +104,10 @@ def documents(micro_batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
         ids, labels = micro_batch.input_ids[row, start:stop].tolist(), micro_batch.labels[row, start:stop].tolist()
         assert micro_batch.position_ids[row, start:stop].tolist() == list(range(stop - start))
         length = max(i for i, token in enumerate(ids) if i == 0 or token) + 1  # the padding is 0
-        assert labels[length:] == [IGNORE] * (len(ids) - length)
+        assert labels[length:] == [IGNORE_INDEX] * (len(ids) - length)
         found.append((ids[:length], labels[:length]))
     padding = found[len(micro_batch.example_ids) :]
-    assert padding in ([], [([0], [IGNORE])])
+    assert padding in ([], [([0], [IGNORE_INDEX])])
     return found[: len(micro_batch.example_ids)]
 
 
@@ -116,13 +116,13 @@ def test_a_micro_batch_holds_its_documents_whole_with_shifted_labels(packing: bo
     batches = loader(packing=packing)
     for step in batches.batches():
         for micro_batch in step.micro_batches:
-            trained = (micro_batch.labels != IGNORE).sum()
+            trained = (micro_batch.labels != IGNORE_INDEX).sum()
             looked_at = micro_batch.labels.flatten()[micro_batch.trained_positions]
-            assert looked_at[:trained].ne(IGNORE).all() and looked_at[trained:].eq(IGNORE).all()
+            assert looked_at[:trained].ne(IGNORE_INDEX).all() and looked_at[trained:].eq(IGNORE_INDEX).all()
             assert len(looked_at) == len(micro_batch.trained_positions.unique())
             for example_id, (ids, labels) in zip(micro_batch.example_ids, documents(micro_batch), strict=True):
                 assert ids == [1000 * example_id + t for t in range(LENGTHS[example_id])]
-                assert labels == [*ids[1:], IGNORE]
+                assert labels == [*ids[1:], IGNORE_INDEX]
 
 
 def test_lengths_of_packed_rows_and_of_their_trained_positions_are_round() -> None:
@@ -145,7 +145,7 @@ def test_a_rank_without_a_row_has_a_round_of_tokens_without_a_label() -> None:
     (share,) = loader([5], packing=True, size=2, rank=1, epochs=1).batches()
     (filler,) = share.micro_batches
     assert filler.example_ids == () and filler.input_ids.shape == (1, ROUND_TOKENS)
-    assert filler.labels.tolist() == [[IGNORE] * ROUND_TOKENS] and share.tokens == 5
+    assert filler.labels.tolist() == [[IGNORE_INDEX] * ROUND_TOKENS] and share.tokens == 5
     assert filler.inputs["cu_seq_lens"].tolist() == [0, ROUND_TOKENS]
 
 
@@ -162,8 +162,8 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
     """On real conversations cut to every length from 1 to max_length, by a real model, in fp32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from finetune.constants import IGNORE_INDEX
     from finetune.data.examples import cut
-    from finetune.data.token_store import IGNORE
     from finetune.models.attention import install
     from tests.data.world import store_of
 
@@ -185,7 +185,7 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
                 with torch.no_grad():
                     logits = model(**inputs, use_cache=False).logits
                 each = torch.nn.functional.cross_entropy(
-                    logits.flatten(0, 1), micro_batch.labels.flatten(), ignore_index=IGNORE, reduction="none"
+                    logits.flatten(0, 1), micro_batch.labels.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
                 )
                 places = [
                     (i, p)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import yaml
 
+from finetune.constants import IGNORE_INDEX
 from finetune.data.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.token_store import IGNORE
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
@@ -71,7 +71,7 @@ def text_of(prepared: PreparedData, example_id: int) -> str:
 
 def answer_of(prepared: PreparedData, example_id: int) -> str:
     labels = prepared.train.examples[example_id].labels
-    text: str = prepared.tokenizer.decode(labels[labels != IGNORE])
+    text: str = prepared.tokenizer.decode(labels[labels != IGNORE_INDEX])
     return text
 
 
@@ -104,7 +104,7 @@ def test_real_files_need_only_their_path(prepare: Prepare, shared: Path, file: s
         example = prepared.train.examples[example_id]
         assert (example.input_ids == bos).sum() <= 1
         if len(example.input_ids) < 512:
-            assert int(example.labels[example.labels != IGNORE][-1]) in special
+            assert int(example.labels[example.labels != IGNORE_INDEX][-1]) in special
     assert len(prepared.held_out_prompts(4)) == (0 if file.startswith("c4") else 4)
 
 

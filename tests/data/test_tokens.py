@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from finetune.constants import IGNORE_INDEX
 from finetune.data.chat import Rendered, render
 from finetune.data.chat_templates import PLAIN
 from finetune.data.formats import Conversation, read_row
 from finetune.data.renderer import renderer
-from finetune.data.token_store import IGNORE
 from finetune.data.tokens import encoder, tokenize
 from finetune.recipe.schema import DatasetSource
 
@@ -70,13 +70,16 @@ def test_labels_spell_the_trained_stretches(documents: list[tuple[list[str], int
     for i, (document, end, length) in enumerate(zip(rendered, ends, tokens.lengths, strict=True)):
         ids, labels = tokens.input_ids[end - length : end].tolist(), tokens.labels[end - length : end].tolist()
         assert backend.decode(ids) == document.text
-        assert all(label in (IGNORE, following) for label, following in zip(labels, [*ids[1:], IGNORE], strict=True))
-        assert tokens.trained[i] == sum(label != IGNORE for label in labels)
+        assert all(
+            label in (IGNORE_INDEX, following)
+            for label, following in zip(labels, [*ids[1:], IGNORE_INDEX], strict=True)
+        )
+        assert tokens.trained[i] == sum(label != IGNORE_INDEX for label in labels)
         targets = [
             ids[0] if document.spans and document.spans[0][0] == 0 and not document.is_plain else None,
             *labels[:-1],
         ]
-        spoken = backend.decode([token for token in targets if token not in (None, IGNORE)])
+        spoken = backend.decode([token for token in targets if token not in (None, IGNORE_INDEX)])
         wanted = "".join(document.text[a:b] for a, b in document.spans)
         assert spoken == wanted
 
@@ -95,7 +98,7 @@ def test_what_stands_before_an_answer_is_encoded_as_at_inference(name: str) -> N
             [Rendered(prompt + answer, ((len(prompt), len(prompt + answer)),), True)], [(0, 1)], ENCODERS[name]
         )
         asked = backend.encode(prompt).ids
-        first = int(np.flatnonzero(tokens.labels != IGNORE)[0]) + 1
+        first = int(np.flatnonzero(tokens.labels != IGNORE_INDEX)[0]) + 1
         assert tokens.input_ids[:first].tolist() == asked, prompt
         assert backend.decode(tokens.input_ids.tolist()).replace(" ", "") == (prompt + answer).replace(" ", "")
 
@@ -124,8 +127,8 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(templ
     rendered = render(read_row({"messages": messages}, DatasetSource(path="chat.jsonl")), renderer(tokenizer, True))
     tokens = tokenize([rendered], [(0, 1)], encoder(tokenizer))
     assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
-    starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE], tokens.labels)) != IGNORE))
-    stretches = [[int(label) for label in part if label != IGNORE] for part in np.split(tokens.labels, starts)]
+    starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE_INDEX], tokens.labels)) != IGNORE_INDEX))
+    stretches = [[int(label) for label in part if label != IGNORE_INDEX] for part in np.split(tokens.labels, starts)]
     assert [backend.decode(part).strip() for part in stretches if part] == words[1::2]
 
 

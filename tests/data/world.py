@@ -6,8 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Examples, cut
-from finetune.data.token_store import IGNORE, TokenStore
+from finetune.data.token_store import TokenStore
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,10 @@ def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1) -> Toke
     """A store of documents of the given token ids, each trained on from its token `first_trained` on."""
     flat = np.array([token for document in documents for token in document], np.int32)
     labels = [
-        [document[i + 1] if i + 1 >= first_trained and i + 1 < len(document) else IGNORE for i in range(len(document))]
+        [
+            document[i + 1] if i + 1 >= first_trained and i + 1 < len(document) else IGNORE_INDEX
+            for i in range(len(document))
+        ]
         for document in documents
     ]
     lengths = [len(document) for document in documents]
@@ -38,7 +42,7 @@ def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1) -> Toke
         input_ids=flat,
         labels=np.array([label for row in labels for label in row], np.int32),
         starts=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
-        trained=np.array([sum(label != IGNORE for label in row) for row in labels], np.int32),
+        trained=np.array([sum(label != IGNORE_INDEX for label in row) for row in labels], np.int32),
         files=np.zeros(len(documents), np.int32),
         rows=np.arange(1, len(documents) + 1),
         hashes=np.array([hash(tuple(d)) & 0xFFFFFFFFFFFFFFFF for d in documents], np.uint64),

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.models.attention import install
-from finetune.models.loss import IGNORE, Logits, install_loss, linear_cross_entropy
+from finetune.models.loss import Logits, install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.ranks import launch_ranks
 
@@ -24,7 +25,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
     weight = torch.randn(VOCABULARY, HIDDEN, generator=generator).to(dtype)
     bias = torch.randn(VOCABULARY, generator=generator).to(dtype)
     labels = torch.randint(0, VOCABULARY, (TOKENS,), generator=generator)
-    labels[torch.rand(TOKENS, generator=generator) < 0.66] = IGNORE
+    labels[torch.rand(TOKENS, generator=generator) < 0.66] = IGNORE_INDEX
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
 
 
@@ -32,7 +33,7 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, l
     scores = F.linear(hidden, weight, bias).float() * logits.scale
     if logits.softcap is not None:
         scores = torch.tanh(scores / logits.softcap) * logits.softcap
-    return F.cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000, None])
@@ -51,7 +52,7 @@ def test_value_and_gradients_are_those_of_whole_logits(chunk_tokens: int | None,
             bias=offset,
             logits=logits,
             chunk_tokens=chunk_tokens,
-            trained_positions=(labels != IGNORE).nonzero().squeeze(1) if given else None,
+            trained_positions=(labels != IGNORE_INDEX).nonzero().squeeze(1) if given else None,
         )
         found = torch.autograd.grad(loss / 50, sources)
         assert relative_error(loss, truth) <= EXACT
@@ -62,7 +63,7 @@ def test_in_double_the_difference_is_rounding_only() -> None:
     hidden, weight, bias, labels = problem(torch.float64)
     logits = Logits(scale=0.7, softcap=4.0)
     scores = torch.tanh(F.linear(hidden, weight, bias) * logits.scale / 4.0) * 4.0
-    truth = F.cross_entropy(scores, labels, ignore_index=IGNORE, reduction="sum")
+    truth = F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=4)
     for found, expected in zip(
         (loss, *torch.autograd.grad(loss, (hidden, weight, bias))),
@@ -74,7 +75,7 @@ def test_in_double_the_difference_is_rounding_only() -> None:
 
 def test_nothing_trained_is_a_loss_of_zero_with_gradients_of_zero() -> None:
     hidden, weight, _, labels = problem()
-    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE))
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE_INDEX))
     loss.backward()
     assert loss.item() == 0.0
     assert hidden.grad is not None and not hidden.grad.any()
@@ -167,7 +168,7 @@ def test_on_cuda_the_value_and_gradients_are_the_same_and_nothing_waits(given: b
     hidden, weight, _, labels = (t.cuda().detach() for t in problem(torch.bfloat16))
     hidden.requires_grad_(), weight.requires_grad_()
     exact = [t.detach().float().requires_grad_() for t in (hidden, weight)]
-    positions = (labels != IGNORE).nonzero().squeeze(1) if given else None
+    positions = (labels != IGNORE_INDEX).nonzero().squeeze(1) if given else None
     linear_cross_entropy(hidden, weight, labels, chunk_tokens=20)  # the first call may load kernels
     torch.cuda.set_sync_debug_mode("error")
     try:

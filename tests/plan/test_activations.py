@@ -5,14 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.data import batches
-from finetune.models import loss as loss_module
 from finetune.models.activation_checkpointing import checkpoint_activations
 from finetune.models.attention import install as install_attention
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
-from finetune.plan import activations
-from finetune.plan import run_spec as job
 from finetune.plan.activations import Computation, kept_bytes, loss_chunk_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.families import FAMILIES
@@ -116,11 +112,3 @@ def test_the_loss_is_planned_within_a_tenth(
     with capsys.disabled():
         print(f"\nloss: worst error {errors[worst]:+.1%} (vocabulary, hidden, tokens {worst})")
     assert abs(errors[worst]) < TOLERANCE, errors
-
-
-def test_packed_rows_are_filled_up_to_one_size() -> None:
-    assert job.ROUND_TOKENS == batches.ROUND_TOKENS
-
-
-def test_the_chunk_of_the_loss_has_one_size() -> None:
-    assert activations.LOSS_CHUNK_BYTES == loss_module.CHUNK_BYTES

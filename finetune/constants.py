@@ -1,0 +1,48 @@
+"""The numbers and rules that data, loss, checkpoint and plan must agree on. Imports no torch."""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from finetune.distributed.accelerate_config import Sharding
+    from finetune.recipe.schema import Batch, Lora
+
+IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it
+# Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a CPU
+# compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
+ROUND_TOKENS = 64
+
+# The loss works on chunks of tokens: as many as make this many bytes of fp32 logits, by device type, ...
+LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
+LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
+
+ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, in memory and in a file
+COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of a mixed_precision
+
+
+def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
+    """Tokens in a chunk of the loss, at most.
+
+    >>> loss_chunk_tokens(32_000, "cpu"), loss_chunk_tokens(128_256, "cpu"), loss_chunk_tokens(128_256, "cuda")
+    (524, 256, 2092)
+    """
+    budget = LOSS_CHUNK_BYTES.get(device_type, LOSS_CHUNK_BYTES["cuda"])
+    return max(budget // (ITEMSIZE["float32"] * vocabulary), LOSS_CHUNK_MIN_TOKENS)
+
+
+def global_batch_size(batch: "Batch", world_size: int) -> int:
+    """Rows in an optimizer step over all ranks."""
+    if batch.global_batch_size is not None:
+        return batch.global_batch_size
+    return batch.per_device_train_batch_size * (batch.gradient_accumulation_steps or 1) * world_size
+
+
+def frozen_dtype(sharding: "Sharding", lora: "Lora") -> str:
+    """The dtype of a frozen base model: that of the computation, for it needs no more precision.
+
+    But FSDP1 has one dtype in a unit, and DoRA reads its adapters outside their own forward, so that they cannot be
+    units of their own: there the base stays in the adapters' float32.
+    """
+    if sharding.layout == "fsdp1" and lora.use_dora:
+        return "float32"
+    return COMPUTE_DTYPE[sharding.mixed_precision]
