@@ -1,4 +1,4 @@
-"""Each way in which the hub can fail is one sentence that says what to do. The hub itself is played here."""
+"""Every failure of the hub becomes one sentence that says what to do. The hub itself is replaced."""
 
 from types import SimpleNamespace
 
@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import errors
 
 from finetune.errors import UserError
-from finetune.hub import hub_file
+from finetune.hub import download_file
 
 
 def _answered(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
@@ -16,15 +16,18 @@ def _answered(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTT
 
 CASES: list[tuple[Exception, str]] = [
     (_answered(errors.GatedRepoError, 403), "gated; accept its license at huggingface.co/a/b"),
-    (_answered(errors.RepositoryNotFoundError, 404), "the hub knows no such repository, or it is private"),
+    (_answered(errors.RepositoryNotFoundError, 404), "no such repository on the hub, or it is private"),
     (_answered(errors.RevisionNotFoundError, 404), "no revision v2; correct model_revision"),
-    (_answered(errors.RemoteEntryNotFoundError, 404), "has no config.json; name a repository of a transformers model"),
-    (errors.LocalEntryNotFoundError("away"), "config.json is not on this machine and HF_HUB_OFFLINE is set"),
+    (
+        _answered(errors.RemoteEntryNotFoundError, 404),
+        "has no config.json; name the repository of a transformers model",
+    ),
+    (errors.LocalEntryNotFoundError("not cached"), "config.json is not on this machine and HF_HUB_OFFLINE is set"),
     (errors.OfflineModeIsEnabled("offline"), "is not on this machine"),
     (_answered(errors.HfHubHTTPError, 401), "the hub answered 401 for config.json; log in again"),
     (_answered(errors.HfHubHTTPError, 503), "the hub answered 503 for config.json; try again later"),
-    (errors.HFValidationError("form"), "neither a local folder nor the form of a hub name"),
-    (OSError("disk full\nmore"), "config.json cannot be had (disk full)"),
+    (errors.HFValidationError("form"), "neither a local folder nor a hub name"),
+    (OSError("disk full\nmore"), "config.json cannot be downloaded (disk full)"),
 ]
 
 
@@ -36,8 +39,8 @@ def test_a_hub_that_fails_is_one_sentence(raised: Exception, said: str, monkeypa
         raise raised
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    with pytest.raises(UserError) as told:
-        hub_file("a/b", "config.json", "v2")
-    assert str(told.value).startswith("a/b: ")
-    assert said in str(told.value)
-    assert "\n" not in str(told.value)
+    with pytest.raises(UserError) as refused:
+        download_file("a/b", "config.json", "v2")
+    assert str(refused.value).startswith("a/b: ")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)

@@ -17,7 +17,7 @@ from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import Ranks
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.hub import folder_at_hand
+from finetune.hub import find_local_folder
 from finetune.recipe.schema import Recipe
 from finetune.safetensors_io.tensors import read_folder
 
@@ -100,7 +100,7 @@ def _fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> dict[st
         "tokenizer": _hash([vocabulary, tokenizer.special_tokens_map]),
     }
     name = recipe.model.model_name_or_path
-    base = folder_at_hand(name, recipe.model.model_revision) if name is not None else None
+    base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
     if base is not None:
         config = json.loads((base / CONFIG_FILE).read_bytes())
         found["config"] = _hash({key: value for key, value in config.items() if key not in BOOKKEEPING})

@@ -27,7 +27,7 @@ from finetune.distributed.collective import Ranks
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.publish import SPARE_BYTES
-from finetune.hub import folder_at_hand
+from finetune.hub import find_local_folder
 from finetune.progress import Progress
 from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
@@ -224,7 +224,7 @@ def descriptions(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTo
             plain.peft_config["default"].save_pretrained(made)
         tokenizer.save_pretrained(made)
         base = recipe.model.model_name_or_path
-        base_folder = folder_at_hand(base, recipe.model.model_revision) if base else None
+        base_folder = find_local_folder(base, recipe.model.model_revision) if base else None
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)  # it knows what ends an answer
         return {f"{folder.MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}

@@ -24,7 +24,7 @@ from finetune.export.dcp_metadata import METADATA
 from finetune.export.preflight import DTYPES
 from finetune.export.progress import progress_bar
 from finetune.export.target import CONFIG_FILE, stored_dtype
-from finetune.hub import folder_at_hand, hub_file
+from finetune.hub import download_file, find_local_folder
 from finetune.safetensors_io.header import read_json
 from finetune.safetensors_io.tensors import StoredTensor, read_folder
 
@@ -86,7 +86,7 @@ def find_base(name: str, revision: str | None = None, *, with_weights: bool = Fa
         raise UserError(f"{name}: the base model's folder is gone; say where it is with --base-model")
     from huggingface_hub import snapshot_download
 
-    hub_file(name, CONFIG_FILE, revision)  # says in one sentence what is wrong, where something is
+    download_file(name, CONFIG_FILE, revision)  # says in one sentence what is wrong, where something is
     patterns = [*DESCRIPTIONS, "*.safetensors"] if with_weights else DESCRIPTIONS
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
@@ -136,7 +136,7 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
         return _with_base(source, _json_object(model / lora.CONFIG_FILE), revision)
     if base_model is not None:
         return replace(source, base=find_base(base_model, revision))
-    return replace(source, base=folder_at_hand(name, revision) if name else None)
+    return replace(source, base=find_local_folder(name, revision) if name else None)
 
 
 def _of_same_base(source: Source, given: str | None, tell: Callable[[str], object]) -> Source:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
-from finetune.hub import hub_error, hub_file
+from finetune.hub import download_file, hub_error
 from finetune.recipe.schema import Model
 
 
@@ -85,7 +85,9 @@ def _pretrained_config(name: str, model: Model) -> Any:
             f"{name}: is a file; model_name_or_path takes a folder with config.json and *.safetensors, or a hub name"
         )
     if not folder.is_dir():
-        hub_file(name, "config.json", model.model_revision)  # says why where it is out of reach; transformers guesses
+        download_file(
+            name, "config.json", model.model_revision
+        )  # says why where it is out of reach; transformers guesses
     try:
         return AutoConfig.from_pretrained(
             name, revision=model.model_revision, trust_remote_code=model.trust_remote_code

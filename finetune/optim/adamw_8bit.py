@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchao.optim import AdamW8bit
 
-from finetune.optim.adamw_bf16 import has_compiler, load_as_saved
+from finetune.optim.adamw_bf16 import has_compiler, load_state_unconverted
 
 
 class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
@@ -33,14 +33,14 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.tensor(rate, dtype=torch.float32)
-        with compiled_where_it_pays(self.param_groups[0]["params"][0].device):
+        with compile_on_cuda_only(self.param_groups[0]["params"][0].device):
             super().step(closure)
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the moments stay as they are where torch would make them the parameter's type."""
-        load_as_saved(self, state_dict)
+        load_state_unconverted(self, state_dict)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
         # A second moment in plain bf16, as torchao's would be where it is not quantized, stops moving.
@@ -48,7 +48,7 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
         return moment
 
 
-def compiled_where_it_pays(device: torch.device) -> AbstractContextManager[Any]:
+def compile_on_cuda_only(device: torch.device) -> AbstractContextManager[Any]:
     """torchao compiles its update for every shape. On a CPU that takes minutes, and without a compiler it fails."""
     if device.type == "cuda" and has_compiler():
         return nullcontext()

@@ -57,10 +57,10 @@ class AdamWBf16Moments(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As torch's, but the moments stay bf16 where torch would make them the parameter's type."""
-        load_as_saved(self, state_dict)
+        load_state_unconverted(self, state_dict)
 
 
-def load_as_saved(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """Loads a state dict into `optimizer`, every tensor in the type that it has there."""
     groups: list[dict[str, Any]] = []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
@@ -129,12 +129,12 @@ def _update_(
     mean = first.float().lerp(gradient, 1 - beta1)
     variance = second.float().lerp(gradient * gradient, 1 - beta2)
     moved = (parameter.float() * decay - rate * mean / (variance.sqrt() * correction + eps)).to(parameter.dtype)
-    changes = (moved, stochastically_rounded(mean), stochastically_rounded(variance))
+    changes = (moved, round_stochastically(mean), round_stochastically(variance))
     for old, new in zip((parameter, first, second), changes, strict=True):
         old.copy_(new if found_inf is None else torch.where(found_inf > 0, old, new))
 
 
-def stochastically_rounded(values: Tensor) -> Tensor:
+def round_stochastically(values: Tensor) -> Tensor:
     """fp32 -> bf16, up or down with the probability that makes the mean exact.
 
     bf16 is the upper half of an fp32: a random lower half is added, and the carry decides.

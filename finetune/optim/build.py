@@ -26,7 +26,7 @@ class Schedule:
     kind: str = "cosine"  # cosine | linear | constant
 
 
-def schedule_of(optimization: Optimization, steps: int) -> Schedule:
+def build_schedule(optimization: Optimization, steps: int) -> Schedule:
     """The recipe's schedule for a run of `steps` optimizer steps."""
     warmup = optimization.warmup_steps
     if warmup is None:
@@ -40,13 +40,13 @@ def schedule_of(optimization: Optimization, steps: int) -> Schedule:
     )
 
 
-def learning_rate(step: int, schedule: Schedule) -> float:
+def compute_learning_rate(step: int, schedule: Schedule) -> float:
     """The learning rate of optimizer step `step` (0-based).
 
     Cosine: Loshchilov and Hutter 2017, eq. 5, without restarts.
 
     >>> s = Schedule(peak=1.0, warmup_steps=2, steps=10)
-    >>> [round(learning_rate(step, s), 3) for step in (0, 1, 2, 6, 9, 10)]
+    >>> [round(compute_learning_rate(step, s), 3) for step in (0, 1, 2, 6, 9, 10)]
     [0.5, 1.0, 1.0, 0.5, 0.038, 0.0]
     """
     if step < schedule.warmup_steps:
@@ -64,7 +64,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def refuse_unusable(optimization: Optimization, sharding: Sharding) -> None:
+def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
     """Raises `UserError`, before anything is loaded, where `optim` cannot be had here or in this layout."""
     if optimization.optim != "adamw_8bit":
         return

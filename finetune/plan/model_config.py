@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
-from finetune.hub import hub_file
+from finetune.hub import download_file
 from finetune.recipe.schema import Model
 
 
@@ -25,7 +25,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
     elif folder.is_absolute() or name.startswith("."):
         raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
     else:
-        path = hub_file(name, "config.json", model.model_revision)
+        path = download_file(name, "config.json", model.model_revision)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -18,7 +18,7 @@ from finetune.distributed.parallelize import clip_gradients, without_gradient_sy
 from finetune.distributed.world import World
 from finetune.errors import Preempted
 from finetune.metrics import Window, peak_memory_bytes
-from finetune.optim.build import learning_rate, set_learning_rate
+from finetune.optim.build import compute_learning_rate, set_learning_rate
 from finetune.progress import Progress
 from finetune.training.early_stopping import is_new_best, is_out_of_patience
 from finetune.training.evaluate import evaluate
@@ -45,7 +45,7 @@ def train(run: TrainingRun, progress: Progress) -> Progress:
         window = Window(world.device)
         for batch, waited in _timed(_batches(run, progress)):
             run.watchdog.beat(f"training step {batch.step + 1}")
-            rate = learning_rate(batch.step, run.schedule)
+            rate = compute_learning_rate(batch.step, run.schedule)
             set_learning_rate(run.optimizer, rate)
             seed_dropout(recipe.run.seed, batch.step, world.rank)
             loss_sum = accumulate_gradients(run.model, batch, world)

@@ -19,7 +19,7 @@ from finetune.distributed.collective import Ranks
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.publish import bring_back, bring_back_exports
-from finetune.optim.build import refuse_unusable
+from finetune.optim.build import check_optimizer
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
 from finetune.trackers import refuse_missing
@@ -44,7 +44,7 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     the recipe asks for what is not installed, and where it names a checkpoint that is damaged.
     """
     refuse_missing(recipe.run.report_to)
-    refuse_unusable(recipe.optimization, world.sharding)
+    check_optimizer(recipe.optimization, world.sharding)
     folder = run_folder(recipe)
     Ranks(world, None).main(lambda: _open(folder, recipe))
     return folder

@@ -20,7 +20,7 @@ from finetune.durable import replace_text
 from finetune.flops import flop_per_token_of
 from finetune.metrics import MetricsLog, peak_flops
 from finetune.models.load import Size
-from finetune.optim.build import Schedule, schedule_of
+from finetune.optim.build import Schedule, build_schedule
 from finetune.progress import Progress
 from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
@@ -75,7 +75,7 @@ def assemble(
         sample_prompts=tuple(Prompt(turn_of_user(text, tokenizer), "") for text in recipe.run.sample_prompts),
         model=model,
         optimizer=optimizer,
-        schedule=schedule_of(recipe.optimization, data.train.steps),
+        schedule=build_schedule(recipe.optimization, data.train.steps),
         log=open_log(recipe, world, folder, data, progress),
         inputs=inputs,
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),

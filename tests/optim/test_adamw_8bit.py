@@ -10,7 +10,7 @@ import torch
 from finetune.checkpoint.quantized_moments import dequantized, host_memory, is_quantized, quantize_into
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
-from finetune.optim.build import build_optimizer, refuse_unusable
+from finetune.optim.build import build_optimizer, check_optimizer
 from finetune.recipe.schema import Optimization
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.training.layouts import steps_of, train_all, write_config
@@ -78,14 +78,14 @@ def test_first_step_is_torchs_own_and_the_moments_are_kept_in_8_bits() -> None:
 
 
 def test_what_cannot_be_used_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    refuse_unusable(Optimization(), Sharding(layout="fsdp1"))
+    check_optimizer(Optimization(), Sharding(layout="fsdp1"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"^some\.yaml: FSDP1 cannot save.*set fsdp_version: 2"):
-        refuse_unusable(EIGHT_BIT, Sharding(layout="fsdp1", source="some.yaml"))
-    refuse_unusable(EIGHT_BIT, Sharding(layout="fsdp2"))
+        check_optimizer(EIGHT_BIT, Sharding(layout="fsdp1", source="some.yaml"))
+    check_optimizer(EIGHT_BIT, Sharding(layout="fsdp2"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"adamw_8bit needs torchao; pip install torchao"):
-        refuse_unusable(EIGHT_BIT, Sharding(layout="fsdp2"))
+        check_optimizer(EIGHT_BIT, Sharding(layout="fsdp2"))
 
 
 def checkpoint(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from finetune.optim import adamw_bf16 as adamw
-from finetune.optim.adamw_bf16 import AdamWBf16Moments, stochastically_rounded
+from finetune.optim.adamw_bf16 import AdamWBf16Moments, round_stochastically
 
 
 def quadratic(optimizer_class: type[torch.optim.Optimizer], steps: int = 300) -> list[float]:
@@ -48,11 +48,11 @@ def test_first_step_is_torchs_own() -> None:
 def test_rounding_is_right_on_average_and_exact_where_it_can_be() -> None:
     torch.manual_seed(0)
     third = torch.full((200_000,), 1 / 3)
-    rounded = stochastically_rounded(third)
+    rounded = round_stochastically(third)
     assert set(rounded.tolist()) == {0.33203125, 0.333984375}  # the two neighbors in bf16
     assert abs(rounded.double().mean().item() - 1 / 3) < 2e-5
     exact = torch.tensor([0.0, 1.0, -2.5, 1e-30]).to(torch.bfloat16)
-    assert torch.equal(stochastically_rounded(exact.float()), exact)
+    assert torch.equal(round_stochastically(exact.float()), exact)
 
 
 def test_a_slow_second_moment_keeps_moving() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from finetune.optim.build import build_optimizer, learning_rate, schedule_of, set_learning_rate
+from finetune.optim.build import build_optimizer, build_schedule, compute_learning_rate, set_learning_rate
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
 
@@ -32,8 +32,8 @@ def recipe_of(tmp_path: Path) -> RecipeOf:
 
 def rates_of(recipe: Recipe) -> list[float]:
     """The learning rate of every step."""
-    schedule = schedule_of(recipe.optimization, STEPS)
-    return [learning_rate(step, schedule) for step in range(STEPS)]
+    schedule = build_schedule(recipe.optimization, STEPS)
+    return [compute_learning_rate(step, schedule) for step in range(STEPS)]
 
 
 def rates_of_transformers(name: str, warmup_steps: int, peak: float, **options: Any) -> list[float]:
@@ -62,8 +62,8 @@ def test_min_lr_ratio_is_where_the_cosine_ends(recipe_of: RecipeOf) -> None:
 
 
 def test_warmup_ratio_is_a_share_of_the_steps_unless_warmup_steps_is_given(recipe_of: RecipeOf) -> None:
-    assert schedule_of(recipe_of(warmup_ratio=0.1).optimization, STEPS).warmup_steps == 5
-    assert schedule_of(recipe_of(warmup_ratio=0.1, warmup_steps=7).optimization, STEPS).warmup_steps == 7
+    assert build_schedule(recipe_of(warmup_ratio=0.1).optimization, STEPS).warmup_steps == 5
+    assert build_schedule(recipe_of(warmup_ratio=0.1, warmup_steps=7).optimization, STEPS).warmup_steps == 7
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bf16_moments"])

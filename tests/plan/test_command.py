@@ -58,7 +58,7 @@ def test_a_model_that_cannot_be_had_is_one_sentence(tiny_recipe: Callable[..., P
         ("nobody/nothing", "nobody/nothing: config.json is not on this machine and HF_HUB_OFFLINE is set; download it"),
         (str(tmp_path / "absent"), "absent: no such file or folder"),
         (str(tmp_path), "no config.json"),
-        ("a/b/c", "a/b/c: neither a local folder nor the form of a hub name"),
+        ("a/b/c", "a/b/c: neither a local folder nor a hub name"),
     ):
         code, _, errors = _plan("--recipe", str(tiny_recipe(model_name_or_path=name)))
         assert (code, len(errors.strip().splitlines())) == (2, 1)
