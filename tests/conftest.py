@@ -19,8 +19,13 @@ os.environ.pop("HF_DATASETS_CACHE", None)
 
 import pytest  # noqa: E402
 import yaml  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.ranks import ROOT, run_command  # noqa: E402
+
+# What a property test checks does not depend on how busy the machine is.
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
