@@ -1,6 +1,6 @@
 """Rows of a file as conversations, prompts with completions, or text; recognized from their columns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +109,8 @@ def recognize(row: Row, source: DatasetSource) -> str:
         return "messages"
     if "text" in present:
         return "text"
-    found = ", ".join(map(str, row)) if row else "none"
     raise BadRow(
-        f"no known format: its columns are {found}; known are {KNOWN_FORMATS}. "
+        f"no known format: its columns are {list_columns(row) or 'none'}; known are {KNOWN_FORMATS}. "
         "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     )
 
@@ -238,4 +237,13 @@ def _string(columns: Columns, column: str, empty: bool = True) -> str:
 
 
 def _missing(columns: Columns, column: str) -> str:
-    return "" if column in columns.row else f"; its columns are {', '.join(map(str, columns.row))}"
+    return "" if column in columns.row else f"; its columns are {list_columns(columns.row)}"
+
+
+def list_columns(columns: Iterable[str]) -> str:
+    r"""The names of columns in one line; one that would break the line is quoted.
+
+    >>> print(list_columns(["text", "a\nb"]))
+    text, 'a\nb'
+    """
+    return ", ".join(name if name.isprintable() else repr(name) for name in map(str, columns))

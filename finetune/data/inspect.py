@@ -15,6 +15,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.checks import fatal
 from finetune.data.examples import Example, Examples
 from finetune.data.fit import misfits
+from finetune.data.formats import list_columns
 from finetune.data.mixture import SourceReport
 from finetune.data.prepare import DataReport, look_at
 from finetune.data.tokenizer import load_tokenizer
@@ -193,7 +194,9 @@ def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
     )
     yield from (f"  {line}" for line in source.loss())
     if source.unused_columns:
-        columns = ", ".join(f"{name} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items())
+        columns = ", ".join(
+            f"{list_columns([name])} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()
+        )
         yield f"  columns that are not used: {columns}"
     for problem in source.skipped:
         yield f"  skipped {problem}"

@@ -212,3 +212,12 @@ def test_half_a_character_in_the_name_of_a_column_is_a_sentence(
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
     err = capsys.readouterr().err
     assert "a.jsonl:1: half of a UTF-16 pair" in err and "a.jsonl:2: half of a UTF-16 pair" in err
+
+
+def test_a_column_name_that_breaks_the_line_is_quoted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.jsonl").write_text('{"text": "a", "b\\nfatal: c": 1}\n')
+    assert main(["inspect", "--recipe", str(recipe), "--rows", "0"]) == 0
+    assert "  columns that are not used: 'b\\nfatal: c' (1 row)\n" in capsys.readouterr().out
+    Path("a.jsonl").write_text('{"b\\nfatal: c": 1}\n')
+    assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
+    assert "its columns are 'b\\nfatal: c'; known are" in capsys.readouterr().err
