@@ -212,7 +212,25 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
     try:
         for row in datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True):
             number += 1
-            yield number, row
+            yield number, remove_none_values(row)
     except Exception as error:  # pyarrow, fsspec and datasets each have their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{path}: cannot be read as {kind} after row {number}: {reason}") from None
+
+
+def remove_none_values(row: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without the keys that Arrow added.
+
+    The structs of a column all have the keys of every one of them, null where a row had none: a tool call with one
+    argument has every argument of every tool. The columns themselves stay.
+
+    >>> remove_none_values({"system": None, "call": {"name": "rain", "arguments": {"city": "Oslo", "days": None}}})
+    {'system': None, 'call': {'name': 'rain', 'arguments': {'city': 'Oslo'}}}
+    """
+    return {column: _remove_none(value) for column, value in row.items()}
+
+
+def _remove_none(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _remove_none(inner) for key, inner in value.items() if inner is not None}
+    return [_remove_none(inner) for inner in value] if isinstance(value, list) else value

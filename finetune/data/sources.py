@@ -11,7 +11,7 @@ from typing import Any
 
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
-from finetune.data.readers import KINDS, kind_of, read_file, readable
+from finetune.data.readers import KINDS, kind_of, read_file, readable, remove_none_values
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
 
@@ -31,7 +31,7 @@ def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int
     """The rows of a source in their order, at most `batch_rows` at a time. Raises `UserError` where there are none, or a file cannot be read."""
     splits = local_splits(source.path)
     if splits is None:
-        yield from _batched(source.path, enumerate(hub_rows(source, streaming), 1), batch_rows)
+        yield from _batched(source.path, enumerate(map(remove_none_values, hub_rows(source, streaming)), 1), batch_rows)
         return
     for file, start, stop in _slices(source, splits):
         yield from _batched(file, islice(read_file(file), start, stop), batch_rows)

@@ -27,7 +27,7 @@ from finetune.data.tokenize import Facts, tokenized
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
-VERSION = 8  # of the way from rows to tokens, and of a store's files; raised when the same rows would give others
+VERSION = 9  # of the way from rows to tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 

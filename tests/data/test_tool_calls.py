@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import yaml
 from transformers import AutoTokenizer
@@ -12,6 +14,7 @@ from finetune.cli import main
 from finetune.data.chat import render
 from finetune.data.chat_templates import NAMED
 from finetune.data.formats import BadRow, Conversation, read_row
+from finetune.data.readers import read_file
 from finetune.data.renderer import renderer
 from finetune.errors import EXIT_USER_ERROR
 from finetune.recipe.schema import DatasetSource
@@ -335,3 +338,46 @@ def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained(
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]
     report = json.loads(Path("run/data_report.json").read_text())
     assert report["sources"][0]["unused_columns"] == {"id": 9}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_keys_that_arrow_added_are_not_trained_on(kind: str, tmp_path: Path) -> None:
+    def schema(name: str, **properties: Any) -> dict[str, Any]:
+        return {"type": "function", "function": {"name": name, "parameters": {"properties": properties}}}
+
+    def call(name: str, **arguments: Any) -> dict[str, Any]:
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": name, "arguments": arguments}}],
+        }
+
+    rows = [
+        {
+            "messages": [ASKED, call("weather", city="Oslo")],
+            "tools": [schema("weather", city={"type": "string", "enum": ["Oslo"]})],
+            "system": "Be brief.",
+        },
+        {
+            "messages": [ASKED, call("train", start="Oslo", end="Bergen")],
+            "tools": [schema("train", start={"type": "string"}, end={"type": "string"})],
+            "system": None,
+        },
+    ]
+    table = pa.Table.from_pylist(rows)
+    assert set(table.to_pylist()[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]) == {
+        "city",
+        "start",
+        "end",
+    }
+    file = tmp_path / f"calls.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.OSFile(str(file), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
+            writer.write_table(table)
+    for (_, found), row in zip(read_file(str(file)), rows, strict=True):
+        read, wanted = document(found), document(row)
+        assert (read.messages, read.tools) == (wanted.messages, wanted.tools)
+        rendered = render(read, renderer(tokenizer_with(NAMED["chatml"]), True))
+        assert "null" not in rendered.text.lower() and "none" not in rendered.text.lower()
