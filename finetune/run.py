@@ -56,9 +56,9 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
         return leave(world)
     with beforehand.out_of_memory_answered(recipe, world):
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
-        refuse_unsound(model, recipe.model, recipe.data, world)
         optimizer = build_optimizer(model, recipe.optimization)
         progress = resuming.resume(recipe, folder, model, optimizer, world, found)
+        refuse_unsound(model, recipe.model, recipe.data, world)
         run = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, found)
         evaluation.evaluate_untrained(run, progress)
         progress = evaluation.evaluate(run, loop.train(run, progress), questions=True)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from finetune.constants import IGNORE_INDEX
 from finetune.distributed.parallelize import unwrap
@@ -137,3 +138,6 @@ def _evaluated(model: nn.Module, compiled: bool) -> Iterator[None]:
             yield
     finally:
         model.train(training)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()  # the last unit stays gathered until a backward, which does not follow
