@@ -1,12 +1,14 @@
 """What a process writes to its terminal: text that others chose (names of columns, files, keys, tensors) must not steer it.
 
-It is cleaned in one place, where it leaves the process: errors, tracebacks and the warnings of libraries included.
+It is cleaned in one place, where it leaves the process: errors, tracebacks and the warnings of libraries included. What goes
+to stderr is only shown: where nobody reads it any more (a closed pipe, a lost terminal), it is dropped and the work continues.
 """
 
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
 # Escape becomes its picture, as do the other control characters; C1 controls, overrides of the direction of writing and
@@ -27,16 +29,26 @@ def printable(text: str) -> str:
 
 
 class CleanStream:
-    """A text stream that writes only what is `printable`; progress bars may return to the beginning of a line."""
+    """A text stream that writes only what is `printable`; progress bars may return to the beginning of a line.
 
-    def __init__(self, stream: TextIO) -> None:
+    `is_optional`: an `OSError` of the stream (a closed pipe, a lost terminal, a full disk) drops the text and is not raised.
+    """
+
+    def __init__(self, stream: TextIO, *, is_optional: bool = False) -> None:
         self.unfiltered = stream
+        self._dropped = (OSError,) if is_optional else ()
 
     def write(self, text: str) -> int:
         if not BETWEEN_BARS.fullmatch(text):
             start = "\r" if text.startswith("\r") else ""
             text = start + printable(text.removeprefix(start))
-        return self.unfiltered.write(text)
+        with suppress(*self._dropped):
+            self.unfiltered.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(*self._dropped):
+            self.unfiltered.flush()
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -50,7 +62,7 @@ class CleanStream:
 def clean_output() -> Iterator[None]:
     """In this block, stdout and stderr write only what is `printable`."""
     before: tuple[Any, Any] = sys.stdout, sys.stderr
-    clean: tuple[Any, Any] = CleanStream(sys.stdout), CleanStream(sys.stderr)
+    clean: tuple[Any, Any] = CleanStream(sys.stdout), CleanStream(sys.stderr, is_optional=True)
     sys.stdout, sys.stderr = clean
     try:
         yield
@@ -59,6 +71,17 @@ def clean_output() -> Iterator[None]:
             sys.stdout = before[0]
         if sys.stderr is clean[1]:
             sys.stderr = before[1]
+        _discard_if_broken(before[1])
+
+
+def _discard_if_broken(stream: TextIO) -> None:
+    """Points a stream that cannot be written at the null device: the interpreter's last flush would fail the process."""
+    try:
+        stream.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, stream.fileno())
+        os.close(null)
 
 
 def unfiltered(stream: TextIO) -> TextIO:

@@ -2,7 +2,10 @@
 
 import io
 import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from tqdm import tqdm
 from finetune.cli import main
 from finetune.errors import exit_code
 from finetune.terminal import CleanStream, printable
+from tests.ranks import ROOT, environment
 
 ESCAPES = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202e"
 
@@ -61,6 +65,32 @@ def test_no_name_of_anything_steers_the_terminal(
     assert "library ␛]0;owned" in said[-1]
     for text in said:
         assert printable(text.replace("\r", "")) == text.replace("\r", "")  # a bar's
+
+
+def test_a_run_with_nobody_to_read_its_stderr_trains_and_exports(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    command = [sys.executable, "finetune/run.py", "--recipe", str(tiny_recipe(max_steps=1, exact_match_samples=0))]
+    assert exit_code_without_stderr(command, *os.pipe()) == 0
+    assert (tmp_path / "run" / "export" / "model.safetensors").exists()
+
+
+def test_a_closed_terminal_fails_no_command() -> None:
+    program = (
+        "import sys; from finetune.errors import exit_code; sys.exit(exit_code(lambda: print('x', file=sys.stderr)))"
+    )
+    assert exit_code_without_stderr([sys.executable, "-c", program], *os.openpty()) == 0
+
+
+def exit_code_without_stderr(command: list[str], read_end: int, write_end: int) -> int:
+    """Of a process that writes its stderr to `write_end`, whose other end is closed."""
+    os.close(read_end)
+    try:
+        return subprocess.run(
+            command, cwd=ROOT, env=environment(), stderr=write_end, stdout=subprocess.DEVNULL
+        ).returncode
+    finally:
+        os.close(write_end)
 
 
 def test_bars_still_move_and_messages_do_not() -> None:
