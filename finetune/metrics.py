@@ -17,7 +17,7 @@ from typing import Any, Self
 import torch
 
 from finetune.divergence import LONG, find_divergence, losses_of
-from finetune.durable import replace_text
+from finetune.durable import replace_file
 from finetune.flops import peak_flops_of
 from finetune.json_lines import read_json_lines
 from finetune.trackers import Tracker, first_line
@@ -263,7 +263,7 @@ def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
     # no line after one that cannot be read: a killed process has left it half-written
     whole = itertools.takewhile(lambda line: line is not None, read_json_lines(path))
     kept = [line for line in whole if line is not None and line.get("step", 0) <= step and step > 0]
-    replace_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+    replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
 
 

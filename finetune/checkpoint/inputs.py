@@ -11,7 +11,7 @@ from typing import Any
 
 import xxhash
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint import manifest as folder
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import Ranks
@@ -88,7 +88,7 @@ def base_fingerprint(base: Path) -> str:
     """A hash of all bytes of the weights in the folder `base`, at the speed of its disk."""
     paths = sorted({piece.path for tensor in read_folder(base).values() for piece in tensor.pieces})
     with ThreadPoolExecutor(max_workers=4) as pool:
-        return _hash([[path.name, entry] for path, entry in zip(paths, pool.map(files.checksum, paths), strict=True)])
+        return _hash([[path.name, entry] for path, entry in zip(paths, pool.map(durable.checksum, paths), strict=True)])
 
 
 def _fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> dict[str, str]:

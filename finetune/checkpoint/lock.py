@@ -1,10 +1,8 @@
 """One run, one folder: two runs that write to the same one would prune each other's checkpoints."""
 
-import fcntl
-import os
 from pathlib import Path
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint import manifest as folder
 from finetune.errors import UserError
 
@@ -15,14 +13,9 @@ def hold(run_folder: Path) -> None:
     Rank 0 does this, before anything is written. Raises `UserError` where another process has it.
     """
     checkpoints = folder.checkpoints_of(run_folder)
-    files.make_folder(checkpoints)
-    descriptor = os.open(checkpoints / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    durable.make_folder(checkpoints)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # kept by the open descriptor, so never closed
-    except OSError:
-        holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
-        os.close(descriptor)
+        durable.lock_folder(checkpoints, ".lock")  # kept until the process ends
+    except durable.FolderInUse as holder:
         raise UserError(f"{run_folder}: {holder} is writing here; wait for it, or set another output_dir") from None
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
     folder.tidy(run_folder)

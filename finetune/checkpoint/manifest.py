@@ -17,12 +17,11 @@ import json
 import re
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint.json_files import read_object, read_state, refuse_malformed_manifest
 from finetune.errors import UserError
 
@@ -74,9 +73,9 @@ def published(run_folder: Path) -> list[tuple[int, Path]]:
 
 def write_manifest(staging: Path, manifest: Manifest) -> None:
     """Completes a staged checkpoint: the manifest, then every folder's names, on disk."""
-    files.write_file(staging / MANIFEST, [_encoded(asdict(manifest))])
+    durable.write_file(staging / MANIFEST, [_encoded(asdict(manifest))])
     for folder in sorted({(staging / name).parent for name in manifest.files} | {staging}):
-        files.sync_folder(folder)
+        durable.sync_folder(folder)
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
@@ -172,7 +171,7 @@ def _file_problems(
 
 def _damage(advance: Callable[[int], object], path: Path, entry: dict[str, Any]) -> str | None:
     try:
-        return None if files.checksum(path, advance) == entry else "does not match its checksum"
+        return None if durable.checksum(path, advance) == entry else "does not match its checksum"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
 
@@ -202,9 +201,9 @@ def staging_folder(run_folder: Path, step: int) -> Path:
 
 def make_staging(staging: Path) -> None:
     """Makes an empty staging folder."""
-    files.remove_tree(staging)
+    durable.empty_folder(staging)
     for part in (MODEL, OPTIMIZER):
-        files.make_folder(staging / part)
+        durable.make_folder(staging / part)
 
 
 def complete(staging: Path, manifest: Manifest) -> None:
@@ -223,16 +222,10 @@ def complete(staging: Path, manifest: Manifest) -> None:
 def publish(run_folder: Path, staging: Path, step: int) -> Path:
     """Gives a completed staging folder its name, in one rename. Only one process of a run may do this.
 
-    A checkpoint of the same step is replaced. The old one is set aside first, and `tidy` brings it back where the process
-    dies between the two renames.
+    A checkpoint of the same step is replaced; `tidy` restores it where the process is killed in between.
     """
     target = step_folder(run_folder, step)
-    replaced = checkpoints_of(run_folder) / f".replaced-{step:08d}"
-    if target.exists():
-        files.remove_tree(replaced)
-        files.rename(target, replaced)
-    files.rename(staging, target)
-    files.remove_tree(replaced)
+    durable.publish_folder(target, staging, checkpoints_of(run_folder) / f".replaced-{step:08d}")
     return target
 
 
@@ -258,9 +251,9 @@ def prune(
             continue
         leaving = checkpoints_of(run_folder) / f".pruned-{step:08d}"
         try:
-            files.remove_tree(leaving)
-            files.rename(path, leaving)
-            files.remove_tree(leaving)
+            durable.remove_tree(leaving)
+            durable.rename(path, leaving)
+            durable.remove_tree(leaving)
         except OSError as error:
             problems.append(f"{path}: an old checkpoint that could not be removed: {error.strerror or error}")
     return problems
@@ -280,7 +273,7 @@ def set_aside_after(run_folder: Path, step: int) -> list[Path]:
         while target.exists() or target.is_symlink():
             copies += 1
             target = path.with_name(f"damaged-{number:08d}-{copies}")
-        files.rename(path, target)
+        durable.rename(path, target)
         renamed.append(target)
     return renamed
 
@@ -293,11 +286,10 @@ def tidy(run_folder: Path) -> None:
     folder = checkpoints_of(run_folder)
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
         replaced = _REPLACED.fullmatch(path.name)
-        if replaced is not None and not (target := step_folder(run_folder, int(replaced[1]))).exists():
-            files.rename(path, target)
-        elif replaced is not None or path.name.startswith((".staging-", ".pruned-")):
-            with suppress(OSError):
-                files.remove_tree(path)
+        if replaced is not None:
+            durable.recover_replaced(step_folder(run_folder, int(replaced[1])), path)
+        elif path.name.startswith((".staging-", ".pruned-")):
+            durable.remove_tree(path, ignore_errors=True)
 
 
 def recipe_sha256(recipe: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint import manifest as folder
 from finetune.checkpoint import shards as state
 from finetune.checkpoint.replicas import refuse_different_replicas
@@ -170,7 +170,7 @@ class Saver:
             content = json.dumps(describe(progress, self.recipe, self.world, self.inputs), indent=1).encode()
             written = {name: entry for receipt in receipts for name, entry in receipt.items()}
             for name, text in (self._descriptions | {folder.STATE: content}).items():
-                written[name] = files.write_file(staging / name, [text])
+                written[name] = durable.write_file(staging / name, [text])
             manifest = folder.Manifest(
                 step=progress.step,
                 layout=self.world.sharding.layout,
@@ -184,7 +184,7 @@ class Saver:
                 folder.publish(self.run_folder, staging, progress.step)
                 self._prune(progress)
             else:
-                files.remove_tree(staging)
+                durable.remove_tree(staging)
             return manifest.bytes
 
         size: int = ranks.main(end)
@@ -203,8 +203,8 @@ def write_pieces(staging: Path, pieces: list[state.Piece], world: World) -> dict
 
     def write(part: str) -> tuple[str, dict[str, Any]]:
         name = f"{part}/pieces-{world.rank:05d}-of-{world.size:05d}.safetensors"
-        entry = files.write_file(staging / name, state.file_chunks([piece for piece in pieces if piece.part == part]))
-        if files.checksum(staging / name) != entry:
+        entry = durable.write_file(staging / name, state.file_chunks([piece for piece in pieces if piece.part == part]))
+        if durable.checksum(staging / name) != entry:
             raise UserError(f"{staging / name}: did not read back as it was written; the disk or its memory is faulty")
         return name, entry
 

@@ -13,7 +13,7 @@ import yaml
 from finetune.convert.converted import Converted, shown
 from finetune.convert.tool_keys import add_sources
 from finetune.convert.values import DEFAULT_SHARDING, LEAVE, carried
-from finetune.durable import replace_text
+from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.hints import QUANTIZED, TOOLS, Counterpart, Tool
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
@@ -63,7 +63,7 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
     if path.is_file() and not overwrite:
         raise UserError(f"{path}: exists; name another file, or replace it with --overwrite")
     try:
-        replace_text(path, text)
+        replace_file(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot be written ({error.strerror}); name another file") from None
 

@@ -27,7 +27,7 @@ from finetune.data.sources import RowBatch, files_of, local_splits, read_rows
 from finetune.data.token_cache import cache_folder, find_store, hashed
 from finetune.data.token_store import Tokens, TokenStore
 from finetune.data.tokenize import Facts, read_facts, tokenized
-from finetune.durable import replace_text
+from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -109,7 +109,7 @@ class StreamedBatches:
         note = Note(facts.stream["runs"], batches.steps, len(examples), facts.stream["epoch"])
         if self.ranks.local_rank == 0:
             text = json.dumps(asdict(note))
-            replace_text(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
+            replace_file(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
         return batches, note, report
 
     def store(self, number: int, leaving: Event | None = None) -> TokenStore:

@@ -5,11 +5,11 @@ No collective takes part: ranks that wait look at the file system, so that no ti
 
 import json
 import os
-import shutil
 import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict
 from hashlib import blake2b
 from pathlib import Path
@@ -22,8 +22,9 @@ import xxhash
 from finetune.data.chat_templates import PLAIN
 from finetune.data.readers import readable
 from finetune.data.sources import files_of, hub_rows, read_rows
-from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, sync_folder, write_store
+from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, write_store
 from finetune.data.tokenize import Facts, tokenized
+from finetune.durable import remove_tree, replace_file, stage_and_rename
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -125,20 +126,13 @@ def publish(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
     What goes wrong is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
     """
     failure = _failure_note(folder)
-    staging = _staging_of(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         failure.unlink(missing_ok=True)
         _sweep(folder.parent)
-        staging.mkdir()
-        facts = Facts()
-        write_store(staging, tokens(facts), facts.as_json)
-        try:
-            staging.rename(folder)
-        except OSError:
-            if not folder.exists():  # else another node made it meanwhile, on a file system that both see
-                raise
-        sync_folder(folder.parent)
+        with stage_and_rename(folder, _staging_of(folder)) as staging:
+            facts = Facts()
+            write_store(staging, tokens(facts), facts.as_json)
     except OSError as error:
         problem = f"{folder.parent}: the tokens cannot be kept here: {error.strerror or error}; set dataset_cache_dir"
         _tell(failure, problem)
@@ -146,8 +140,6 @@ def publish(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
     except UserError as error:
         _tell(failure, str(error))
         raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
 
 
 def wait_for(folder: Path, leaving: Event | None = None) -> None:
@@ -170,7 +162,7 @@ def _discard(folder: Path) -> None:
         return
     except OSError as error:
         raise UserError(f"{folder}: damaged, and cannot be removed: {error.strerror or error}") from None
-    shutil.rmtree(aside, ignore_errors=True)
+    remove_tree(aside, ignore_errors=True)
 
 
 def _staging_of(folder: Path) -> Path:
@@ -184,12 +176,8 @@ def _failure_note(folder: Path) -> Path:
 
 def _tell(failure: Path, problem: str) -> None:
     """Leaves word for the ranks that wait; where not even that can be written, the launcher ends them."""
-    try:
-        aside = failure.with_suffix(".part")
-        aside.write_text(problem)
-        aside.replace(failure)
-    except OSError:
-        pass
+    with suppress(OSError):
+        replace_file(failure, problem)
 
 
 def _sweep(folder: Path) -> None:
@@ -197,4 +185,4 @@ def _sweep(folder: Path) -> None:
     for left in folder.glob(f"making-{socket.gethostname()}-*"):
         process = left.name.removeprefix(f"making-{socket.gethostname()}-").partition("-")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):
-            shutil.rmtree(left, ignore_errors=True)
+            remove_tree(left, ignore_errors=True)

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from finetune.durable import sync_folder, write_file
 from finetune.errors import UserError
 
 FACTS = "facts.json"
@@ -90,10 +91,7 @@ def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dic
         for file in files.values():
             file.close()
     text = json.dumps({"columns": columns, "facts": facts()}, indent=1)
-    with (folder / FACTS).open("w", encoding="utf-8") as stream:
-        stream.write(f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")
-        stream.flush()
-        os.fsync(stream.fileno())
+    write_file(folder / FACTS, [f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}".encode()])
     sync_folder(folder)
 
 
@@ -122,15 +120,6 @@ def open_store(folder: Path) -> TokenStore:
         hashes=columns["hashes"],
         facts=kept["facts"],
     )
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in `folder` survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _mapped(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:

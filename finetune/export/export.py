@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from finetune.checkpoint.files import write_file
+from finetune.durable import write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export import target as architecture

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint.files import sync_folder, write_file
+from finetune.durable import sync_folder, write_file
 from finetune.errors import UserError
 from finetune.export.source import Source
 from finetune.export.target import CONFIG_FILE, Architecture

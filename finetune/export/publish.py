@@ -1,6 +1,5 @@
 """A folder that appears whole or not at all: made aside, renamed into place, cleared away where anything fails."""
 
-import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -8,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from finetune.checkpoint.files import sync_folder
+from finetune import durable
 from finetune.errors import UserError
 from finetune.units import disk_size
 
@@ -36,11 +35,9 @@ def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _remove_empty(missing)
         raise _unwritable(output, error) from None
     try:
-        _clear(staging)  # what a process that was killed has left
-        yield staging
-        _publish(staging, output)
+        with durable.stage_and_rename(output, staging, _replaced_by(output)):
+            yield staging
     except BaseException as error:
-        shutil.rmtree(staging, ignore_errors=True)
         _remove_empty(missing)
         if isinstance(error, OSError):
             reason = error.strerror or type(error).__name__
@@ -53,7 +50,7 @@ def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 def bring_back(output: Path) -> None:
     """Gives the export at `output` its name back, where a process was killed while it replaced it.
 
-    Between the two renames of `_publish` the old export is called .NAME.replaced. Every command that may meet one calls
+    Between the two renames of `durable.publish_folder` the old export is called .NAME.replaced. Every command that may meet one calls
     this. Nothing is done while another process is at it, or where nothing can be written.
     """
     replaced, staging = _replaced_by(output), _staging_of(output)
@@ -62,9 +59,7 @@ def bring_back(output: Path) -> None:
     with suppress(UserError, OSError):
         lock = _locked(staging, output)
         try:
-            if replaced.is_dir() and not output.exists():
-                replaced.rename(output)
-                sync_folder(output.parent)
+            durable.recover_replaced(output, replaced)
             _remove_empty([staging])
         finally:
             os.close(lock)
@@ -123,28 +118,13 @@ def _unwritable(output: Path, error: OSError) -> UserError:
 
 def _locked(staging: Path, output: Path) -> int:
     """Makes the staging folder and holds it for this process alone; the lock goes with the process."""
-    busy = UserError(f"{output}: another process is exporting to it; wait for it, or choose another --output")
     staging.mkdir(exist_ok=True)
     try:
-        descriptor = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        raise busy from None
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise busy from None
-    except OSError:
-        return descriptor  # a filesystem without locks: exports to one place are then not kept apart
-    if not staging.exists() or os.fstat(descriptor).st_ino != staging.stat().st_ino:
-        os.close(descriptor)  # it was published in between
-        raise busy
-    return descriptor
-
-
-def _clear(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        return durable.lock_folder(staging)
+    except durable.FolderInUse:
+        raise UserError(
+            f"{output}: another process is exporting to it; wait for it, or choose another --output"
+        ) from None
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
@@ -152,19 +132,3 @@ def _remove_empty(folders: Iterable[Path]) -> None:
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
-
-
-def _publish(staging: Path, output: Path) -> None:
-    sync_folder(staging)
-    replaced = _replaced_by(output)
-    if output.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        output.rename(replaced)
-    try:
-        staging.rename(output)
-    except BaseException:
-        if replaced.exists() and not output.exists():
-            replaced.rename(output)
-        raise
-    sync_folder(output.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import xxhash
 
-from finetune.checkpoint.files import write_file
+from finetune.durable import write_file
 from finetune.export.prefetch import computed_ahead
 from finetune.export.values import Value, raw_bytes, row_blocks, written
 from finetune.safetensors_io.header import header_bytes

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from finetune.durable import replace_text
+from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.export.publish import bring_back_exports
 from finetune.report.page import page
@@ -25,7 +25,7 @@ def report_command(arguments: argparse.Namespace) -> int:
         )
     made = [path]
     try:
-        replace_text(path, page(runs, [planned(run) for run in runs]))
+        replace_file(path, page(runs, [planned(run) for run in runs]))
         if can_draw():
             made.append(path.with_suffix(".png") if arguments.output else path.with_name("loss.png"))
             draw_loss(runs, made[-1])

@@ -9,7 +9,7 @@ from finetune.checkpoint.manifest import published, recipe_sha256
 from finetune.checkpoint.save import plain_recipe
 from finetune.distributed.collective import Ranks
 from finetune.distributed.world import World
-from finetune.durable import replace_text
+from finetune.durable import replace_file
 from finetune.recipe.schema import Recipe
 
 FINISHED = "finished.json"
@@ -17,7 +17,7 @@ FINISHED = "finished.json"
 
 def write_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], step: int) -> None:
     """Writes down that the run of `recipe` on these inputs is done: `step` is its last, and what it exports is there."""
-    replace_text(folder / FINISHED, json.dumps(_record(recipe, inputs, step), indent=1) + "\n")
+    replace_file(folder / FINISHED, json.dumps(_record(recipe, inputs, step), indent=1) + "\n")
 
 
 def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], world: World) -> bool:

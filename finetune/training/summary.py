@@ -16,7 +16,7 @@ from finetune.data.stream_report import StreamReport
 from finetune.distributed.collective import Ranks
 from finetune.distributed.parallelize import unwrap, wrapped_units
 from finetune.distributed.world import World
-from finetune.durable import replace_text
+from finetune.durable import replace_file
 from finetune.flops import flop_per_token_of
 from finetune.metrics import MetricsLog, peak_flops
 from finetune.models.load import Size
@@ -113,7 +113,7 @@ def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, pro
 def write_data_report(folder: Path, report: dict[str, Any]) -> None:
     """Writes data_report.json, in place of one that is there; `finetune report` may be reading it."""
     text = json.dumps(report, indent=2, ensure_ascii=False, default=str)
-    replace_text(folder / "data_report.json", text + "\n")
+    replace_file(folder / "data_report.json", text + "\n")
 
 
 def teller_of_stream(run: TrainingRun, from_step: int) -> Callable[[SourceReport], None]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint import manifest as folder
 from finetune.checkpoint import save as saving
 from finetune.checkpoint import shards as state
@@ -173,11 +173,11 @@ def failing(call: str, number: int, name: Path) -> Iterator[None]:
             raise OSError(number, os.strerror(number), str(path))
         return real(descriptor, *rest)
 
-    setattr(files.os, call, fail)
+    setattr(durable.os, call, fail)
     try:
         yield
     finally:
-        setattr(files.os, call, real)
+        setattr(durable.os, call, real)
 
 
 def count(flag: bool) -> Any:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint import manifest as folder
 from finetune.cli import main, read_arguments
 from tests.checkpoint.plain_state import state_of
@@ -18,8 +18,8 @@ def write_checkpoint(run_folder: Path, step: int, content: bytes = b"weights", *
     staging = folder.staging_folder(run_folder, step)
     folder.make_staging(staging)
     names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
-    written = {name: files.write_file(staging / name, [content, str(step).encode()]) for name in names}
-    written[folder.STATE] = files.write_file(staging / folder.STATE, [state_of(step)])
+    written = {name: durable.write_file(staging / name, [content, str(step).encode()]) for name in names}
+    written[folder.STATE] = durable.write_file(staging / folder.STATE, [state_of(step)])
     facts: dict[str, Any] = {"step": step, "layout": "single", "ranks": 1, "recipe_sha256": "", "packages": {}}
     folder.complete(staging, folder.Manifest(files=written, **facts | manifest))
     return folder.publish(run_folder, staging, step)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint import manifest as folder
 from finetune.checkpoint.cli import list_checkpoints
 from finetune.checkpoint.resume import resume
@@ -124,7 +124,7 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
 def vouch_for(checkpoint: Path, path: Path) -> None:
     """A manifest with the right size and checksum of the changed file."""
     content = json.loads((checkpoint / folder.MANIFEST).read_text())
-    content["files"][path.relative_to(checkpoint).as_posix()] = files.checksum(path)
+    content["files"][path.relative_to(checkpoint).as_posix()] = durable.checksum(path)
     del content["checksum"]
     plain = json.dumps(content, sort_keys=True, indent=1)
     content["checksum"] = hashlib.sha256(plain.encode()).hexdigest()
@@ -135,7 +135,7 @@ def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> Non
     staging = folder.staging_folder(tmp_path, 1)
     folder.make_staging(staging)
     (tmp_path / "elsewhere").write_bytes(b"")
-    names = {"../../elsewhere": files.checksum(tmp_path / "elsewhere")}
+    names = {"../../elsewhere": durable.checksum(tmp_path / "elsewhere")}
     manifest = folder.Manifest(step=1, layout="single", ranks=1, recipe_sha256="", packages={}, files=names)
     folder.write_manifest(staging, manifest)
     assert folder.problems_of(staging) == ["manifest.json names a file outside the checkpoint: '../../elsewhere'"]

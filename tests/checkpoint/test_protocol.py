@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.checkpoint import files
+from finetune import durable
 from finetune.checkpoint import manifest as folder
 from tests.checkpoint.plain_state import state_of
 
@@ -94,8 +94,8 @@ def write_checkpoint(run_folder: Path, step: int, content: bytes) -> None:
     staging = folder.staging_folder(run_folder, step)
     folder.make_staging(staging)
     names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
-    written = {name: files.write_file(staging / name, [content, name.encode()]) for name in names}
-    written[folder.STATE] = files.write_file(staging / folder.STATE, [state_of(step)])
+    written = {name: durable.write_file(staging / name, [content, name.encode()]) for name in names}
+    written[folder.STATE] = durable.write_file(staging / folder.STATE, [state_of(step)])
     manifest = folder.Manifest(step=step, layout="single", ranks=1, recipe_sha256="", packages={}, files=written)
     folder.complete(staging, manifest)
     folder.publish(run_folder, staging, step)
@@ -158,7 +158,7 @@ def test_the_disk_of_these_tests_loses_what_was_not_synced(tmp_path: Path, monke
     """The test above must be able to fail: where no folder is synced, a published checkpoint is gone after a power cut."""
     story = STORIES["first"]
     with monkeypatch.context() as patch:
-        patch.setattr(files, "sync_folder", lambda path: None)
+        patch.setattr(durable, "sync_folder", lambda path: None)
         disk = Disk(tmp_path, 1000, patch)
         write_checkpoint(tmp_path, story.step, b"newer")
     assert folder.newest_valid(tmp_path) == folder.step_folder(tmp_path, story.step)
