@@ -22,7 +22,7 @@ import yaml
 from finetune.cli import read_arguments
 from finetune.recipe.reader import read_recipe
 from tests.conftest import QuickstartRun
-from tests.plan.jobs import LLAMA_31_8B
+from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, run_command
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)

@@ -1,5 +1,5 @@
-"""What a run will need, worked out on paper: memory by phase, disk, and time, from the configs alone.
+"""What a run will need, calculated from its configs alone: memory by phase, disk, and time.
 
-No torch and no weights here: a plan answers in under two seconds on any machine. The numbers are checked against real
+Needs no torch and no weights, and answers in under two seconds on any machine. The numbers are tested against real
 tensors, traced activations and, on a GPU, the allocator's own peak (tests/plan, benchmarks/gpu.py).
 """

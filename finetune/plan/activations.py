@@ -1,6 +1,6 @@
-"""What the forward keeps for the backward, in bytes per token: every tensor that autograd saves, by the operation.
+"""Bytes per token that the forward saves for the backward: every tensor that autograd saves, by operation.
 
-Counted from the forward of transformers' models and checked against a trace of torch's saved tensors
+Counted from the forward of transformers' models and tested against torch's saved tensors and allocations
 (tests/plan/test_activations.py). Korthikanti et al. 2022 (section 4) count the same way for GPT.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from finetune.constants import loss_chunk_tokens
 from finetune.plan.architecture import Architecture
-from finetune.plan.state import FP32
+from finetune.plan.state import FP32, is_adapted
 from finetune.recipe.schema import Lora
 
 TOKEN_ID = 8  # bytes of an int64
@@ -16,21 +16,21 @@ TOKEN_ID = 8  # bytes of an int64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Computation:
-    """How a forward is run, as far as its memory depends on it."""
+    """How a forward runs, as far as its memory depends on it."""
 
     itemsize: int  # bytes of the compute dtype
     autocast: bool = (
-        False  # fp32 parameters and residual stream, cast at each product (DDP, single); else parameters are cast
+        False  # fp32 parameters and residual stream, cast at each matmul (DDP, single); else parameters are
     )
-    checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: none
+    checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
     lora: Lora | None = None
-    document_length: int = 0  # tokens; matters where a family's scores [tokens, tokens] are written out
-    cpu: bool = False  # documents are attended to one by one and laid end to end again
-    grouped_attention: bool = True  # the kernel takes fewer key-value heads than query heads (torch 2.12 and later)
+    document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized
+    cpu: bool = False  # attention runs document by document, and its outputs are concatenated
+    grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
 
     @property
     def drops_inputs(self) -> bool:
-        """Whether a frozen layer's input is kept only as its adapter's dropout left it."""
+        """Whether only the output of the adapter's dropout is saved, not the frozen layer's input."""
         return self.lora is not None and self.lora.lora_dropout > 0
 
     @property
@@ -40,7 +40,7 @@ class Computation:
 
 
 def layer_bytes(a: Architecture, run: Computation) -> dict[str, int]:
-    """Bytes per token that one decoder layer keeps, by what keeps them."""
+    """Bytes per token that one decoder layer saves, by module."""
     return {
         "norms": _norms(a, run),
         "attention": _attention(a, run),
@@ -50,7 +50,7 @@ def layer_bytes(a: Architecture, run: Computation) -> dict[str, int]:
 
 
 def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
-    """Bytes per token that the whole trunk keeps between forward and backward."""
+    """Bytes per token that the model without its head saves between forward and backward."""
     layer = sum(layer_bytes(a, run).values())
     every = run.checkpoint_every
     recomputed = 0 if every is None else -(-a.layers // every)
@@ -69,13 +69,13 @@ def recomputed_bytes(a: Architecture, run: Computation) -> int:
 
 
 def working_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token that a layer's backward needs beside what was kept: the MLP's two inner gradients are there while
-    its own are not yet gone, and the gradient of the residual stream twice (before and after the norm)."""
+    """Bytes per token that a layer's backward needs beyond what was saved: the gradients of the MLP's gate and up, and
+    the gradient of the residual stream twice (before and after the norm)."""
     return 2 * a.intermediate * run.itemsize + 2 * a.hidden * run.residual_itemsize
 
 
 def evaluation_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token of a forward that keeps nothing: the MLP's widest moment beside the residual stream."""
+    """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual stream."""
     return 3 * a.intermediate * run.itemsize + 3 * a.hidden * run.residual_itemsize
 
 
@@ -87,26 +87,26 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
 
 
 def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1) -> int:
-    """RMSNorm works in fp32: it keeps its input so (the residual itself where that is fp32), the reciprocal root, and
-    the normalized input where a trained weight's gradient needs it (in fp32 where the product is, as Gemma's)."""
+    """RMSNorm works in fp32: it saves its input in fp32 (the residual itself where that is fp32), the reciprocal root,
+    and the normalized input if the weight is trained (in fp32 if the weight is multiplied in fp32, as in Gemma)."""
     normalized = FP32 if a.family.norm_keeps_fp32 else itemsize or run.residual_itemsize
     return FP32 * width + FP32 * heads + (normalized * width if run.lora is None else 0)
 
 
 def _norms(a: Architecture, run: Computation) -> int:
     # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual stream. Autocast
-    # casts an fp32 input anew for each of q, k, v and for gate and up.
+    # casts an fp32 input separately for each of q, k, v, gate and up.
     inputs = 0 if run.drops_inputs else 5 if run.autocast and not a.family.fused else 2
     return len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
 
 
 def _attention(a: Architecture, run: Computation) -> int:
     query, key_value, size = a.query_width, a.key_value_width, run.itemsize
-    inside = max(size, FP32) if run.cpu else size  # of the scores' own type: on a CPU the kernel works in fp32
+    inside = max(size, FP32) if run.cpu else size  # of the scores: on a CPU the kernel works in fp32
     attended = query + 2 * (key_value if run.grouped_attention else query)
     total = inside * (attended + query) + FP32 * a.heads
     if run.cpu and not run.drops_inputs:
-        total += size * query  # the documents laid end to end, which the projection of the output reads
+        total += size * query  # the concatenated documents, the input of the output projection
     if a.family.query_key_norm is not None:
         by_head = a.family.query_key_norm == "head"
         total += _norm(query, a, run, itemsize=size, heads=a.heads if by_head else 1)
@@ -115,9 +115,9 @@ def _attention(a: Architecture, run: Computation) -> int:
         total += 2 * inside * (query - key_value) + a.heads * run.document_length * (
             inside + FP32 + (inside if inside < FP32 else 0)
         )
-        total -= FP32 * a.heads  # a fused kernel's sums of exponents
+        total -= FP32 * a.heads  # the log-sum-exp of a fused kernel
     if a.family.fused and inside == size:
-        total += size * (query + key_value)  # the value is a view of the whole fused product, which no cast let go
+        total += size * (query + key_value)  # value is a view of the whole fused output, which no cast frees
     return total
 
 
@@ -130,11 +130,6 @@ def _adapters(a: Architecture, run: Computation) -> int:
     """What lies between A and B; with dropout also the dropped input and its mask, for each adapted layer."""
     if run.lora is None:
         return 0
-    wanted = run.lora.lora_target_modules
-    total = 0
-    for linear in a.linears():
-        if wanted == "all-linear" or linear.name.removesuffix(".weight").endswith(tuple(wanted)):
-            total += run.lora.lora_r * run.itemsize
-            if run.lora.lora_dropout > 0:
-                total += linear.shape[1] * (run.itemsize + (run.itemsize if run.cpu else 1))
-    return total
+    adapted = [linear for linear in a.linears() if is_adapted(linear, run.lora)]
+    dropped = run.itemsize + (run.itemsize if run.cpu else 1) if run.drops_inputs else 0
+    return sum(run.lora.lora_r * run.itemsize + linear.shape[1] * dropped for linear in adapted)

@@ -1,14 +1,18 @@
-"""A model's tensors, counted from its config.json: names, shapes, and the unit that each belongs to."""
+"""A model's tensors, counted from its config.json: their names and shapes, by decoder layer."""
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.hub import download_file
 from finetune.plan.families import FAMILIES, Family
+from finetune.recipe.schema import Model
 
-NEEDED = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +24,7 @@ class TensorShape:
 
     @property
     def numel(self) -> int:
-        """How many numbers it holds."""
+        """Numbers in it."""
         return prod(self.shape)
 
 
@@ -118,13 +122,45 @@ class Architecture:
 
     @property
     def parameters(self) -> int:
-        """Numbers in the whole model; a tied head is counted once."""
+        """Numbers in the whole model; a tied head counts once."""
         layer = sum(tensor.numel for tensor in self.layer())
         return self.embedding.numel + self.layers * layer + sum(tensor.numel for tensor in self.tail)
 
 
+def find_config(model: Model) -> tuple[dict[str, Any], str]:
+    """The model's config.json, and where it was found, for errors: inline, a local folder, or one file of the hub.
+
+    Raises `UserError` where there is none.
+    """
+    if model.model_config is not None:
+        return model.model_config, "model_config"
+    name = str(model.model_name_or_path)
+    folder = Path(name)
+    if folder.is_dir():
+        path = folder / "config.json"
+        if not path.is_file():
+            raise UserError(f"{name}: no config.json; name the folder of a transformers model")
+    elif folder.is_absolute() or name.startswith("."):
+        raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
+    else:
+        path = download_file(name, "config.json", model.model_revision)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON ({error}); download it again") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: an object is expected; download it again")
+    # The config of a model of text and images has its language model's in a section.
+    text = config.get("text_config")
+    return ({**text} if isinstance(text, dict) else config), str(path)
+
+
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
-    """The architecture that a config.json describes; `where` is named in errors.
+    """The architecture that a config.json describes; errors name `where`.
+
+    Raises `UserError` for a `model_type` that is not in FAMILIES, and where a size is missing.
 
     >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5,
     ...           "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": True}
@@ -134,13 +170,13 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     model_type = config.get("model_type")
     family = FAMILIES.get(str(model_type))
     if family is None:
-        raise UserError(
-            f"{where}: model_type {model_type!r} is not one that can be planned; these are: {', '.join(FAMILIES)}"
-        )
+        raise UserError(f"{where}: model_type {model_type!r} cannot be planned; supported: {', '.join(FAMILIES)}")
     sizes = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
-    missing = [key for key in NEEDED if not isinstance(sizes.get(key), int)]
+    missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
     if missing:
-        raise UserError(f"{where}: {', '.join(missing)}: missing or not a number; a config.json of transformers has it")
+        raise UserError(
+            f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
+        )
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:

@@ -1,7 +1,7 @@
-"""What distinguishes one Llama-style family from the next, as far as counting goes.
+"""The Llama-style model families that can be planned, and how their layers differ.
 
 Source: the model and configuration classes of transformers 5; tests/plan builds every family there on the meta device
-and compares names and shapes, so that a release which changes one is noticed.
+and compares names and shapes, so that a release that changes one is noticed.
 """
 
 from dataclasses import dataclass, field
@@ -10,16 +10,16 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The facts of one `model_type` that its config.json does not spell out."""
+    """The facts of one `model_type` that are not in its config.json."""
 
     decoder_layer: str  # the class that FSDP wraps
-    defaults: dict[str, int] = field(default_factory=dict)  # what a config.json may leave out
+    defaults: dict[str, int] = field(default_factory=dict)  # sizes that a config.json may omit
     tied: bool = False  # tie_word_embeddings where the config does not say
     query_key_value_bias: bool | Literal["attention_bias"] = False
     output_bias: bool | Literal["attention_bias"] = False
     mlp_bias: bool | Literal["mlp_bias"] = False
     query_key_norm: Literal["head", "all"] | None = None  # over each head, or over all heads together
-    caps_scores: bool = False  # attn_logit_softcapping: no fused kernel caps, so the scores are written out
+    caps_scores: bool = False  # attn_logit_softcapping: no fused kernel caps, so the scores are materialized
     fused: bool = False  # one qkv_proj and one gate_up_proj
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself

@@ -1,4 +1,4 @@
-"""A run as far as its needs go: the model, the recipe, the layout and the ranks, and what follows from them at once."""
+"""What is planned: the model, the recipe, the layout and the number of ranks, and what follows from them directly."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,13 +8,13 @@ from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, ROUND_TOKENS, global_bat
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
-from finetune.plan.state import StateTensor, shards, state_tensors
+from finetune.plan.state import State, StateTensor, count_shards, count_state, list_state_tensors
 from finetune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Job:
-    """What is planned. `ranks_per_node` matters to hybrid sharding and to a host's memory."""
+class RunSpec:
+    """A run to plan. `ranks_per_node` matters to hybrid sharding and to a host's memory."""
 
     architecture: Architecture
     recipe: Recipe
@@ -27,33 +27,42 @@ class Job:
     @cached_property
     def tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter as it is trained, adapters included."""
-        return state_tensors(self.architecture, self.recipe.model, self.recipe.lora, self.sharding)
+        return list_state_tensors(self.architecture, self.recipe.model, self.recipe.lora, self.sharding)
 
     @property
-    def pieces(self) -> int:
-        """Over how many ranks a parameter is cut."""
-        return shards(self.sharding, self.ranks, self.ranks_per_node)
+    def shards(self) -> int:
+        """The number of ranks that a parameter is split over."""
+        return count_shards(self.sharding, self.ranks, self.ranks_per_node)
+
+    def state(self, rank: int = 0) -> State:
+        """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
+        return count_state(self.tensors, self.sharding, self.shards, self.recipe.optimization.optim, rank)
+
+    @property
+    def trained_numel(self) -> int:
+        """Numbers in the trained parameters, over all ranks."""
+        return sum(tensor.numel for tensor in self.tensors if tensor.trainable)
 
     @property
     def trained_dtype(self) -> str:
-        """The type of the trained parameters: adapters are float32, all else has the recipe's `dtype`."""
+        """The dtype of the trained parameters: adapters are float32, all others have the recipe's `dtype`."""
         return "float32" if self.recipe.lora.use_peft else self.recipe.model.dtype
 
     @property
     def compute_dtype(self) -> str:
-        """What mixed precision computes in; without it, the type of the parameters."""
+        """The dtype of mixed precision; without it, that of the parameters."""
         mixed = self.sharding.mixed_precision
         return self.trained_dtype if mixed == "no" else COMPUTE_DTYPE[mixed]
 
     @property
     def reduced_dtype(self) -> str:
-        """The type in which gradients are summed over ranks: FSDP's policy says float32, DDP reduces them as they are."""
+        """The dtype in which gradients are summed over ranks: float32 by FSDP's policy, their own under DDP."""
         mixed = self.sharding.is_fsdp and self.sharding.mixed_precision != "no"
         return "float32" if mixed else self.trained_dtype
 
     @property
     def computation(self) -> Computation:
-        """How a training forward is run."""
+        """How a training forward runs."""
         itemsize = ITEMSIZE[self.compute_dtype]
         return Computation(
             itemsize=itemsize,
@@ -74,7 +83,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a micro-batch on one rank, every row full: what packing makes, and the most that padding can."""
+        """Tokens in a micro-batch on one rank if every row is full, as with packing; padded rows hold at most these."""
         tokens = self.rows * self.recipe.data.max_length
         return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS if self.recipe.data.packing else tokens
 
@@ -84,6 +93,61 @@ class Job:
         return global_batch_size(self.recipe.batch, self.ranks)
 
     @property
+    def tokens_per_step(self) -> int:
+        """Tokens in an optimizer step over all ranks if every row is full."""
+        return self.global_batch_size * self.recipe.data.max_length
+
+    @property
     def accumulation(self) -> int:
-        """Micro-batches in a step on one rank; the last may hold fillers."""
+        """Micro-batches in a step on one rank; the last may contain filler rows."""
         return -(-self.global_batch_size // (self.rows * self.ranks))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Numbers in one FSDP unit, which is gathered and freed together, and the trained ones among them."""
+
+    numel: int
+    trained: int
+
+    def __add__(self, other: "Unit") -> "Unit":
+        return Unit(self.numel + other.numel, self.trained + other.trained)
+
+
+@dataclass(frozen=True, slots=True)
+class FsdpUnits:
+    """The units of FSDP: the embedding, one decoder layer, and the tail (final norm and head).
+
+    Where the head is tied (FSDP2) or in FSDP1's root, the embedding belongs to the tail and its own unit is empty.
+    Where layers are not units of their own, `layer` is all of them together.
+    """
+
+    embedding: Unit
+    layer: Unit
+    tail: Unit
+    layers: Unit  # all decoder layers
+    stay_gathered: bool  # layers remain gathered from forward to backward
+
+
+def split_into_units(spec: RunSpec) -> FsdpUnits:
+    """The FSDP units that `spec`'s layout makes of its model."""
+    embedding, one, tail = (_unit(spec, name) for name in ("embedding", "layer 0", "tail"))
+    layers = Unit(one.numel * spec.architecture.layers, one.trained * spec.architecture.layers)
+    if spec.sharding.wrapping == "SIZE_BASED_WRAP":
+        separate = sum(tensor.numel for tensor in spec.architecture.layer()) > spec.sharding.min_num_params
+    else:
+        separate = spec.sharding.wrapping != "NO_WRAP"
+    if spec.architecture.tied or spec.sharding.layout == "fsdp1":
+        embedding, tail = Unit(0, 0), tail + embedding
+    return FsdpUnits(
+        embedding=embedding,
+        layer=one if separate else layers,
+        tail=tail,
+        layers=layers,
+        stay_gathered=spec.sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not separate,
+    )
+
+
+def _unit(spec: RunSpec, name: str) -> Unit:
+    own = [tensor for tensor in spec.tensors if tensor.unit == name]
+    return Unit(sum(t.numel for t in own), sum(t.numel for t in own if t.trainable))

@@ -7,20 +7,19 @@ from math import prod
 from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
-from finetune.recipe.schema import Lora, Model, Optimization
+from finetune.recipe.schema import Lora, Model
 
 FP32 = 4  # bytes
 MOMENTS = 2  # of AdamW, for each trained number
-# Bytes of a number in a checkpoint, and in memory unless it is quantized; any other optimizer's have the parameter's type.
+# Bytes of a moment's number in a checkpoint, and in memory unless quantized; other optimizers use the parameter's dtype.
 MOMENT_ITEMSIZE = {"adamw_bf16_moments": 2, "adamw_8bit": 4}
-QUANTIZED_FROM, QUANTIZED_BLOCK, CODES = 4096, 256, 256  # numbers: torchao's (optim/adam.py, subclass_8bit.py)
-# Bytes; FSDP1 starts every tensor inside a flat parameter there (_flat_param.py, _get_aligned_numel).
-FLAT_ALIGNMENT = 16
+QUANTIZED_MIN_NUMEL, QUANTIZED_BLOCK, QUANTIZATION_MAP = 4096, 256, 256  # torchao's (optim/adam.py, subclass_8bit.py)
+FLAT_ALIGNMENT = 16  # bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
 
 
 @dataclass(frozen=True, slots=True)
 class StateTensor:
-    """One parameter in memory: its unit of sharding, the bytes of one number, and whether it is trained."""
+    """One parameter in memory: its FSDP unit, the bytes of one number, and whether it is trained."""
 
     name: str
     shape: tuple[int, ...]
@@ -35,7 +34,7 @@ class StateTensor:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """Bytes on one rank. `optimizer` holds both moments and the step counters."""
+    """Bytes on one rank. `optimizer` counts both moments and the step counters."""
 
     trained: int
     frozen: int
@@ -47,8 +46,10 @@ class State:
         return self.trained + self.frozen + self.gradients + self.optimizer
 
 
-def state_tensors(architecture: Architecture, model: Model, lora: Lora, sharding: Sharding) -> tuple[StateTensor, ...]:
-    """Every parameter of the model as it is trained: all of them, or adapters (fp32) beside a frozen base."""
+def list_state_tensors(
+    architecture: Architecture, model: Model, lora: Lora, sharding: Sharding
+) -> tuple[StateTensor, ...]:
+    """Every parameter of the model: all of them trained, or a frozen base with fp32 adapters."""
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     units: list[tuple[str, tuple[TensorShape, ...]]] = [("embedding", (architecture.embedding,))]
     units += [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
@@ -57,20 +58,19 @@ def state_tensors(architecture: Architecture, model: Model, lora: Lora, sharding
     for unit, tensors in units:
         for tensor in tensors:
             found.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, not lora.use_peft))
-            if lora.use_peft and _is_adapted(tensor, unit, lora):
-                found += _adapter(tensor, unit, lora)
+            is_linear = len(tensor.shape) == 2 and unit.startswith("layer")
+            if lora.use_peft and is_linear and is_adapted(tensor, lora):
+                found += _list_adapter(tensor, unit, lora)
     return tuple(found)
 
 
-def _is_adapted(tensor: TensorShape, unit: str, lora: Lora) -> bool:
-    """`all-linear` is every matrix of a decoder layer."""
-    if len(tensor.shape) != 2 or not unit.startswith("layer"):
-        return False
-    wanted = lora.lora_target_modules
-    return wanted == "all-linear" or tensor.name.removesuffix(".weight").endswith(tuple(wanted))
+def is_adapted(linear: TensorShape, lora: Lora) -> bool:
+    """Whether this weight of a decoder layer gets an adapter; `all-linear` is all of them."""
+    targets = lora.lora_target_modules
+    return targets == "all-linear" or linear.name.removesuffix(".weight").endswith(tuple(targets))
 
 
-def _adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
+def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
     """W + B A: A is [rank, in], B is [out, rank] (Hu et al. 2021); DoRA adds a magnitude [out] (Liu et al. 2024)."""
     name, (width_out, width_in) = linear.name.removesuffix(".weight"), linear.shape
     yield StateTensor(f"{name}.lora_A.default.weight", (lora.lora_r, width_in), unit, FP32, True)
@@ -79,8 +79,8 @@ def _adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor
         yield StateTensor(f"{name}.lora_magnitude_vector.default.weight", (width_out,), unit, FP32, True)
 
 
-def shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:
-    """Over how many ranks a parameter is cut."""
+def count_shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:
+    """The number of ranks that a parameter is split over."""
     if not sharding.is_fsdp or sharding.strategy == "NO_SHARD":
         return 1
     if sharding.strategy == "HYBRID_SHARD":
@@ -88,40 +88,37 @@ def shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:
     return ranks
 
 
-def state_of_rank(
-    tensors: Sequence[StateTensor], sharding: Sharding, pieces: int, optim: Optimization, rank: int = 0
-) -> State:
-    """What `rank` holds of parameters cut into `pieces`. Rank 0 is the fullest.
+def count_state(tensors: Sequence[StateTensor], sharding: Sharding, shards: int, optim: str, rank: int = 0) -> State:
+    """Bytes that `rank` holds of parameters split into `shards`. Rank 0 holds the most.
 
     Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 + 4 + 4 bytes a
-    parameter (Rajbhandari et al. 2020, section 3.1, whose K = 12 counts the fp32 copies), here without a bf16 copy.
+    parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies), here without a bf16 copy.
     """
     held = list(
-        _flat(tensors, pieces, rank % pieces, sharding)
+        _split_flat(tensors, shards, rank % shards, sharding)
         if sharding.layout == "fsdp1"
-        else _by_rows(tensors, pieces, rank % pieces)
+        else _split_by_rows(tensors, shards, rank % shards)
     )
     return State(
         trained=sum(part.stored for part in held if part.trained),
         frozen=sum(part.stored for part in held if not part.trained),
         gradients=sum(part.stored for part in held if part.trained),
         optimizer=sum(
-            MOMENTS * moment_bytes(optim.optim, part.stepped_numel, part.itemsize) + FP32 * part.stepped
-            for part in held
+            MOMENTS * moment_bytes(optim, part.stepped_numel, part.itemsize) + FP32 * part.stepped for part in held
         ),
     )
 
 
 def moment_bytes(optim: str, numel: int, itemsize: int) -> int:
-    """One moment of a rank's part of a tensor; in 8 bits that is a byte a number, a scale a block, and what the codes mean."""
-    if optim == "adamw_8bit" and numel >= QUANTIZED_FROM and numel % QUANTIZED_BLOCK == 0:
-        return numel + FP32 * (numel // QUANTIZED_BLOCK + CODES)
+    """Bytes of one moment of a rank's part of a tensor; 8-bit ones have a byte a number, a scale a block, and a map."""
+    if optim == "adamw_8bit" and numel >= QUANTIZED_MIN_NUMEL and numel % QUANTIZED_BLOCK == 0:
+        return numel + FP32 * (numel // QUANTIZED_BLOCK + QUANTIZATION_MAP)
     return MOMENT_ITEMSIZE.get(optim, itemsize) * numel
 
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one rank holds of a tensor, or of a flat parameter made of several."""
+    """What one rank holds of a tensor, or of a flat parameter."""
 
     stored: int  # bytes, padding included
     itemsize: int
@@ -130,17 +127,17 @@ class _Part:
     stepped: int  # tensors for which the optimizer counts steps
 
 
-def _by_rows(tensors: Iterable[StateTensor], pieces: int, rank: int) -> Iterator[_Part]:
-    """FSDP2 cuts each tensor along its first dimension into equal blocks; the last ones are padded to the same size."""
+def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int) -> Iterator[_Part]:
+    """FSDP2 splits each tensor along its first dimension into equal blocks; the last ones are padded to the same size."""
     for tensor in tensors:
         rows, width = tensor.shape[0], prod(tensor.shape[1:])
-        block = -(-rows // pieces)
+        block = -(-rows // shards)
         real = min(block, max(0, rows - rank * block)) * width if tensor.trainable else 0
         yield _Part(block * width * tensor.itemsize, tensor.itemsize, tensor.trainable, real, int(tensor.trainable))
 
 
-def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, sharding: Sharding) -> Iterator[_Part]:
-    """FSDP1 lays the tensors of a unit end to end, each aligned as computed with, and cuts the whole into equal parts.
+def _split_flat(tensors: Iterable[StateTensor], shards: int, rank: int, sharding: Sharding) -> Iterator[_Part]:
+    """FSDP1 concatenates the tensors of a unit, aligned for the compute dtype, and splits the whole into equal parts.
 
     A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
     """
@@ -148,7 +145,7 @@ def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, sharding: Shar
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
     units: dict[str, list[StateTensor]] = {}
     for tensor in tensors:
-        units.setdefault(_flat_unit(tensor, adapters_apart=not dora), []).append(tensor)
+        units.setdefault(_name_flat_unit(tensor, adapters_are_units=not dora), []).append(tensor)
     for unit in units.values():
         mixed, spans, end = sharding.mixed_precision, [], 0
         align = FLAT_ALIGNMENT // (unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]])
@@ -156,7 +153,7 @@ def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, sharding: Shar
             start = -(-end // align) * align
             end = start + tensor.numel
             spans.append((start, end, tensor.trainable))
-        share = -(-end // pieces)
+        share = -(-end // shards)
         mine = [max(0, min(stop, (rank + 1) * share) - max(start, rank * share)) for start, stop, _ in spans]
         trained = [numel for numel, (_, _, trainable) in zip(mine, spans, strict=True) if trainable and numel]
         any_trained = any(trainable for _, _, trainable in spans)
@@ -164,8 +161,8 @@ def _flat(tensors: Iterable[StateTensor], pieces: int, rank: int, sharding: Shar
         yield _Part(share * itemsize, itemsize, any_trained, sum(trained), len(trained))
 
 
-def _flat_unit(tensor: StateTensor, adapters_apart: bool) -> str:
-    """A layer is a unit, an adapter's matrix is one of its own (but with DoRA), and all else belongs to the root."""
-    if adapters_apart and ".default." in tensor.name:
+def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
+    """A layer is a unit, an adapter's matrix is its own (not with DoRA), and the rest belongs to the root."""
+    if adapters_are_units and ".default." in tensor.name:
         return tensor.name
     return tensor.unit if tensor.unit.startswith("layer") else "root"

@@ -1,4 +1,4 @@
-"""A plan as a person reads it."""
+"""The text of a plan: its tables and lines."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
@@ -7,20 +7,19 @@ from finetune.constants import frozen_dtype
 from finetune.flops import FORMULA, PEAK_FLOPS
 from finetune.plan.advice import Advice
 from finetune.plan.disk import Disk, Host
-from finetune.plan.memory import Moment, Phase
-from finetune.plan.run_spec import Job
-from finetune.plan.state import shards
+from finetune.plan.memory import Phase, Snapshot
+from finetune.plan.run_spec import RunSpec
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
 from finetune.units import GIB, MIB, count, counted, gib
 
-PARTS = tuple(field.name for field in fields(Moment) if field.name != "name")
+PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")
 SHORT = {"parameters": "weights", "communication": "reducing", "temporaries": "temp."}
 
 
-def duration(seconds: float) -> str:
-    """Seconds as a person says them.
+def format_duration(seconds: float) -> str:
+    """Seconds in a readable unit.
 
-    >>> duration(0.5), duration(150), duration(8000), duration(200000)
+    >>> format_duration(0.5), format_duration(150), format_duration(8000), format_duration(200000)
     ('0.50 s', '2.5 min', '2.2 h', '2.3 days')
     """
     for limit, size, name in ((100, 1, "s"), (6000, 60, "min"), (172800, 3600, "h")):
@@ -29,51 +28,49 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
-def layout_name(job: Job) -> str:
-    """The layout in a few words, with the sizes of a hybrid one."""
-    sharding = job.sharding
+def name_layout(spec: RunSpec) -> str:
+    """The layout and its strategy, and the sizes of a hybrid one."""
+    sharding = spec.sharding
     name = sharding.layout if not sharding.is_fsdp else f"{sharding.layout} {sharding.strategy}"
     if sharding.strategy == "HYBRID_SHARD" and sharding.is_fsdp:
-        pieces = shards(sharding, job.ranks, job.ranks_per_node)
-        name += f" ({job.ranks // pieces} x {pieces})"
+        name += f" ({spec.ranks // spec.shards} x {spec.shards})"
     return name + (", offloaded to the host" if sharding.cpu_offload else "")
 
 
-def header(job: Job, ranks_assumed: bool) -> str:
-    """What is planned, in four lines, and where nobody said how many ranks, a fifth."""
-    a, recipe, sharding = job.architecture, job.recipe, job.sharding
-    trained = sum(tensor.numel for tensor in job.tensors if tensor.trainable)
-    tokens = job.global_batch_size * recipe.data.max_length
+def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
+    """The model, layout, precision and batch; a fifth line where the number of ranks is assumed."""
+    a, recipe, sharding = spec.architecture, spec.recipe, spec.sharding
+    trained, tokens = spec.trained_numel, spec.tokens_per_step
     checkpointing = "off"
     if sharding.activation_checkpointing:
         every = recipe.model.activation_checkpointing_every
         checkpointing = "every layer" if every == 1 else f"every {every}th layer"
     model = recipe.model.model_name_or_path or "model_config"
     frozen = f"{frozen_dtype(sharding, recipe.lora)} (frozen), adapters " if recipe.lora.use_peft else ""
-    parameters = frozen + job.trained_dtype
-    assumed = f"ranks      {job.ranks} assumed; --num-processes N plans for N, and the last table shows others"
+    parameters = frozen + spec.trained_dtype
+    assumed = f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows others"
     return "\n".join(
         [
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
-            f"layout     {layout_name(job)} on {counted(job.ranks, 'rank')} ({sharding.source})",
-            f"precision  parameters {parameters}, computing {job.compute_dtype}, gradients reduced in {job.reduced_dtype}; "
+            f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
+            f"precision  parameters {parameters}, computing {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
-            f"batch      {job.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "
-            f"{counted(job.ranks, 'rank')} x {counted(job.accumulation, 'micro-batch')} x {counted(job.rows, 'row')}",
+            f"batch      {spec.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "
+            f"{counted(spec.ranks, 'rank')} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
             *([assumed] if ranks_assumed else []),
         ]
     )
 
 
-def memory_table(found: Sequence[Phase]) -> str:
-    """Each phase's highest moment on the fullest rank, part by part."""
+def format_memory(found: Sequence[Phase]) -> str:
+    """Each phase's peak on the rank that holds the most, by part."""
     rows = memory_rows(found)
-    return table(rows, left=(0, len(rows[0]) - 1))
+    return align_columns(rows, left=(0, len(rows[0]) - 1))
 
 
 def memory_rows(found: Sequence[Phase]) -> list[list[str]]:
-    """The same as cells, a row of names first; in MiB where a GiB would be too coarse."""
+    """The same as rows of cells, headings first; in MiB if all are below 1 GiB."""
     small = max(phase.peak.total for phase in found) < GIB
     shown = [part for part in PARTS if any(getattr(phase.peak, part) for phase in found)]
     head = [
@@ -93,7 +90,7 @@ def memory_rows(found: Sequence[Phase]) -> list[list[str]]:
     return [head, *rows]
 
 
-def ranks_table(rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequence[int], limit: int | None) -> str:
+def format_layouts(rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequence[int], limit: int | None) -> str:
     """The peak of one rank for layouts (rows) and numbers of ranks (columns); above `limit` in brackets."""
 
     def cell(value: int | None) -> str:
@@ -102,32 +99,30 @@ def ranks_table(rows: Iterable[tuple[str, Sequence[int | None]]], ranks: Sequenc
         return f"({gib(value)})" if limit is not None and value > limit else gib(value)
 
     head = ["GiB on one rank, by ranks", *(str(number) for number in ranks)]
-    return table([head, *([name, *(cell(value) for value in values)] for name, values in rows)], left=(0,))
+    return align_columns([head, *([name, *(cell(value) for value in values)] for name, values in rows)], left=(0,))
 
 
-def speed_lines(found: Speed, ranks: int) -> str:
-    """The time, and the formula that it rests on; where it would say nothing, that."""
+def format_speed(found: Speed, ranks: int) -> str:
+    """The time, and the formula behind it."""
     steps = ""
     if found.steps is not None:
         by_size = " by the files' size" if found.steps_are_guessed else ""
         steps = f"; {'about ' if by_size else ''}{counted(found.steps, 'step')}{by_size}"
-    if not found.says_something:
-        return (
-            f"time       no guess: starting the kernels of so small a micro-batch takes longer than computing it{steps}"
-        )
-    steps += f": {duration(found.steps * found.seconds_per_step)}" if found.steps is not None else ""
+    if not found.is_meaningful:
+        return f"time       no estimate: launching the kernels of so small a micro-batch takes longer than computing them{steps}"
+    steps += f": {format_duration(found.steps * found.seconds_per_step)}" if found.steps is not None else ""
     epoch = (
-        "an epoch's length is known once the data has been read"
+        "the length of an epoch is known once the data has been read"
         if found.seconds_per_epoch is None or found.epoch_tokens is None
-        else f"an epoch of about {count(found.epoch_tokens)} tokens: {duration(found.seconds_per_epoch)}"
+        else f"an epoch of about {count(found.epoch_tokens)} tokens: {format_duration(found.seconds_per_epoch)}"
     )
     return (
-        f"time       {duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
+        f"time       {format_duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
         f"{counted(ranks, 'rank')}{steps}; {epoch}\n"
         f"           at {found.mfu:.0%} of {PEAK_FLOPS[ASSUMED_DEVICE] / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
-        f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); --mfu sets another share"
+        f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu"
         + (
-            f"\n           of a step, {duration(found.offload_seconds)} are offload: state and gradients over PCIe at "
+            f"\n           of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over PCIe at "
             f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at {HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
             if found.offload_seconds
             else ""
@@ -135,7 +130,8 @@ def speed_lines(found: Speed, ranks: int) -> str:
     )
 
 
-def storage_lines(room: Disk, node: Host) -> str:
+def format_storage(room: Disk, node: Host) -> str:
+    """Disk, and the memory of a node."""
     kept = "all are kept" if room.checkpoints_kept is None else f"{room.checkpoints_kept} kept, 1 being written"
     adapter = f", adapter {gib(room.adapter)}" if room.adapter else ""
     return (
@@ -147,25 +143,24 @@ def storage_lines(room: Disk, node: Host) -> str:
     )
 
 
-def advice_lines(advice: Advice, device_bytes: int) -> str:
-    """Whether it fits, and what to paste if it does not."""
+def format_advice(advice: Advice, device_bytes: int) -> str:
+    """Whether it fits, and if not, what to change."""
     limit = gib(device_bytes)
     if advice.fits:
         return f"fits       {gib(advice.peak)} of {limit} GiB"
     if advice.changes is None:
-        ranks = f"; {advice.ranks} ranks would do" if advice.ranks else ""
+        ranks = f"; {advice.ranks} ranks would be enough" if advice.ranks else ""
         return (
-            f"too large  even with every change below it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
-            "           a micro-batch of 1, smaller moments, checkpointing, full sharding, half the row, offload and LoRA were tried "
-            "together"
+            f"too large  even with all changes it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
+            "           tried together: a micro-batch of 1, smaller moments, checkpointing, full sharding, half the row, offload, LoRA"
         )
     lines = [f"too large  for {limit} GiB; with this it takes {gib(advice.peak)} GiB:"]
     lines += [f"           {change.text}   ({change.cost})" for change in advice.changes]
     return "\n".join(lines)
 
 
-def table(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
-    """Columns right-aligned, but for those in `left`."""
+def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
+    """Rows as lines of aligned columns: right-aligned, except those in `left`."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(

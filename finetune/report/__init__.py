@@ -1,1 +1,1 @@
-"""A run looked at afterwards: one HTML file that needs nothing but a browser."""
+"""The report of a run or of several: one HTML file that needs nothing but a browser."""

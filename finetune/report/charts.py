@@ -1,22 +1,25 @@
-"""The plots of a report, as geometry: lines in a box of 1000 x 1000, and labels placed in percent.
+"""The plots of a report: as SVG paths in a box of 1000 x 1000 with labels in percent, and the loss as a PNG.
 
-The template stretches the box to any width and keeps strokes and text at their size, so that a phone shows a plot that
-is as legible as on a desk.
+The template stretches the box to any width but not its strokes and text, so that a plot is as legible on a phone as on
+a desktop.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
+from pathlib import Path
 
 from finetune.report.run_data import RunRecord
-from finetune.report.series import Points, compact, smoothed, smoothing_weight, thinned, ticks
+from finetune.report.series import Points, choose_ticks, format_compact, smooth, smoothing_weight, thin
 
 BOX = 1000
+COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")  # of the PNG; page.css's by light
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One line (or, with `dots`, a row of points) in a chart, in data's units."""
+    """One line (or, with `dots`, separate points) of a chart, in the data's units."""
 
     label: str
     run: int  # which run, for the color
@@ -35,7 +38,7 @@ class Label:
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class DrawnLine:
     """A line as an SVG path, with its points for the tooltip."""
 
     label: str
@@ -56,41 +59,41 @@ class Chart:
     x_labels: list[Label]
     y_labels: list[Label]
     grid: str
-    lines: list[Drawn] = field(default_factory=list)
+    lines: list[DrawnLine] = field(default_factory=list)
 
 
-def charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> list[Chart]:
-    """Every plot for which some run has a number. `planned_bytes`: each run's planned peak of memory, where known."""
-    memory = _lines(runs, "peak_memory_bytes", lambda value: value / 2**30)
+def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]) -> list[Chart]:
+    """Every plot for which some run has a number. `planned_bytes`: each run's planned peak memory, where known."""
+    memory = _make_lines(runs, "peak_memory_bytes", lambda value: value / 2**30)
     memory += [
         Line(
             f"{run.name} planned",
             index,
-            [(_steps(run)[0], planned / 2**30), (_steps(run)[1], planned / 2**30)],
+            [(_step_range(run)[0], planned / 2**30), (_step_range(run)[1], planned / 2**30)],
             dashed=True,
         )
         for index, (run, planned) in enumerate(zip(runs, planned_bytes, strict=True))
         if planned is not None
     ]
     found = [
-        _chart("loss", "Loss", "nats per trained token; faint: as logged, strong: smoothed, points: held-out", _loss(runs)),
-        _chart("learning_rate", "Learning rate", "", _lines(runs, "learning_rate"), zero=True),
-        _chart("grad_norm", "Gradient norm", "before clipping", _with_smoothed(runs, "grad_norm"), zero=True),
-        _chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _lines(runs, "tokens_per_second"), zero=True),
-        _chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over the devices' peak, 4N for LoRA", _lines(runs, "mfu", lambda v: 100 * v), zero=True),
-        _chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
-        _chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _lines(runs, "data_wait_seconds"), zero=True),
-        _chart("exact_match", "Held-out questions answered exactly", "%", _lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),
+        _make_chart("loss", "Loss", "nats per trained token; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs)),
+        _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
+        _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
+        _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
+        _make_chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over the devices' peak, 4N for LoRA", _make_lines(runs, "mfu", lambda v: 100 * v), zero=True),
+        _make_chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
+        _make_chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _make_lines(runs, "data_wait_seconds"), zero=True),
+        _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),
     ]  # fmt: skip
     return [chart for chart in found if chart is not None]
 
 
-def _steps(run: RunRecord) -> tuple[float, float]:
+def _step_range(run: RunRecord) -> tuple[float, float]:
     steps = [point[0] for point in run.series("peak_memory_bytes") or run.series("loss")] or [0.0]
     return steps[0], steps[-1]
 
 
-def _lines(
+def _make_lines(
     runs: Sequence[RunRecord], key: str, scale: Callable[[float], float] = lambda value: value, dots: bool = False
 ) -> list[Line]:
     found = ((index, run, run.series(key)) for index, run in enumerate(runs))
@@ -99,32 +102,34 @@ def _lines(
     ]
 
 
-def _with_smoothed(runs: Sequence[RunRecord], key: str) -> list[Line]:
-    raw = _lines(runs, key)
+def _smooth_lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
+    raw = _make_lines(runs, key)
     faint = [Line(line.label, line.run, line.points, faint=True) for line in raw]
     strong = []
     for line in raw:
-        values = smoothed([y for _, y in line.points], smoothing_weight(len(line.points)))
+        values = smooth([y for _, y in line.points], smoothing_weight(len(line.points)))
         strong.append(Line(line.label, line.run, list(zip((x for x, _ in line.points), values, strict=True))))
     return faint + strong
 
 
-def _loss(runs: Sequence[RunRecord]) -> list[Line]:
-    held_out = [Line(f"{line.label} held-out", line.run, line.points, dots=True) for line in _lines(runs, "eval_loss")]
-    return _with_smoothed(runs, "loss") + held_out
+def _loss_lines(runs: Sequence[RunRecord]) -> list[Line]:
+    held_out = [
+        Line(f"{line.label} held-out", line.run, line.points, dots=True) for line in _make_lines(runs, "eval_loss")
+    ]
+    return _smooth_lines(runs, "loss") + held_out
 
 
-def _chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False) -> Chart | None:
-    """The chart, with axes around all lines; None where there is nothing to draw."""
-    lines = [Line(n.label, n.run, thinned(n.points), n.faint, n.dots, n.dashed) for n in lines]
+def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False) -> Chart | None:
+    """The chart with axes around all `lines`, from 0 if `zero`; None where there is nothing to draw."""
+    lines = [replace(line, points=thin(line.points)) for line in lines]
     points = [point for line in lines for point in line.points]
     if not points:
         return None
     y_low, y_high = min([y for _, y in points] + [0.0] * zero), max(y for _, y in points)
-    y_ticks = ticks(y_low, y_high if y_high > 0 or not zero else 1.0)
+    y_ticks = choose_ticks(y_low, y_high if y_high > 0 or not zero else 1.0)
     x_low, x_high = min(x for x, _ in points), max(x for x, _ in points)
     x_high = x_high if x_high > x_low else x_low + 1
-    x_ticks = [x for x in ticks(x_low, x_high, most=7) if x_low <= x <= x_high and x == int(x)]
+    x_ticks = [x for x in choose_ticks(x_low, x_high, most=7) if x_low <= x <= x_high and x == int(x)]
 
     def across(x: float) -> float:
         return (x - x_low) / (x_high - x_low)
@@ -137,18 +142,47 @@ def _chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bool = 
         title=title,
         note=note,
         x_labels=[Label(f"{x:,.0f}", 100 * across(x)) for x in x_ticks],
-        y_labels=[Label(compact(y), 100 * down(y)) for y in y_ticks],
+        y_labels=[Label(format_compact(y), 100 * down(y)) for y in y_ticks],
         grid="".join(f"M0 {BOX * down(y):.1f}H{BOX}" for y in y_ticks),
-        lines=[_drawn(line, across, down) for line in lines],
+        lines=[_draw_line(line, across, down) for line in lines],
     )
 
 
-def _drawn(line: Line, across: Callable[[float], float], down: Callable[[float], float]) -> Drawn:
+def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[float], float]) -> DrawnLine:
     placed = [(across(x), down(y), x, y) for x, y in line.points if math.isfinite(y)]
-    if line.dots:  # a stroke of no length with round ends is a dot at any stretch
+    if line.dots:  # a stroke of no length with round ends stays a dot when stretched
         path = "".join(f"M{BOX * x:.1f} {BOX * y:.1f}h0" for x, y, _, _ in placed)
     else:
         path = "M" + "L".join(f"{BOX * x:.1f} {BOX * y:.1f}" for x, y, _, _ in placed)
     style = "dots" if line.dots else "faint" if line.faint else "dashed" if line.dashed else "line"
-    points = [] if line.faint else [(round(100 * x, 2), round(100 * y, 2), compact(value)) for x, y, _, value in placed]
-    return Drawn(line.label, line.run, path, style, points, [step for _, _, step, _ in placed] if points else [])
+    points = (
+        []
+        if line.faint
+        else [(round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed]
+    )
+    return DrawnLine(line.label, line.run, path, style, points, [step for _, _, step, _ in placed] if points else [])
+
+
+def can_draw_png() -> bool:
+    """Whether matplotlib is installed."""
+    return find_spec("matplotlib") is not None
+
+
+def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
+    """Writes the loss of every run to `path`: as logged (faint), smoothed, and held-out (points)."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4.5), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    for index, run in enumerate(runs):
+        color, points = COLORS[index % len(COLORS)], run.series("loss")
+        steps, losses = [x for x, _ in points], [y for _, y in points]
+        axes.plot(steps, losses, color=color, alpha=0.3, linewidth=1)
+        axes.plot(steps, smooth(losses, smoothing_weight(len(losses))), color=color, linewidth=2, label=run.name)
+        if held_out := run.series("eval_loss"):
+            axes.plot(*zip(*held_out, strict=True), "o", color=color, markersize=5, label=f"{run.name}, held-out")
+    axes.set(xlabel="step", ylabel="loss (nats per trained token)")
+    axes.grid(color="#e4e1d8", linewidth=0.8)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)

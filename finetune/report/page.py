@@ -1,4 +1,4 @@
-"""The report's page: what each section says, handed to one template."""
+"""The HTML of a report: the text of each section, rendered with page.html.jinja."""
 
 import json
 import statistics
@@ -13,18 +13,19 @@ from markupsafe import Markup
 
 from finetune import __version__
 from finetune.divergence import find_divergence, losses_of
+from finetune.plan.plan import Plan
+from finetune.plan.table import memory_rows
 from finetune.recipe.keys import leaves
-from finetune.report.charts import charts
-from finetune.report.planned import Planned
+from finetune.report.charts import make_charts
 from finetune.report.run_data import RunRecord
-from finetune.report.series import compact
+from finetune.report.series import format_compact
 from finetune.units import count, counted, disk_size, gib
 
 HERE = Path(__file__).parent
-SAMPLES_SHOWN = 20
-DATA_TABLES = ("findings", "sources", "eval_sources")  # shown in their own form
+MAX_SAMPLES = 20
+DATA_TABLES = ("findings", "sources", "eval_sources")  # have a list or table of their own
 SOURCE_COLUMNS = ("rows_read", "rows_skipped", "examples", "tokens", "trained_tokens", "overlong", "duplicates")
-WHERE_KEYS = ("output_dir", "run_name")  # every run differs in these
+ALWAYS_DIFFERENT = ("output_dir", "run_name")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,25 +37,25 @@ class Tile:
     note: str = ""
 
 
-def page(runs: Sequence[RunRecord], planned: Sequence[Planned | None]) -> str:
-    """The whole HTML of one run, or of several with their plots laid over each other."""
-    drawn = charts(runs, [plan.peak_bytes if plan else None for plan in planned])
-    sections = [section(run, plan) for run, plan in zip(runs, planned, strict=True)]
-    names = list(dict.fromkeys(tile.name for described in sections for tile in described["tiles"]))
+def render_page(runs: Sequence[RunRecord], plans: Sequence[Plan | None]) -> str:
+    """The whole HTML of one run, or of several with their plots overlaid. `plans`: each run's, where known."""
+    charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
+    sections = [_describe_run(run, plan) for run, plan in zip(runs, plans, strict=True)]
+    names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
     data = {
         chart.key: [{"label": n.label, "run": n.run, "points": n.points, "steps": n.steps} for n in chart.lines]
-        for chart in drawn
+        for chart in charts
     }
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
     return template.render(
         title=" · ".join(run.name for run in runs),
-        subtitle=subtitle(runs[0]) if len(runs) == 1 else f"{len(runs)} runs",
+        subtitle=_subtitle(runs[0]) if len(runs) == 1 else f"{len(runs)} runs",
         runs=sections,
         source_columns=[name.replace("_", " ") for name in SOURCE_COLUMNS],
         tile_names=names,
-        differing=differing(runs),
-        charts=drawn,
+        differing=list_differences(runs),
+        charts=charts,
         folders=", ".join(str(run.folder) for run in runs),
         version=__version__,
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
@@ -64,47 +65,50 @@ def page(runs: Sequence[RunRecord], planned: Sequence[Planned | None]) -> str:
     )
 
 
-def section(run: RunRecord, plan: Planned | None) -> dict[str, Any]:
+def _describe_run(run: RunRecord, plan: Plan | None) -> dict[str, Any]:
     """What the template shows of one run."""
-    tiles = list(_tiles(run))
+    tiles = list(_make_tiles(run))
     questions = [sample for sample in run.samples if sample.get("expected")]
     asked = [sample for sample in run.samples if not sample.get("expected")]  # the recipe's sample_prompts
     diverged = find_divergence(losses_of(run.lines))
-    findings, facts = _data(run.data_report)
+    findings, facts = _describe_data(run.data_report)
+    process = plan.process_bytes if plan else 0
     sources = [*run.data_report.get("sources", []), *run.data_report.get("eval_sources", [])]
     return {
         "name": run.name,
         "tiles": tiles,
         "by_name": {tile.name: tile for tile in tiles},
-        "subtitle": subtitle(run),
+        "subtitle": _subtitle(run),
         "diverged": str(diverged) if diverged else "",
-        "questions": _samples(questions),
-        "prompts": _samples(asked),
+        "questions": _pair_answers(questions),
+        "prompts": _pair_answers(asked),
         "findings": findings,
         "data": facts,
         "sources": [
             [Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in SOURCE_COLUMNS)] for s in sources
         ],
-        "memory": plan.table if plan else [],
-        "memory_note": plan.note if plan else "",
-        "recipe": [(key, _short(value), _short(default)) for key, (value, default) in run.changed_keys().items()],
+        "memory": memory_rows(plan.phases) if plan else [],
+        "memory_note": f"one rank; its process adds about {gib(process)} GiB" if process else "peak of each phase",
+        "recipe": [
+            (key, _format_value(value), _format_value(default)) for key, (value, default) in run.changed_keys().items()
+        ],
         "whole_recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True),
         "checkpoints": [asdict(point) | {"size": disk_size(point.size_bytes)} for point in run.checkpoints],
-        "environment": list(_flat(run.environment)),
+        "environment": list(_flatten(run.environment)),
     }
 
 
-def differing(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
-    """What the runs disagree on, with each run's value: layout, ranks, device, and the recipe's keys; of lists and
-    mappings only what differs in them."""
-    found = [dict(leaves(_machine(run) | run.recipe)) for run in runs]
-    keys = list(dict.fromkeys(key for of_run in found for key in of_run if key not in WHERE_KEYS))
-    values = [(key, [_short(of_run[key]) if key in of_run else "–" for of_run in found]) for key in keys]
+def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
+    """Where the runs differ, with each run's value: layout, ranks, device, and keys of the recipe; of lists and
+    mappings only the entries that differ."""
+    found = [dict(leaves(_describe_machine(run) | run.recipe)) for run in runs]
+    keys = list(dict.fromkeys(key for of_run in found for key in of_run if key not in ALWAYS_DIFFERENT))
+    values = [(key, [_format_value(of_run[key]) if key in of_run else "–" for of_run in found]) for key in keys]
     return [(key, of_runs) for key, of_runs in values if len(set(of_runs)) > 1]
 
 
-def _machine(run: RunRecord) -> dict[str, Any]:
-    """How a run was spread, and over what: where runs of one recipe differ."""
+def _describe_machine(run: RunRecord) -> dict[str, Any]:
+    """The layout and devices of a run, in which runs of one recipe can differ."""
     machine = {key: run.environment.get(key) for key in ("layout", "ranks", "device")}
     spread = {
         key: value for key, value in run.sharding.items() if key not in ("num_processes", "distributed_type", "use_cpu")
@@ -112,8 +116,8 @@ def _machine(run: RunRecord) -> dict[str, Any]:
     return machine | {"accelerate": spread}
 
 
-def subtitle(run: RunRecord) -> str:
-    """The model, the layout and the machine in a line."""
+def _subtitle(run: RunRecord) -> str:
+    """The model, layout and machine in one line."""
     model = run.recipe.get("model_name_or_path") or (run.recipe.get("model_config") or {}).get("model_type")
     ranks = run.environment.get("ranks")
     parts = [
@@ -126,7 +130,7 @@ def subtitle(run: RunRecord) -> str:
     return " · ".join(str(part) for part in parts if part)
 
 
-def _tiles(run: RunRecord) -> Iterator[Tile]:
+def _make_tiles(run: RunRecord) -> Iterator[Tile]:
     yield Tile("Steps", f"{run.last('step') or 0:,}", f"{run.last('epoch'):.2f} epochs" if run.last("epoch") else "")
     for key, name in (("loss", "Training loss"), ("eval_loss", "Held-out loss")):
         if run.last(key) is not None:
@@ -141,24 +145,26 @@ def _tiles(run: RunRecord) -> Iterator[Tile]:
         mfu = [value for _, value in run.series("mfu")]
         yield Tile(
             "Tokens/s",
-            compact(statistics.median(speeds)),
+            format_compact(statistics.median(speeds)),
             f"{statistics.median(mfu):.0%} MFU" if mfu else "median",
         )
     if run.last("peak_memory_bytes"):
         yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
 
 
-def _samples(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
-    """Each prompt's first and last answer, and a note on when these were given."""
+def _pair_answers(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], str]:
+    """Each prompt with its first and last answer, and a note on their steps."""
     by_prompt: dict[str, list[dict[str, Any]]] = {}
     for sample in samples:
         by_prompt.setdefault(str(sample.get("prompt", "")), []).append(sample)
     shown = []
-    for prompt, answers in list(by_prompt.items())[:SAMPLES_SHOWN]:
+    for prompt, answers in list(by_prompt.items())[:MAX_SAMPLES]:
         expected = str(answers[-1].get("expected") or "")
         before = answers[0] if len(answers) > 1 or answers[0].get("step") == 0 else None
-        after = answers[-1] if answers[-1] is not before else None  # a run that is going on has not answered again
-        shown.append({"prompt": prompt, "expected": expected, **_judged("before", before), **_judged("after", after)})
+        after = answers[-1] if answers[-1] is not before else None  # a run in progress may have answered once
+        shown.append(
+            {"prompt": prompt, "expected": expected, **_grade_answer("before", before), **_grade_answer("after", after)}
+        )
     hidden = len(by_prompt) - len(shown)
     steps = sorted({sample.get("step", 0) for sample in samples})
     notes = [f"at steps {steps[0]} and {steps[-1]}"] if len(steps) > 1 else []
@@ -166,17 +172,17 @@ def _samples(samples: Sequence[dict[str, Any]]) -> tuple[list[dict[str, str]], s
     return shown, "; ".join(notes)
 
 
-def _judged(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
-    """An answer under `name`, with the class that says whether it is right; nothing where nothing was expected."""
+def _grade_answer(name: str, sample: dict[str, Any] | None) -> dict[str, str]:
+    """An answer under `name`, and its CSS class: right, wrong, or none where no answer is expected."""
     if sample is None:
         return {name: "", f"{name}_class": ""}
     text, expected = str(sample.get("answer", "")), str(sample.get("expected") or "").strip()
-    judgment = "" if not expected else "right" if text.strip() == expected else "wrong"
-    return {name: text, f"{name}_class": judgment}
+    grade = "" if not expected else "right" if text.strip() == expected else "wrong"
+    return {name: text, f"{name}_class": grade}
 
 
-def _data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
-    """The findings, and everything else as name and value."""
+def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str, str]]]:
+    """The findings of a data report, and the rest of it as names and values."""
     findings = [
         {
             "severity": str(found.get("severity", "note")),
@@ -185,29 +191,29 @@ def _data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[tuple[str,
         }
         for found in report.get("findings", [])
     ]
-    return findings, list(_flat({key: value for key, value in report.items() if key not in DATA_TABLES}))
+    return findings, list(_flatten({key: value for key, value in report.items() if key not in DATA_TABLES}))
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Nested mappings as `outer inner` names."""
+def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Names and values of nested mappings; an inner name follows its outer one: `lengths median`."""
     if isinstance(value, dict):
         for key, inner in value.items():
-            yield from _flat(inner, f"{name} {key}".strip().replace("_", " "))
+            yield from _flatten(inner, f"{name} {key}".strip().replace("_", " "))
     elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
         for number, item in enumerate(value, start=1):
-            yield from _flat(item, f"{name} {number}")
+            yield from _flatten(item, f"{name} {number}")
     elif value not in (None, []):
-        yield name, " ".join(map(str, value)) if isinstance(value, list) else _plain(value)
+        yield name, " ".join(map(str, value)) if isinstance(value, list) else _format_number(value)
 
 
-def _plain(value: Any) -> str:
+def _format_number(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _short(value: Any) -> str:
-    """A recipe's value as its file would have it, what is left out left out."""
+def _format_value(value: Any) -> str:
+    """A recipe's value as YAML, without the keys that are null."""
     if isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value)):
         items = [value] if isinstance(value, dict) else value
         given = [{k: v for k, v in item.items() if v is not None} if isinstance(item, dict) else item for item in items]

@@ -1,23 +1,26 @@
-"""What a run's folder holds, read without torch. A run that is still going, or that was killed, can be read too."""
+"""What a run's folder holds, and the plan of that run; read without torch, also of a run that is in progress or was killed."""
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
 from finetune.json_lines import read_json_lines
+from finetune.plan.plan import Plan, make_plan
 from finetune.recipe.keys import recipe_keys
+from finetune.recipe.reader import read_recipe
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
 
 
 @dataclass(frozen=True, slots=True)
 class SavedCheckpoint:
-    """One published checkpoint: its step, and its size by the manifest."""
+    """One published checkpoint, by its manifest."""
 
     name: str
     step: int
@@ -27,7 +30,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord:
-    """A run as its folder tells it. Lists are in the order in which they were written."""
+    """What a run's folder holds. Lists are in the order in which they were written."""
 
     folder: Path
     name: str
@@ -40,7 +43,7 @@ class RunRecord:
     checkpoints: tuple[SavedCheckpoint, ...]
 
     def series(self, key: str) -> list[tuple[float, float]]:
-        """(step, value) of every line that has a number under `key`."""
+        """(step, value) of every line with a number under `key`."""
         return [
             (float(line["step"]), float(line[key]))
             for line in self.lines
@@ -67,63 +70,73 @@ class RunRecord:
 
 
 def read_run(folder: Path) -> RunRecord:
-    """Everything that a report shows of one run. Raises `UserError` where `folder` is not a run's."""
+    """Reads everything that a report shows of one run. Raises `UserError` where `folder` is not a run's."""
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder; name a run's folder, such as runs/quickstart")
     if not (folder / METRICS).is_file():
-        raise UserError(f"{folder}: holds no {METRICS}, so it is not a run's folder or the run has not logged yet")
+        raise UserError(f"{folder}: no {METRICS}; it is not a run's folder, or the run has not logged yet")
     return RunRecord(
         folder=folder,
         name=folder.resolve().name,
-        lines=tuple(_json_lines(folder / METRICS)),
-        recipe=_yaml(folder / "recipe.yaml"),
-        sharding=_yaml(folder / "accelerate.yaml"),
-        environment=_json(folder / "environment.json"),
-        data_report=_json(folder / DATA_REPORT),
-        samples=tuple(_json_lines(folder / SAMPLES)),
-        checkpoints=tuple(_checkpoints(folder / "checkpoints")),
+        lines=tuple(_read_json_lines(folder / METRICS)),
+        recipe=_read_mapping(folder / "recipe.yaml"),
+        sharding=_read_mapping(folder / "accelerate.yaml"),
+        environment=_read_mapping(folder / "environment.json"),
+        data_report=_read_mapping(folder / DATA_REPORT),
+        samples=tuple(_read_json_lines(folder / SAMPLES)),
+        checkpoints=tuple(_read_checkpoints(folder / "checkpoints")),
     )
 
 
-def _json_lines(path: Path) -> Iterator[dict[str, Any]]:
+def plan_run(run: RunRecord) -> Plan | None:
+    """The plan of `run`, made from its folder; None where its model, recipe or layout can no longer be read."""
+    ranks = run.environment.get("ranks")
+    if not isinstance(ranks, int):
+        return None
+    try:
+        recipe = read_recipe(str(run.folder / "recipe.yaml"))
+        configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
+        if configs:  # the trained model's own, which needs no hub
+            config = json.loads(configs[-1].read_text(encoding="utf-8"))
+            recipe = replace(recipe, model=replace(recipe.model, model_name_or_path=None, model_config=config))
+        sharding = read_sharding(str(run.folder / "accelerate.yaml"), None, {"WORLD_SIZE": str(ranks)})
+        return make_plan(recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU"))
+    except (UserError, OSError, ValueError):
+        return None
+
+
+def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(read_json_lines(path), start=1):
         if line is None:
             raise UserError(f"{path}:{number}: not a JSON object; the file was changed after the run wrote it")
         yield line
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_mapping(path: Path) -> dict[str, Any]:
+    """The mapping in a JSON or YAML file; empty where there is no file, or something else in it."""
     if not path.is_file():
         return {}
+    kind = "JSON" if path.suffix == ".json" else "YAML"
+    text = path.read_text(encoding="utf-8", errors="replace")
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError:
-        raise UserError(f"{path}: not JSON; the file was changed after the run wrote it") from None
+        found = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
+    except (ValueError, yaml.YAMLError):
+        raise UserError(f"{path}: not {kind}; the file was changed after the run wrote it") from None
     return found if isinstance(found, dict) else {}
 
 
-def _yaml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except yaml.YAMLError:
-        raise UserError(f"{path}: not YAML; the file was changed after the run wrote it") from None
-    return found if isinstance(found, dict) else {}
-
-
-def _checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
+def _read_checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         try:
-            files = _json(manifest).get("files")
-        except UserError:  # a damaged one: `finetune checkpoints` names it, and the report is about the rest
+            files = _read_mapping(manifest).get("files")
+        except UserError:  # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
             continue
-        sizes = [_size(entry) for entry in files.values()] if isinstance(files, dict) else []
+        sizes = [_size_of(entry) for entry in files.values()] if isinstance(files, dict) else []
         digits = manifest.parent.name.removeprefix("step-")
         if digits.isdigit():
             yield SavedCheckpoint(manifest.parent.name, int(digits), sum(sizes), len(sizes))
 
 
-def _size(entry: Any) -> int:
+def _size_of(entry: Any) -> int:
     size = entry.get("size_bytes", entry.get("size", 0)) if isinstance(entry, dict) else 0
     return size if isinstance(size, int) else 0

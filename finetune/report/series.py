@@ -1,4 +1,4 @@
-"""Lines of numbers made fit to be drawn: smoothed, thinned, and with axes at round numbers."""
+"""A metric's values prepared for a plot: smoothed, thinned, and with ticks at round numbers."""
 
 import math
 from collections.abc import Sequence
@@ -6,25 +6,25 @@ from collections.abc import Sequence
 Points = Sequence[tuple[float, float]]  # (step, value)
 
 
-def smoothed(values: Sequence[float], weight: float = 0.9) -> list[float]:
+def smooth(values: Sequence[float], weight: float = 0.9) -> list[float]:
     """Each value averaged with its neighbors, by weights that fall off as weight^distance on both sides.
 
-    Both sides, so that the line does not lag behind a falling loss; not-a-numbers are left out.
+    On both sides, so that the line does not lag behind a falling loss. Values that are not finite are ignored.
 
-    >>> smoothed([2.0, 2.0, 2.0])
+    >>> smooth([2.0, 2.0, 2.0])
     [2.0, 2.0, 2.0]
     """
-    before, after = _running(values, weight), _running(values[::-1], weight)[::-1]
+    before, after = _running_sums(values, weight), _running_sums(values[::-1], weight)[::-1]
     found = []
     for value, (left, left_weight), (right, right_weight) in zip(values, before, after, strict=True):
-        own = 1.0 if math.isfinite(value) else 0.0  # counted on both sides, wanted once
+        own = 1.0 if math.isfinite(value) else 0.0  # it is in both sums
         total = left_weight + right_weight - own
         found.append(round((left + right - (value if own else 0.0)) / total, 9) if total else value)
     return found
 
 
-def _running(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
-    """At each value the weighted sum of it and all before, and the sum of the weights."""
+def _running_sums(values: Sequence[float], weight: float) -> list[tuple[float, float]]:
+    """At each value the weighted sum of it and all before it, and the sum of their weights."""
     total, weights, found = 0.0, 0.0, []
     for value in values:
         finite = math.isfinite(value)
@@ -34,12 +34,12 @@ def _running(values: Sequence[float], weight: float) -> list[tuple[float, float]
 
 
 def smoothing_weight(count: int) -> float:
-    """Heavier for longer lines, so that a short run keeps its shape: about a fortieth of the line on each side."""
+    """The weight that averages about a fortieth of the line on each side, so that a short run keeps its shape."""
     return 1 - 1 / max(1.0, count / 40)
 
 
-def thinned(points: Points, most: int = 600) -> list[tuple[float, float]]:
-    """At most `most` points, the lowest and highest of every stretch kept, so that no spike is lost."""
+def thin(points: Points, most: int = 600) -> list[tuple[float, float]]:
+    """At most `most` points: the lowest and highest of every stretch, so that no spike is lost."""
     finite = [point for point in points if math.isfinite(point[1])]
     if len(finite) <= most:
         return finite
@@ -51,10 +51,10 @@ def thinned(points: Points, most: int = 600) -> list[tuple[float, float]]:
     return kept
 
 
-def ticks(low: float, high: float, most: int = 6) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`, `most` of them or fewer.
+def choose_ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """At most `most` round numbers, from at or below `low` to at or above `high`.
 
-    >>> ticks(0.0, 9.3, most=6)
+    >>> choose_ticks(0.0, 9.3, most=6)
     [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     """
     if not high > low:
@@ -69,11 +69,11 @@ def ticks(low: float, high: float, most: int = 6) -> list[float]:
     return [low, high]
 
 
-def compact(value: float) -> str:
+def format_compact(value: float) -> str:
     """A number for an axis or a tooltip.
 
-    >>> compact(0.0), compact(2e-05), compact(1234567), compact(0.3333), compact(5202.4)
-    ('0', '2e-5', '1.23M', '0.333', '5,202')
+    >>> [format_compact(value) for value in (0.0, 2e-05, 1234567, 0.3333, 5202.4)]
+    ['0', '2e-5', '1.23M', '0.333', '5,202']
     """
     size = abs(value)
     if value == 0:

@@ -9,9 +9,9 @@ from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import World, leave
 from finetune.errors import UserError
-from finetune.plan.advice import possible_changes
-from finetune.plan.cli import describe, make_plan
-from finetune.plan.memory import peak
+from finetune.plan.advice import list_changes
+from finetune.plan.memory import find_peak
+from finetune.plan.plan import format_plan, make_plan
 from finetune.recipe.schema import Recipe
 from finetune.units import gib
 
@@ -32,7 +32,7 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, read=read)
     ours = "causal SDPA, document by document" if on_cpu else "varlen"
     attention = ours if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
-    print(describe(plan))
+    print(format_plan(plan))
     if report is None:
         print(f"data       streamed, {data.train.steps:,} steps")
     else:
@@ -64,9 +64,9 @@ def out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -
         f"weights {gib(planned.parameters)}, gradients {gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, "
         f"gathered {gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
     )
-    smaller = [change for change in possible_changes(plan.job) if peak(change.apply(plan.job)).total < planned.total]
+    smaller = [change for change in list_changes(plan.spec) if find_peak(change.apply(plan.spec)).total < planned.total]
     if smaller:
-        after = peak(smaller[0].apply(plan.job)).total
+        after = find_peak(smaller[0].apply(plan.spec)).total
         said.append(f"next       {smaller[0].text}   ({smaller[0].cost}; {gib(after)} GiB by the plan)")
     else:
         said.append("next       more ranks, or a smaller max_length")

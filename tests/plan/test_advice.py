@@ -2,22 +2,22 @@
 
 from dataclasses import replace
 
-from finetune.plan.advice import advise, possible_changes
-from finetune.plan.memory import peak
-from finetune.plan.table import speed_lines
-from finetune.plan.time import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, speed
-from tests.plan.jobs import FULL_SHARD, LLAMA_31_8B, job
+from finetune.plan.advice import advise, list_changes
+from finetune.plan.memory import find_peak
+from finetune.plan.table import format_speed
+from finetune.plan.time import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, estimate_speed
+from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
 
 GIB = 2**30
 
 
 def test_smaller_moments_and_a_shorter_row_are_suggested_before_offload() -> None:
-    planned = job(LLAMA_31_8B, ranks=1)
-    texts = [change.text for change in possible_changes(planned)]
+    planned = make_spec(LLAMA_31_8B, ranks=1)
+    texts = [change.text for change in list_changes(planned)]
     cheap = ["optim=adamw_bf16_moments", "optim=adamw_8bit", "max_length=4096"]
     assert [text for text in texts if text in cheap] == cheap
     assert texts.index("max_length=4096") < texts.index("accelerate_config=fsdp_cpu_offload")
-    needed = peak(planned).total
+    needed = find_peak(planned).total
     for limit, first in ((needed - GIB, cheap[0]), (needed - 40 * GIB, cheap[1])):
         advice = advise(planned, limit)
         assert advice.changes is not None
@@ -27,26 +27,26 @@ def test_smaller_moments_and_a_shorter_row_are_suggested_before_offload() -> Non
 
 def test_what_fits_with_cheap_changes_together_needs_no_offload() -> None:
     """None of them is enough alone, and offload alone would be; of those taken the dearest are dropped first."""
-    planned = job(LLAMA_31_8B, ranks=1, rows=4, max_length=8192)
+    planned = make_spec(LLAMA_31_8B, ranks=1, rows=4, max_length=8192)
     everything_cheap = planned
-    for change in possible_changes(planned):
+    for change in list_changes(planned):
         if change.text.startswith("accelerate_config"):
             break
         everything_cheap = change.apply(everything_cheap)
-    advice = advise(planned, peak(everything_cheap).total)
+    advice = advise(planned, find_peak(everything_cheap).total)
     assert advice.changes is not None
     assert not any("offload" in change.text or "use_peft" in change.text for change in advice.changes)
 
 
 def test_offload_is_in_the_time_of_a_step() -> None:
-    planned = job(LLAMA_31_8B, ranks=8, global_batch_size=16)
+    planned = make_spec(LLAMA_31_8B, ranks=8, global_batch_size=16)
     offloaded = replace(planned, sharding=replace(FULL_SHARD, cpu_offload=True))
-    without, with_it = speed(planned, mfu=0.4), speed(offloaded, mfu=0.4)
+    without, with_it = estimate_speed(planned, mfu=0.4), estimate_speed(offloaded, mfu=0.4)
     shard = 4 * planned.architecture.parameters / 8  # bytes of fp32 parameters on a rank
     moved, touched = 2 * (2 * shard + shard), 2 * shard + shard + 2 * 2 * shard  # two micro-batches; two moments
     expected = moved / PCIE_BYTES_PER_SECOND + 8 * touched / HOST_BYTES_PER_SECOND
     assert abs(with_it.offload_seconds - expected) < 1e-3 * expected
     assert with_it.seconds_per_step == without.seconds_per_step + with_it.offload_seconds
     assert with_it.tokens_per_second < without.tokens_per_second
-    assert without.offload_seconds == 0 and "offload" not in speed_lines(without, 8)
-    assert "of a step, " in speed_lines(with_it, 8) and "are offload" in speed_lines(with_it, 8)
+    assert without.offload_seconds == 0 and "offload" not in format_speed(without, 8)
+    assert "of a step, " in format_speed(with_it, 8) and "are offload" in format_speed(with_it, 8)

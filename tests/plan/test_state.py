@@ -9,8 +9,7 @@ import pytest
 import yaml
 
 from finetune.distributed.accelerate_config import read_sharding
-from finetune.plan.cli import make_plan
-from finetune.plan.state import state_of_rank
+from finetune.plan.plan import make_plan
 from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks
@@ -86,8 +85,8 @@ def test_the_planned_state_is_that_of_the_real_tensors(
         measured = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for name, recipe_path, config in scenarios:
             recipe, sharding = read_recipe(recipe_path), read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
-            job = make_plan(recipe, sharding, ranks).job
-            state = state_of_rank(job.tensors, sharding, job.pieces, recipe.optimization, rank)
+            spec = make_plan(recipe, sharding, ranks).spec
+            state = spec.state(rank)
             planned = {
                 "parameters": state.trained + state.frozen,
                 "gradients": state.gradients,

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from finetune.plan.cli import layouts_by_ranks
-from finetune.plan.memory import phases
-from finetune.plan.state import state_of_rank
-from tests.plan.jobs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, job
+from finetune.plan.memory import plan_phases
+from finetune.plan.plan import compare_layouts
+from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
 
 GIB = 2**30
 # By hand, from the published sizes: hidden h, intermediate i, layers L, key-value width k, vocabulary v.
@@ -33,11 +32,8 @@ def test_the_published_parameter_counts() -> None:
 def test_full_training_holds_sixteen_bytes_a_parameter_over_the_world(
     config: dict[str, object], parameters: int, ranks: int
 ) -> None:
-    planned = job(config, ranks=ranks)
-    whole = sum(
-        state_of_rank(planned.tensors, planned.sharding, ranks, planned.recipe.optimization, rank).total
-        for rank in range(ranks)
-    )
+    planned = make_spec(config, ranks=ranks)
+    whole = sum(planned.state(rank).total for rank in range(ranks))
     steps = 4 * len(planned.tensors) * ranks  # each rank counts the steps of each tensor
     assert whole - steps == 16 * parameters
 
@@ -52,11 +48,8 @@ def test_lora_holds_a_bf16_base_and_sixteen_bytes_an_adapter_parameter(
     config: dict[str, object], parameters: int, a: int, b: int, ranks: int
 ) -> None:
     """Over more than 16 ranks, the 16 rows of an A are padded to one for each rank; its moments are not."""
-    planned = job(config, ranks=ranks, lora=True)
-    states = [
-        state_of_rank(planned.tensors, planned.sharding, ranks, planned.recipe.optimization, rank)
-        for rank in range(ranks)
-    ]
+    planned = make_spec(config, ranks=ranks, lora=True)
+    states = [planned.state(rank) for rank in range(ranks)]
     trained = sum(tensor.trainable for tensor in planned.tensors)
     assert sum(state.frozen for state in states) == 2 * parameters
     padded = a * max(1, ranks // 16) + b
@@ -66,8 +59,8 @@ def test_lora_holds_a_bf16_base_and_sixteen_bytes_an_adapter_parameter(
 
 def test_the_moment_of_the_loss_by_hand() -> None:
     """8B on 8 ranks, one row of 8,192 tokens: the moment at which the last chunk of the loss is worked on."""
-    planned = job(LLAMA_31_8B, ranks=8)
-    steady = {phase.name: phase.peak for phase in phases(planned)}["steady step"]
+    planned = make_spec(LLAMA_31_8B, ranks=8)
+    steady = {phase.name: phase.peak for phase in plan_phases(planned)}["steady step"]
     tokens, hidden, head = 8192, 4096, 128256 * 4096
     checkpoints = 32 * hidden * 2  # the bf16 input of each layer
     ends = 8 + 2 * 128 * 2 + 4 * hidden + 4 + 2 * hidden + 2 * hidden  # ids, cos and sin, the last norm and its output
@@ -84,7 +77,7 @@ def test_the_moment_of_the_loss_by_hand() -> None:
 def test_more_ranks_never_need_more_and_ddp_never_less_than_the_state() -> None:
     for config, parameters in ((LLAMA_31_8B, HAND_8B), (LLAMA_31_70B, HAND_70B)):
         for lora in (False, True):
-            by_layout = dict(layouts_by_ranks(job(config, ranks=8, lora=lora)))
+            by_layout = dict(compare_layouts(make_spec(config, ranks=8, lora=lora)))
             full = [value for value in by_layout["fsdp_full_shard"] if value is not None]
             assert full[1:] == sorted(full[1:], reverse=True)
             state = 2 * parameters if lora else 16 * parameters
@@ -92,7 +85,9 @@ def test_more_ranks_never_need_more_and_ddp_never_less_than_the_state() -> None:
 
 
 def test_what_is_gathered_is_a_layer_under_full_shard_and_the_model_under_shard_grad_op() -> None:
-    full = {phase.name: phase.peak for phase in phases(job(LLAMA_31_70B, ranks=64))}["steady step"]
+    full = {phase.name: phase.peak for phase in plan_phases(make_spec(LLAMA_31_70B, ranks=64))}["steady step"]
     kept = replace(FULL_SHARD, strategy="SHARD_GRAD_OP")
-    whole = {phase.name: phase.peak for phase in phases(job(LLAMA_31_70B, ranks=64, sharding=kept))}["steady step"]
+    whole = {phase.name: phase.peak for phase in plan_phases(make_spec(LLAMA_31_70B, ranks=64, sharding=kept))}[
+        "steady step"
+    ]
     assert whole.gathered - full.gathered == pytest.approx(2 * (HAND_70B - 2 * 128256 * 8192), rel=1e-2)

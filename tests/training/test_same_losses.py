@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from finetune.distributed.accelerate_config import read_sharding
-from finetune.plan.cli import describe, make_plan
+from finetune.plan.plan import format_plan, make_plan
 from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.training import reference
@@ -157,8 +157,8 @@ def test_bfloat16_parameters_are_kept_in_every_layout(
         read_sharding(str(run / "accelerate.yaml"), None, {"WORLD_SIZE": "2"}),
         2,
     )
-    assert {tensor.itemsize for tensor in plan.job.tensors} == {2}
-    assert "\nprecision  parameters bfloat16, computing bfloat16, " in describe(plan)
+    assert {tensor.itemsize for tensor in plan.spec.tensors} == {2}
+    assert "\nprecision  parameters bfloat16, computing bfloat16, " in format_plan(plan)
 
 
 @pytest.mark.parametrize(("layout", "mode"), IN_BF16)

@@ -4,7 +4,7 @@ from typing import Any
 
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import read_architecture
-from finetune.plan.run_spec import Job
+from finetune.plan.run_spec import RunSpec
 from finetune.recipe.schema import Batch, Data, Lora, Model, Optimization, Recipe
 
 LLAMA_31_8B = {
@@ -37,7 +37,7 @@ def recipe(*, lora: bool = False, max_length: int = 8192, rows: int = 1, **batch
     )
 
 
-def job(config: dict[str, Any], *, ranks: int, sharding: Sharding = FULL_SHARD, **keys: Any) -> Job:
-    return Job(
+def make_spec(config: dict[str, Any], *, ranks: int, sharding: Sharding = FULL_SHARD, **keys: Any) -> RunSpec:
+    return RunSpec(
         architecture=read_architecture(config, "config.json"), recipe=recipe(**keys), sharding=sharding, ranks=ranks
     )

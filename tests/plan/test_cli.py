@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.distributed.accelerate_config import read_sharding
-from finetune.plan.cli import make_plan
 from finetune.plan.disk import CPU_PROCESS_BYTES
+from finetune.plan.plan import make_plan
 from finetune.recipe.reader import read_recipe
 from tests.ranks import run_command
 
@@ -79,7 +79,7 @@ def test_what_is_assumed_or_guessed_says_so(tiny_recipe: Callable[..., Path], tm
     assert "\nranks      8 assumed; --num-processes N plans for N" in shown
     _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8")
     assert "\nranks " not in shown
-    assert "\ntime       no guess: " in shown  # so small a model is not a matter of FLOP
+    assert "\ntime       no estimate: " in shown  # so small a model is not a matter of FLOP
     steps = json.loads(_plan("--recipe", recipe, "--json")[1])["time"]["steps"]
     assert f"; about {steps} steps by the files' size\n" in shown
     rows = [json.loads(row)["messages"] for row in (tmp_path / "chat.jsonl").read_text().splitlines()]

@@ -1,0 +1,138 @@
+"""The plan of a run: its memory by phase, disk, host memory and time in one value, as text and as JSON."""
+
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from finetune.distributed.accelerate_config import Sharding
+from finetune.plan.advice import advise
+from finetune.plan.architecture import find_config, read_architecture
+from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
+from finetune.plan.memory import Phase, find_peak, plan_phases
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.table import format_header, format_memory, format_speed, format_storage
+from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
+from finetune.recipe.schema import Recipe
+
+TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run will need."""
+
+    spec: RunSpec
+    phases: tuple[Phase, ...]
+    disk: Disk
+    host: Host
+    speed: Speed
+
+    @property
+    def peak_bytes(self) -> int:
+        """Device memory of the phase that needs the most."""
+        return max(phase.peak.total for phase in self.phases)
+
+    @property
+    def process_bytes(self) -> int:
+        """Host memory of one rank's process that comes on top of `peak_bytes` where ranks compute on the CPU; else 0."""
+        return CPU_PROCESS_BYTES if self.spec.device == "cpu" else 0
+
+
+def make_plan(
+    recipe: Recipe,
+    sharding: Sharding,
+    ranks: int,
+    *,
+    mfu: float = ASSUMED_MFU,
+    on_cpu: bool = False,
+    read: tuple[int, int] | None = None,
+) -> Plan:
+    """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already.
+
+    Raises `UserError` where the model's config.json cannot be read or is not of a known family.
+    """
+    config, where = find_config(recipe.model)
+    spec = RunSpec(
+        architecture=read_architecture(config, where),
+        recipe=recipe,
+        sharding=sharding,
+        ranks=ranks,
+        device="cpu" if on_cpu or sharding.use_cpu else "cuda",
+        grouped_attention=_torch_version() >= (2, 12),
+    )
+    base_dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    return Plan(
+        spec=spec,
+        phases=plan_phases(spec),
+        disk=plan_disk(spec, base_dtype),
+        host=plan_host(spec),
+        speed=estimate_speed(spec, mfu, read),
+    )
+
+
+def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
+    """The plan as text, without the table of layouts and without advice."""
+    spec = plan.spec
+    needs = [format_storage(plan.disk, plan.host)]
+    if spec.device != "cpu":  # a CPU's MFU is unknown
+        needs.append(format_speed(plan.speed, spec.ranks))
+    return "\n\n".join([format_header(spec, ranks_assumed), format_memory(plan.phases), "\n".join(needs)])
+
+
+def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
+    """The plan as JSON: bytes and seconds."""
+    spec = plan.spec
+    found: dict[str, Any] = {
+        "parameters": spec.architecture.parameters,
+        "trained_parameters": spec.trained_numel,
+        "ranks": spec.ranks,
+        "sharding": asdict(spec.sharding),
+        "global_batch_size": spec.global_batch_size,
+        "gradient_accumulation_steps": spec.accumulation,
+        "memory_bytes": {
+            phase.name: asdict(phase.peak) | {"allocated": phase.peak.allocated, "total": phase.peak.total}
+            for phase in plan.phases
+        },
+        "peak_bytes": plan.peak_bytes,
+        "disk_bytes": asdict(plan.disk) | {"total": plan.disk.total},
+        "host_bytes": asdict(plan.host) | {"total": plan.host.total},
+        "time": asdict(plan.speed),
+        "peak_bytes_by_ranks": {
+            name: dict(zip(map(str, TABLE_RANKS), values, strict=True)) for name, values in compare_layouts(spec)
+        },
+    }
+    if limit is not None:
+        advice = advise(spec, limit)
+        found["fits"] = advice.fits
+        found["changes"] = None if advice.changes is None else [change.text for change in advice.changes]
+    return found
+
+
+def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
+    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is impossible."""
+    plain = replace(spec.sharding, layout="fsdp2", cpu_offload=False, replicate_size=None, shard_size=None)
+    layouts = {
+        "fsdp_full_shard": replace(plain, strategy="FULL_SHARD"),
+        "fsdp_shard_grad_op": replace(plain, strategy="SHARD_GRAD_OP"),
+        "fsdp_hybrid_shard": replace(plain, strategy="HYBRID_SHARD"),
+        "fsdp_cpu_offload": replace(plain, strategy="FULL_SHARD", cpu_offload=True),
+        "ddp": replace(plain, layout="ddp", strategy="FULL_SHARD"),
+    }
+    rows: list[tuple[str, list[int | None]]] = []
+    for name, sharding in layouts.items():
+        values: list[int | None] = []
+        for ranks in TABLE_RANKS:
+            impossible = name == "fsdp_hybrid_shard" and ranks <= spec.ranks_per_node
+            wide = replace(spec, sharding=sharding, ranks=ranks)
+            values.append(None if impossible else find_peak(wide).total)
+        rows.append((name, values))
+    return rows
+
+
+def _torch_version() -> tuple[int, int]:
+    """The installed torch's version without importing it; where there is none, the newest tested."""
+    try:
+        major, minor = version("torch").split(".")[:2]
+    except PackageNotFoundError:
+        return (2, 13)
+    return int(major), int(minor)
