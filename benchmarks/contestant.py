@@ -49,20 +49,20 @@ class Turns:
 
 def ours(workspace: Path, layout: str, bf16: bool, turns: Turns) -> None:
     """finetune's own run, all of it; only its batches are paced."""
-    from finetune.data.batches import Batches
+    from finetune.data.batches import StoredBatches
     from finetune.distributed.accelerate_config import read_sharding
     from finetune.recipe.reader import read_recipe
     from finetune.run import fine_tune
 
-    given = Batches.batches
+    given = StoredBatches.batches
 
-    def paced(self: Batches, start_step: int = 0) -> Iterator[Any]:
+    def paced(self: StoredBatches, *arguments: Any) -> Iterator[Any]:
         turns.wait()
-        for batch in given(self, start_step):
+        for batch in given(self, *arguments):
             yield batch
             turns.done(batch.tokens)
 
-    Batches.batches = paced  # type: ignore[method-assign]
+    StoredBatches.batches = paced  # type: ignore[method-assign, assignment]
     config = workspace / f"{layout}-{'bf16' if bf16 else 'fp32'}.yaml"
     ranks = os.environ.get("WORLD_SIZE", "1")
     recipe = read_recipe(str(workspace / "recipe.yaml"), [f"output_dir={workspace / f'run-{config.stem}-{ranks}'}"])

@@ -28,7 +28,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", 
 
 from finetune.data.inspect import Alone
 from finetune.data.prepare import prepare_data
-from finetune.data.token_cache import cached_store
+from finetune.data.token_cache import open_cached_store
 from finetune.data.tokenizer import load_tokenizer
 from finetune.recipe.reader import read_recipe
 
@@ -164,7 +164,7 @@ def ours(recipe: Any, tokenizer: Any, folder: Path, threads: int | None = None) 
     """Seconds from the file to tokens and masks in a new cache."""
     data = replace(recipe.data, dataset_cache_dir=str(folder), dataset_num_proc=threads)
     with timed() as seconds:
-        cached_store(recipe.data.datasets[0], data, tokenizer, local_rank=0)
+        open_cached_store(recipe.data.datasets[0], data, tokenizer, local_rank=0)
     return seconds[0], seconds[1]
 
 

@@ -127,7 +127,8 @@ def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | No
     import torch
 
     from finetune.constants import IGNORE_INDEX
-    from finetune.data.batches import MicroBatch, StepBatch
+    from finetune.data.batches import StepBatch
+    from finetune.data.collate import MicroBatch
 
     packed = rows(case, steps * case.rows, data, tokenizer)
     batches = []
@@ -147,7 +148,7 @@ def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | No
         )
         trained = len(micro_batch.trained_positions)
         if torch.cuda.is_available():
-            micro_batch = micro_batch.pinned()
+            micro_batch = micro_batch.pin_memory()
         batches.append(StepBatch(step, 0.0, (micro_batch,), tokens=int(ends[-1]), trained_tokens=trained))
     return batches
 

@@ -27,7 +27,8 @@ import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, b
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.batches import StepBatch
+from finetune.data.collate import MicroBatch
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import clip_gradients
 from finetune.distributed.world import World, join, leave

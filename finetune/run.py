@@ -50,7 +50,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     folder = run_folder.open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = prepare_data(recipe, tokenizer, world)
-    recipe = data.completed(recipe)
+    recipe = data.complete_recipe(recipe)
     found = inputs.fingerprints(recipe, tokenizer, data, world)
     if finished.is_finished(folder, recipe, found, world):
         return leave(world)

@@ -95,7 +95,7 @@ def _fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> dict[st
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     found = {
-        "datasets": data.fingerprint,
+        "datasets": data.train.fingerprint,
         "chat_template": _hash(tokenizer.chat_template),
         "tokenizer": _hash([vocabulary, tokenizer.special_tokens_map]),
     }

@@ -1,5 +1,6 @@
 """Batches: what a rank trains on in one optimizer step. The state of the loader is one integer, the step."""
 
+import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -10,17 +11,21 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
+import xxhash
 
-from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
+from finetune.constants import ROUND_TOKENS, global_batch_size
+from finetune.data.collate import Ids, MicroBatch, collate
+from finetune.data.data_report import Report
 from finetune.data.examples import Examples
-from finetune.data.sampler import Arrangement, EpochRows, epoch_rows
+from finetune.data.sampler import BatchConfig, EpochRows, arrange_epoch
+from finetune.errors import UserError
+from finetune.recipe.schema import Recipe
+from finetune.units import counted
 
-Ids = NDArray[np.int64]
+OnReport = Callable[[Report, list[str]], None]  # the report so far, and what is new in it as lines for the log
 
 
-class Ranks(Protocol):
+class RankInfo(Protocol):
     """What the data needs to know of the world: who this process is among how many, on which node and device."""
 
     @property
@@ -34,75 +39,53 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class MicroBatch:
-    """The rows of one forward pass on one rank.
-
-    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
-    ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the right; attention is causal and padding comes last without
-    labels, so that no mask is needed. A rank that has no row left in a step gets a `filler`.
-    """
-
-    input_ids: Tensor  # int64[rows, tokens]
-    labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
-    position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
-    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found on
-    # the host: a GPU's search would make the host wait.
-    trained_positions: Tensor
-    cu_seq_lens: Tensor | None  # int32[documents + 1]: where documents begin in the packed row, and its end
-    max_document_length: int
-    example_ids: tuple[int, ...]
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        """The model's keyword arguments."""
-        names = ("input_ids", "labels", "position_ids", "trained_positions")
-        inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
-        if self.cu_seq_lens is not None:
-            inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
-        return inputs
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The same on `device`; from pinned memory the copy does not wait."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pinned(self) -> "MicroBatch":
-        """The same in pinned host memory."""
-        return self._with(lambda tensor: tensor.pin_memory())
-
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        return replace(
-            self,
-            input_ids=change(self.input_ids),
-            labels=change(self.labels),
-            position_ids=change(self.position_ids),
-            trained_positions=change(self.trained_positions),
-            cu_seq_lens=None if self.cu_seq_lens is None else change(self.cu_seq_lens),
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class StepBatch:
     """One optimizer step's share of this rank. The counts are those of all ranks together."""
 
     step: int  # 0-based
-    epoch: float  # epochs done once this step is
+    epoch: float  # epochs done after this step
     micro_batches: tuple[MicroBatch, ...]  # as many on every rank
     tokens: int  # of the step over all ranks, padding not counted
     trained_tokens: int  # of the step over all ranks: those with a label
 
 
+class Batches(Protocol):
+    """The batches of a run for one rank: `StoredBatches` of tokens on disk, `StreamedBatches` of rows read while training."""
+
+    @property
+    def config(self) -> BatchConfig: ...
+
+    @property
+    def steps(self) -> int:
+        """Of the whole run."""
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """None where it is not known."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A hash of the content of the files that are trained on; None where it is not known.
+
+        Not of the rendered text: a chat template may put today's date into it.
+        """
+
+    def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
+        """The step batches from `from_step` to the end. `on_report` is called when more of the data has been read."""
+
+
 @dataclass(frozen=True, slots=True)
-class Batches:
+class StoredBatches:
     """The batches of a run over `examples`, for one rank."""
 
     examples: Examples
-    arrangement: Arrangement
+    config: BatchConfig
     per_device_batch_size: int  # rows in a micro-batch
-    steps: int  # of the whole run
-    ranks: Ranks
-    threads: int  # that build batches ahead; 0 builds them when asked
+    steps: int
+    world: RankInfo
+    threads: int  # that build batches in advance; 0 builds them when asked
     pad_token_id: int
-    epoch_rows: Callable[[int], EpochRows]  # remembers the latest epochs
+    epoch_rows: Callable[[int], EpochRows]  # caches the latest epochs
 
     @property
     def rows_per_epoch(self) -> int:
@@ -110,7 +93,12 @@ class Batches:
 
     @property
     def steps_per_epoch(self) -> int:
-        return ceil(self.rows_per_epoch / self.arrangement.global_batch_size)
+        return ceil(self.rows_per_epoch / self.config.global_batch_size)
+
+    @property
+    def fingerprint(self) -> str:
+        content = [store.facts["content"] for store in self.examples.stores]
+        return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     def fill(self, steps: int = 256) -> float:
         """How full the rows of the first `steps` steps are: of max_length where packed, else of their longest row."""
@@ -119,141 +107,107 @@ class Batches:
             of_step = self.rows_of(step)
             tokens += int(self.examples.lengths[np.concatenate(of_step)].sum(dtype=np.int64))
             rows += len(of_step)
-            for rank in range(0 if self.arrangement.packing else self.ranks.size):
+            for rank in range(0 if self.config.packing else self.world.size):
                 for micro_batch in self._micro_batches(of_step, rank):
-                    longest = max((int(self.examples.lengths[row].max()) for row in micro_batch), default=ROUND_TOKENS)
+                    longest = int(self.examples.lengths[micro_batch].max()) if len(micro_batch) else ROUND_TOKENS
                     padded += longest * max(len(micro_batch), 1)
-        return tokens / (rows * self.arrangement.max_length if self.arrangement.packing else padded)
+        return tokens / (rows * self.config.max_length if self.config.packing else padded)
 
     def rows_of(self, step: int) -> list[Ids]:
         """The rows of optimizer step `step` over all ranks, each the ids of its examples."""
         epoch, within = divmod(step, self.steps_per_epoch)
-        rows, size = self.epoch_rows(epoch), self.arrangement.global_batch_size
-        return [rows.of(row) for row in range(within * size, min((within + 1) * size, rows.rows))]
+        rows, size = self.epoch_rows(epoch), self.config.global_batch_size
+        return [rows.row(row) for row in range(within * size, min((within + 1) * size, rows.rows))]
 
     def step_batch(self, step: int) -> StepBatch:
         """This rank's share of optimizer step `step`: rows rank, rank + size, ... of the step's rows."""
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
-        build = self._packed if self.arrangement.packing else self._padded
         return StepBatch(
             step=step,
             epoch=(step + 1) / self.steps_per_epoch,
-            micro_batches=tuple(map(build, self._micro_batches(rows, self.ranks.rank))),
+            micro_batches=tuple(
+                collate(self.examples, mine, packing=self.config.packing, pad_token_id=self.pad_token_id)
+                for mine in self._micro_batches(rows, self.world.rank)
+            ),
             tokens=int(self.examples.lengths[ids].sum(dtype=np.int64)),
             trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
         )
 
-    def _micro_batches(self, rows: list[Ids], rank: int) -> list[list[Ids]]:
-        """The rows of each micro-batch of a rank; as many micro-batches on every rank, the last ones perhaps empty."""
+    def _micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
+        """The example ids of each micro-batch of a rank; as many micro-batches on every rank, the last ones perhaps empty."""
         size = self.per_device_batch_size
-        count = ceil(ceil(len(rows) / self.ranks.size) / size)
-        mine = rows[rank :: self.ranks.size]
-        return [mine[i * size : (i + 1) * size] for i in range(count)]
+        count = ceil(ceil(len(rows) / self.world.size) / size)
+        mine = rows[rank :: self.world.size]
+        return [np.concatenate([np.zeros(0, np.int64), *mine[i * size : (i + 1) * size]]) for i in range(count)]
 
-    def batches(self, start_step: int = 0) -> Iterator[StepBatch]:
-        """The step batches from `start_step` to the end, built ahead by threads, in pinned memory where it pays."""
-        steps = range(start_step, self.steps)
+    def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
+        """The step batches from `from_step` to the end, built in advance by threads, in pinned memory for CUDA.
+
+        `on_report` is never called: all of the data has been read.
+        """
+        steps = range(from_step, self.steps)
         if self.threads == 0:
-            yield from map(self._ready, steps)
+            yield from map(self._pinned_batch, steps)
             return
-        ahead: deque[Future[StepBatch]] = deque()
+        pending: deque[Future[StepBatch]] = deque()
         with ThreadPoolExecutor(self.threads, thread_name_prefix="batches") as pool:
             try:
                 for step in steps:
-                    ahead.append(pool.submit(self._ready, step))
-                    if len(ahead) > 2 * self.threads:
-                        yield ahead.popleft().result()
-                while ahead:
-                    yield ahead.popleft().result()
+                    pending.append(pool.submit(self._pinned_batch, step))
+                    if len(pending) > 2 * self.threads:
+                        yield pending.popleft().result()
+                while pending:
+                    yield pending.popleft().result()
             finally:
-                for future in ahead:
+                for future in pending:
                     future.cancel()
 
-    def _ready(self, step: int) -> StepBatch:
+    def _pinned_batch(self, step: int) -> StepBatch:
         batch = self.step_batch(step)
-        if self.ranks.device.type != "cuda":
+        if self.world.device.type != "cuda":
             return batch
-        return replace(batch, micro_batches=tuple(micro_batch.pinned() for micro_batch in batch.micro_batches))
+        return replace(batch, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches))
 
-    def _packed(self, rows: list[Ids]) -> MicroBatch:
-        ids = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        if len(ids) == 0:
-            return filler(packed=True)
-        examples = [self.examples[example_id] for example_id in ids]
-        lengths = self.examples.lengths[ids].astype(np.int64)
-        tokens = int(lengths.sum())
-        padding = -tokens % ROUND_TOKENS
-        input_ids = np.full(tokens + padding, self.pad_token_id, np.int64)
-        labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
-        np.concatenate([example.input_ids for example in examples], out=input_ids[:tokens])
-        np.concatenate([example.labels for example in examples], out=labels[:tokens])
-        lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which nothing sees
-        ends = np.cumsum(lengths)
-        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
-        return MicroBatch(
-            input_ids=torch.from_numpy(input_ids)[None],
-            labels=torch.from_numpy(labels)[None],
-            position_ids=torch.from_numpy(positions)[None],
-            trained_positions=_trained_positions(labels),
-            cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
-            max_document_length=int(lengths.max()),
-            example_ids=tuple(ids.tolist()),
+
+def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: RankInfo) -> StoredBatches:
+    """The batches of a run. Raises `UserError` for fewer rows than ranks."""
+    config = BatchConfig.from_recipe(recipe, global_batch_size(recipe.batch, world.size))
+    size = recipe.batch.per_device_train_batch_size
+    train = make_batches(examples, config, world, size, recipe.data.dataloader_num_workers, tokenizer.pad_token_id)
+    if train.rows_per_epoch < world.size:
+        given, less = "", ""
+        if config.packing:
+            given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
+            less = ", a smaller max_length, or packing: false"
+        raise UserError(
+            f"{recipe.path}: datasets: {counted(train.rows_per_epoch, 'row')}{given} cannot be dealt out to {world.size} "
+            f"ranks; give more data or fewer ranks{less}"
         )
-
-    def _padded(self, rows: list[Ids]) -> MicroBatch:
-        ids = np.concatenate(rows) if rows else np.zeros(0, np.int64)
-        if len(ids) == 0:
-            return filler(packed=False)
-        longest = int(self.examples.lengths[ids].max())
-        input_ids = np.full((len(ids), longest), self.pad_token_id, np.int64)
-        labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
-        for row, example_id in enumerate(ids):
-            example = self.examples[example_id]
-            input_ids[row, : len(example.input_ids)] = example.input_ids
-            labels[row, : len(example.labels)] = example.labels
-        return MicroBatch(
-            input_ids=torch.from_numpy(input_ids),
-            labels=torch.from_numpy(labels),
-            position_ids=torch.arange(longest).repeat(len(ids), 1),
-            trained_positions=_trained_positions(labels),
-            cu_seq_lens=None,
-            max_document_length=longest,
-            example_ids=tuple(ids.tolist()),
-        )
+    epochs = recipe.optimization.num_train_epochs
+    return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))
 
 
-def batches_of(
+def make_eval_batches(
+    recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: RankInfo
+) -> StoredBatches | None:
+    """One pass over the held-out examples. Their order does not matter to a loss that weighs every token alike."""
+    if held_out is None or not len(held_out):
+        return None
+    size = recipe.batch.per_device_eval_batch_size or recipe.batch.per_device_train_batch_size
+    config = BatchConfig.from_recipe(recipe, size * world.size)
+    return make_batches(held_out, config, world, size, recipe.data.dataloader_num_workers, tokenizer.pad_token_id)
+
+
+def make_batches(
     examples: Examples,
-    arrangement: Arrangement,
-    ranks: Ranks,
-    *,
+    config: BatchConfig,
+    world: RankInfo,
     per_device_batch_size: int,
     threads: int = 0,
-    pad_token_id: int = 0,
-) -> Batches:
+    pad_token_id: int | None = None,
+) -> StoredBatches:
     """The batches of one epoch; `replace` its `steps` for more or fewer."""
-    rows = lru_cache(maxsize=2)(partial(epoch_rows, examples.lengths, arrangement))
-    batches = Batches(examples, arrangement, per_device_batch_size, 0, ranks, threads, pad_token_id, rows)
+    rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config))
+    batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad_token_id or 0, rows)
     return replace(batches, steps=batches.steps_per_epoch)
-
-
-def _trained_positions(labels: Ids) -> Tensor:
-    """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
-    trained = np.flatnonzero(labels != IGNORE_INDEX)
-    others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
-    return torch.from_numpy(np.concatenate((trained, others)))
-
-
-def filler(packed: bool) -> MicroBatch:
-    """ROUND_TOKENS tokens without a label, for a rank that has no row: it takes part in the step's collectives and adds
-    nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers once more."""
-    return MicroBatch(
-        input_ids=torch.zeros(1, ROUND_TOKENS, dtype=torch.int64),
-        labels=torch.full((1, ROUND_TOKENS), IGNORE_INDEX, dtype=torch.int64),
-        position_ids=torch.arange(ROUND_TOKENS)[None],
-        trained_positions=torch.zeros(0, dtype=torch.int64),
-        cu_seq_lens=torch.tensor([0, ROUND_TOKENS], dtype=torch.int32) if packed else None,
-        max_document_length=ROUND_TOKENS,
-        example_ids=(),
-    )

@@ -1,8 +1,8 @@
-"""Examples: stretches of at most `max_length` tokens of the stored documents."""
+"""Examples: stretches of at most `max_length` tokens of the stored documents; and prompts, cut from held-out ones."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,7 @@ Overlength = Literal["truncate", "drop", "split", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """One conversation, or a piece of one, as tokens."""
+    """One conversation or text, or a stretch of one, as tokens."""
 
     input_ids: NDArray[np.int32]  # [tokens]
     labels: NDArray[
@@ -47,7 +47,7 @@ class Examples:
         return Example(store.input_ids[start : start + length], store.labels[start : start + length])
 
     def take(self, ids: NDArray[np.int64]) -> "Examples":
-        """The examples `ids`, numbered anew in that order; an id may come more than once."""
+        """The examples `ids`, numbered in that order; an id may come more than once."""
         return Examples(
             self.stores, self.store[ids], self.document[ids], self.start[ids], self.lengths[ids], self.trained[ids]
         )
@@ -118,3 +118,36 @@ def join(parts: Sequence[Examples]) -> Examples:
         np.concatenate([part.lengths for part in parts]),
         np.concatenate([part.trained for part in parts]),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A held-out question and its true answer."""
+
+    prompt_ids: list[int]  # up to where the assistant (or the completion) begins
+    answer: str  # without special tokens and the white space around it
+
+
+def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
+    """At most `count` of the examples, each cut where its last trained stretch begins; those that ask nothing are skipped."""
+    prompts: list[Prompt] = []
+    for example_id in range(len(examples)):
+        if len(prompts) == count:
+            break
+        prompt = _cut_prompt(examples[example_id], tokenizer)
+        prompts += [prompt] if prompt else []
+    return prompts
+
+
+def _cut_prompt(example: Example, tokenizer: Any) -> Prompt | None:
+    """None for an example that asks nothing, such as plain text."""
+    trained = np.flatnonzero(example.labels != IGNORE_INDEX)
+    if len(trained) == 0:
+        return None
+    breaks = np.flatnonzero(np.diff(trained) > 1)
+    first = int(trained[breaks[-1] + 1] if len(breaks) else trained[0])
+    prompt_ids = example.input_ids[: first + 1].tolist()
+    if first == 0 or set(prompt_ids) <= set(tokenizer.all_special_ids):
+        return None
+    answer: str = tokenizer.decode(example.labels[first : trained[-1] + 1].tolist(), skip_special_tokens=True)
+    return Prompt(prompt_ids, answer.strip())

@@ -13,11 +13,11 @@ import torch
 
 from finetune.constants import IGNORE_INDEX
 from finetune.data.checks import fatal
+from finetune.data.data_report import DataReport, SourceReport
 from finetune.data.examples import Example, Examples
 from finetune.data.fit import misfits
 from finetune.data.formats import list_columns
-from finetune.data.mixture import SourceReport
-from finetune.data.prepare import DataReport, look_at
+from finetune.data.prepare import preview_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import RECIPES, read_recipe
@@ -49,7 +49,7 @@ def inspect_command(options: argparse.Namespace) -> int:
     """Prints some rows and the report of a recipe's data; 2 where a finding would stop the training, else 0."""
     recipe = _recipe_of(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    train, report = look_at(recipe, tokenizer, Alone())
+    train, report = preview_data(recipe, tokenizer, Alone())
     longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())
     warnings = misfits(recipe, tokenizer, longest) if options.recipe or options.model or not options.file else []
     shown = _shown(options, len(train.examples))

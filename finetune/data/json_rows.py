@@ -13,39 +13,45 @@ MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a corpus in one 
 
 
 class RepeatedKeys(dict[str, Any]):
-    """A row in which two columns, or two keys of one object, have the same name: only the last one's value is kept."""
+    """A row, or an object in it, in which two keys have the same name: only the last one's value is kept."""
 
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is the line in its file, or the row's own from 1
 
 
 class RowDecoder(json.JSONDecoder):
-    """JSON that notices equal keys in one object; the `json` module drops all but the last in silence."""
+    """JSON that notices equal keys in one object; the `json` module silently drops all but the last."""
 
     def __init__(self) -> None:
-        super().__init__(object_pairs_hook=self._object)
-        self._repeated = False
+        super().__init__(object_pairs_hook=_make_object)
 
     def row(self, text: str, position: int = 0) -> tuple[dict[str, Any] | BadRow, int]:
         """(the row that begins at `position`, where it ends). Raises `ValueError`, and `RecursionError` for its depth."""
-        self._repeated = False
         row, end = self.raw_decode(text, position)
         if not isinstance(row, dict):
             return BadRow(f"a JSON object is expected, found {type(row).__name__}"), end
-        return RepeatedKeys(row) if self._repeated else row, end
+        return row, end
 
-    def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        result = dict(pairs)
-        self._repeated |= len(result) != len(pairs)
-        return result
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs) or any(map(_has_repeated_keys, result.values())):
+        return RepeatedKeys(result)
+    return result
+
+
+def _has_repeated_keys(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_has_repeated_keys, value))
+    return isinstance(value, RepeatedKeys)
 
 
 def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
     """The one row in `line`."""
     try:
-        row, end = decoder.row(line, _past_space(line, 0))
-        if _past_space(line, end) < len(line):
-            return BadRow(f"not JSON: more stands behind its value at character {end + 1}")
+        row, end = decoder.row(line, _skip_space(line, 0))
+        if _skip_space(line, end) < len(line):
+            return BadRow(f"not JSON: more text after its value at character {end + 1}")
     except RecursionError:
         return BadRow("nested too deeply")
     except ValueError as error:
@@ -84,7 +90,7 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
 
 
 class _Text:
-    """A stretch of a UTF-8 file, read on as it is needed."""
+    """A stretch of a UTF-8 file; more is read as it is needed."""
 
     def __init__(self, path: str, stream: IO[bytes]) -> None:
         self._path, self._stream = path, stream
@@ -93,16 +99,16 @@ class _Text:
         self._read()
 
     def next(self) -> str:
-        """The first character from `at` on that is no white space, where `at` then stands; empty at the end."""
+        """Moves `at` to the next character that is no white space, and returns it; empty at the end."""
         while True:
-            self.at = _past_space(self.buffer, self.at)
+            self.at = _skip_space(self.buffer, self.at)
             if self.at < len(self.buffer):
                 return self.buffer[self.at]
             if not self._read():
                 return ""
 
     def grow(self, number: int) -> bool:
-        """Reads more behind the row that begins at `at`; False at the end. Raises `UserError` for a row too long to hold."""
+        """Reads more of the row that begins at `at`; False at the end. Raises `UserError` for a row too long to hold."""
         if len(self.buffer) - self.at > MAX_ROW_BYTES:
             raise UserError(
                 f"{self._path}:{number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it has no end"
@@ -124,10 +130,10 @@ class _Text:
         return bool(chunk)
 
 
-def rows_inside(path: str, raw: bytes) -> list[dict[str, Any]] | None:
+def read_wrapped_rows(path: str, raw: bytes) -> list[dict[str, Any]] | None:
     """The one list of rows in `{"data": [{...}, {...}]}`; None where the file is no such object."""
     try:
-        whole = json.loads(raw)
+        whole = json.loads(raw, cls=RowDecoder)
     except (ValueError, RecursionError):
         return None
     lists = [v for v in whole.values() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
@@ -136,7 +142,7 @@ def rows_inside(path: str, raw: bytes) -> list[dict[str, Any]] | None:
     return list(lists[0])
 
 
-def _past_space(text: str, position: int) -> int:
+def _skip_space(text: str, position: int) -> int:
     while position < len(text) and text[position] in " \t\r\n":
         position += 1
     return position

@@ -1,55 +1,22 @@
 """Several sources as one set of examples, and the part of it that is held out."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.checks import Finding, Tally, findings
+from finetune.data.data_report import SourceReport
 from finetune.data.examples import Cuts, Examples, cut, join
-from finetune.data.sampler import generator
+from finetune.data.sampler import make_generator
 from finetune.data.token_store import TokenStore
 from finetune.data.tokenize import read_facts
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
 
-@dataclass(frozen=True, slots=True)
-class SourceReport:
-    """What became of one source, before its weight."""
-
-    path: str
-    formats: tuple[str, ...]  # of its rows
-    rows_read: int
-    rows_skipped: int
-    skipped: tuple[str, ...]  # what was wrong with the first of them
-    unused_columns: dict[str, int]  # column that nothing was read from -> rows that hold a value in it
-    documents: int
-    tokens: int
-    trained_tokens: int
-    examples: int  # documents or pieces of them that are trained or measured on
-    overlong: int  # documents of more than max_length tokens
-    tokens_lost: int  # to cutting and dropping
-    trained_tokens_lost: int
-    duplicates: int
-    findings: tuple[Finding, ...]
-
-    def loss(self) -> list[str]:
-        """A line that gives the share of the tokens that is cut off or dropped; none where nothing is."""
-        return tokens_lost(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
-
-
-def tokens_lost(path: str, lost: int, of: int, trained: int) -> list[str]:
-    """
-    >>> tokens_lost("a.jsonl", 640720, 656080, 640720)
-    ['a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them trained']
-    """
-    share = f"{lost / max(of, 1):.1%} of the tokens are lost to max_length"
-    return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"] if lost else []
-
-
-def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
-    """The source's examples that hold something to train on, and the report of what became of the rest."""
+def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
+    """The source's examples that hold something to train on, and a report of all of its rows."""
     examples, cuts = cut(store, data.max_length, data.overlength)
     kept = examples.take(np.flatnonzero(examples.trained > 0))
     facts = read_facts(store.facts)
@@ -58,7 +25,7 @@ def examples_of(store: TokenStore, source: DatasetSource, data: Data) -> tuple[E
     tally = Tally(dict(facts.tally.rows), {name: list(where) for name, where in facts.tally.where.items()})
     _note_lengths(tally, store, examples, cuts)
     if duplicates:
-        tally.note("duplicates", _places(store, _repeated(store.hashes)))
+        tally.note("duplicates", _places(store, _find_repeated(store.hashes)))
     report = SourceReport(
         path=source.path,
         formats=tuple(facts.formats),
@@ -93,7 +60,7 @@ def _places(store: TokenStore, documents: NDArray[np.int64]) -> list[str]:
     return shown + [""] * (len(documents) - len(shown))  # only the first places are ever named
 
 
-def _repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
+def _find_repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     """Indexes of all but the first of equal hashes."""
     _, first = np.unique(hashes, return_index=True)
     again = np.ones(len(hashes), bool)
@@ -101,26 +68,26 @@ def _repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
     return np.flatnonzero(again)
 
 
-def mixed(parts: list[Examples], sources: tuple[DatasetSource, ...], seed: int) -> Examples:
+def mix_sources(parts: Sequence[Examples], sources: Sequence[DatasetSource], seed: int) -> Examples:
     """All sources' examples, each as often as its weight says: 2 twice, 0.5 a half of them that the seed draws."""
-    return join([_weighted(part, sources[i].weight, seed, i) for i, part in enumerate(parts)])
+    return join([_weigh(part, sources[i].weight, seed, i) for i, part in enumerate(parts)])
 
 
-def _weighted(examples: Examples, weight: float, seed: int, number: int) -> Examples:
+def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Examples:
     if weight == 1:
         return examples
     whole, rest = divmod(weight, 1.0)
     count = len(examples)
-    drawn = generator(seed, "weights", number).permutation(count)[: round(rest * count)]
+    drawn = make_generator(seed, "weights", number).permutation(count)[: round(rest * count)]
     return examples.take(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
     """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of documents.
 
-    The pieces of a document and its repetitions stay on one side. Raises `UserError` where a side would be empty.
+    The stretches of a document and its repetitions stay on one side. Raises `UserError` where a side would be empty.
     """
-    documents, of = np.unique(_numbered(examples.store, examples.document), return_inverse=True)
+    documents, of = np.unique(_number(examples.store, examples.document), return_inverse=True)
     total = len(documents)
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
@@ -129,25 +96,28 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
             f"{'measure' if count == 0 else 'train'} on; eval_datasets names other rows to measure on"
         )
     held = np.zeros(total, bool)
-    held[generator(seed, "held out").permutation(total)[:count]] = True
+    held[make_generator(seed, "held out").permutation(total)[:count]] = True
     is_held = held[of]
-    return examples.take(np.flatnonzero(~is_held)), _once(examples.take(np.flatnonzero(is_held)))
+    return examples.take(np.flatnonzero(~is_held)), _drop_repeats(examples.take(np.flatnonzero(is_held)))
 
 
-def _once(examples: Examples) -> Examples:
+def _drop_repeats(examples: Examples) -> Examples:
     """Without the repetitions that a weight above 1 made."""
-    _, first = np.unique(_numbered(examples.store, examples.start), return_index=True)
+    _, first = np.unique(_number(examples.store, examples.start), return_index=True)
     return examples.take(np.sort(first))
 
 
-def _numbered(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.int64]:
+def _number(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.int64]:
     """One number for each (store, place within it); far quicker to sort than pairs."""
     return (store.astype(np.int64) << 44) | within
 
 
-def held_out_in_training(training: Examples, held_out: Examples) -> list[int]:
-    """The held-out examples whose text is trained on too."""
-    return [int(i) for i in np.flatnonzero(np.isin(_hashes(held_out), np.unique(_hashes(training))))]
+def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Finding]:
+    """A finding where the text of a held-out example is trained on too."""
+    leaked = np.flatnonzero(np.isin(_hashes(held_out), np.unique(_hashes(training))))
+    tally = Tally()
+    tally.note("held_out_in_training", [held_out.where(int(i)) for i in leaked])
+    return findings(tally, of=len(held_out))
 
 
 def _hashes(examples: Examples) -> NDArray[np.uint64]:

@@ -1,4 +1,4 @@
-"""Local files as rows. A damaged row is a `BadRow` in its place; a damaged file is a `UserError`, for rows would be lost.
+"""Local files as rows. A damaged row is a `BadRow` in its place; a damaged file is a `UserError`, since rows would be lost.
 
 JSON, CSV and text are read here, not through the `datasets` library: it unifies the columns of all rows (a key that one
 message has is null in every other, "007" becomes 7), and names neither the file nor the row of what it cannot read.
@@ -21,7 +21,7 @@ from finetune.data.json_rows import (
     RowDecoder,
     parse_line,
     read_array,
-    rows_inside,
+    read_wrapped_rows,
 )
 from finetune.data.messages import BadRow
 from finetune.errors import UserError
@@ -40,10 +40,10 @@ KINDS = {
 }
 
 
-def kind_of(path: str) -> str | None:
-    """What a file's name says of its kind, `.gz` set aside; None where it says nothing known.
+def file_kind(path: str) -> str | None:
+    """A file's kind by its name, with or without `.gz`; None where the name is of no known kind.
 
-    >>> kind_of("data/math.jsonl.gz")
+    >>> file_kind("data/math.jsonl.gz")
     'json'
     """
     return KINDS.get(Path(path.removesuffix(".gz")).suffix.lower())
@@ -51,7 +51,7 @@ def kind_of(path: str) -> str | None:
 
 def read_file(path: str) -> Iterator[NumberedRow]:
     """The rows of one file, each with its number. Raises `UserError` where the file cannot be read to its end."""
-    match kind_of(path):
+    match file_kind(path):
         case "json":
             return _read_json(path)
         case "csv":
@@ -65,7 +65,7 @@ def read_file(path: str) -> Iterator[NumberedRow]:
 
 @contextmanager
 def readable(path: str) -> Iterator[None]:
-    """Turns the operating system's refusal of `path` into a `UserError`."""
+    """Turns an `OSError` on `path` into a `UserError`."""
     try:
         yield
     except OSError as error:
@@ -99,8 +99,8 @@ class _Unpacked(io.RawIOBase):
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
-    """The file's bytes, unpacked. What goes wrong while they are read becomes a `UserError`."""
+def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
+    """The file's bytes, unpacked. Whatever fails while they are read is a `UserError`."""
     try:
         if path.endswith(".gz"):
             with gzip.open(path, "rb") as packed:
@@ -117,7 +117,7 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
-    """Lines that are not blank, with their numbers from 1; one that is too long is passed over without being held."""
+    """Lines that are not blank, with their numbers from 1; one that is too long is skipped without being held."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
         number += 1
@@ -136,14 +136,14 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
 
 
 def _read_text(path: str) -> Iterator[NumberedRow]:
-    with _opened(path) as stream:
+    with _open_unpacked(path) as stream:
         for number, line in _lines(stream):
             yield number, line if isinstance(line, BadRow) else {"text": line}
 
 
 def _read_json(path: str) -> Iterator[NumberedRow]:
-    """A row a line (JSON Lines), or one array of rows, or one object that holds it; told apart by how the file begins."""
-    with _opened(path) as stream:
+    """A row a line (JSON Lines), or one array of rows, or one object that holds it, by how the file begins."""
+    with _open_unpacked(path) as stream:
         first = next(_lines(stream), (0, ""))[1]
         stream.seek(0)
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -153,7 +153,7 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
             return
         decoder = RowDecoder()
         if start.startswith(b"{") and isinstance(first, str) and isinstance(parse_line(first, decoder), BadRow):
-            rows = rows_inside(path, stream.read())  # laid out over many lines, or a first row that is damaged
+            rows = read_wrapped_rows(path, stream.read())  # an object over many lines, or a damaged first row
             if rows is not None:
                 yield from enumerate(rows, 1)
                 return
@@ -165,9 +165,9 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
 def _read_csv(path: str) -> Iterator[NumberedRow]:
     """Rows under the names of the first line; every value stays the text that it is."""
     csv.field_size_limit(MAX_ROW_BYTES)
-    with _opened(path) as stream:
+    with _open_unpacked(path) as stream:
         delimiter = "\t" if Path(path.removesuffix(".gz")).suffix.lower() == ".tsv" else ","
-        reader = csv.reader(_decoded(path, stream), delimiter=delimiter, strict=True)
+        reader = csv.reader(_decode_lines(path, stream), delimiter=delimiter, strict=True)
         columns: list[str] | None = None
         row_type: type[dict[str, Any]] = dict
         while True:
@@ -190,7 +190,7 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
                 yield number, BadRow(f"{len(values)} fields where the first line names {len(columns)} columns")
 
 
-def _decoded(path: str, stream: IO[bytes]) -> Iterator[str]:
+def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
     for number, line in enumerate(iter(lambda: stream.readline(MAX_ROW_BYTES), b""), 1):
         if len(line) == MAX_ROW_BYTES and not line.endswith(b"\n"):
             raise UserError(

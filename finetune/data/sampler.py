@@ -1,33 +1,45 @@
 """The order of the data: a pure function of (seed, epoch, index), the same for every number of ranks and threads."""
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.packing import pack
+from finetune.recipe.schema import Recipe
 
 GROUP_STEPS = 64  # steps whose rows are sorted by length together where rows are not packed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Arrangement:
-    """How examples become rows, and rows steps."""
+class BatchConfig:
+    """What decides the order of the data: how examples become rows, and rows steps."""
 
     seed: int
     packing: bool
     max_length: int  # tokens in a packed row
     global_batch_size: int  # rows in a step
 
+    @classmethod
+    def from_recipe(cls, recipe: Recipe, rows: int) -> Self:
+        """The recipe's, with `rows` rows in a step."""
+        return cls(
+            seed=recipe.run.seed,
+            packing=recipe.data.packing,
+            max_length=recipe.data.max_length,
+            global_batch_size=rows,
+        )
 
-def generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
+
+def make_generator(seed: int, purpose: str, number: int = 0) -> np.random.Generator:
     """Random numbers that are a pure function of the arguments; each purpose has its own."""
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()])))
 
 
 @dataclass(frozen=True, slots=True)
 class EpochRows:
-    """The rows of one epoch, in the order of the steps. Source: `epoch_rows`."""
+    """The rows of one epoch, in the order of the steps. Source: `arrange_epoch`."""
 
     examples: NDArray[np.int64]  # [examples]: example ids, row after row
     row_starts: NDArray[np.int64]  # [rows + 1]
@@ -36,28 +48,28 @@ class EpochRows:
     def rows(self) -> int:
         return len(self.row_starts) - 1
 
-    def of(self, row: int) -> NDArray[np.int64]:
+    def row(self, row: int) -> NDArray[np.int64]:
         """int64[examples of the row]: their ids."""
         return self.examples[self.row_starts[row] : self.row_starts[row + 1]]
 
 
-def epoch_rows(lengths: NDArray[np.int32], arrangement: Arrangement, epoch: int) -> EpochRows:
+def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, epoch: int) -> EpochRows:
     """The rows of epoch `epoch` (0-based) over examples of `lengths` tokens: every example once.
 
-    Packed, examples of equal length change places from epoch to epoch, so that the composition of rows is drawn anew
+    Packed, examples of equal length change places from epoch to epoch, so that each epoch composes its rows differently
     while their number stays. Unpacked, rows of similar length share a step, so that little is padding. The last,
     short step of an epoch holds what remains.
     """
-    random = generator(arrangement.seed, "order", epoch)
+    random = make_generator(config.seed, "order", epoch)
     drawn = random.permutation(len(lengths))
-    if not arrangement.packing:
-        drawn = _grouped_by_length(drawn, lengths, arrangement.global_batch_size, random)
+    if not config.packing:
+        drawn = _group_by_length(drawn, lengths, config.global_batch_size, random)
         return EpochRows(drawn, np.arange(len(lengths) + 1))
-    packing = pack(lengths[drawn], arrangement.max_length)
-    return _reordered(drawn[packing.documents], packing.row_starts, random.permutation(packing.rows))
+    packing = pack(lengths[drawn], config.max_length)
+    return _reorder(drawn[packing.documents], packing.row_starts, random.permutation(packing.rows))
 
 
-def _grouped_by_length(
+def _group_by_length(
     drawn: NDArray[np.int64], lengths: NDArray[np.int32], step_rows: int, random: np.random.Generator
 ) -> NDArray[np.int64]:
     """`drawn` with the rows of each step of similar length, longest first within it, and the steps in random order."""
@@ -71,7 +83,7 @@ def _grouped_by_length(
     return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short) if steps else drawn
 
 
-def _reordered(examples: NDArray[np.int64], row_starts: NDArray[np.int64], row_order: NDArray[np.int64]) -> EpochRows:
+def _reorder(examples: NDArray[np.int64], row_starts: NDArray[np.int64], row_order: NDArray[np.int64]) -> EpochRows:
     sizes = np.diff(row_starts)[row_order]
     starts = np.concatenate(([0], np.cumsum(sizes)))
     source = np.repeat(row_starts[:-1][row_order] - starts[:-1], sizes) + np.arange(len(examples))

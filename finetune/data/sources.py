@@ -1,7 +1,10 @@
-"""Where rows come from: a file, a glob, a folder or a hub name, and which split of it."""
+"""Where rows come from: a file, a glob, a folder or a hub name, and which split of it; and hashes of what they hold."""
 
+import json
+import os
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from glob import escape
@@ -9,13 +12,18 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
-from finetune.data.readers import KINDS, kind_of, read_file, readable, remove_none_values
+from finetune.data.readers import KINDS, file_kind, read_file, readable, remove_none_values
+from finetune.durable import CHECKSUM, checksum
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
 
 BATCH_ROWS = 500
+SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
+FINGERPRINT_BYTES = 256 * 1024 * 1024  # read for it of one source at most, two samples of each file at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +39,12 @@ def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int
     """The rows of a source in their order, at most `batch_rows` at a time. Raises `UserError` where there are none, or a file cannot be read."""
     splits = local_splits(source.path)
     if splits is None:
-        yield from _batched(source.path, enumerate(map(remove_none_values, hub_rows(source, streaming)), 1), batch_rows)
+        yield from _batch_rows(
+            source.path, enumerate(map(remove_none_values, hub_rows(source, streaming)), 1), batch_rows
+        )
         return
     for file, start, stop in _slices(source, splits):
-        yield from _batched(file, islice(read_file(file), start, stop), batch_rows)
+        yield from _batch_rows(file, islice(read_file(file), start, stop), batch_rows)
 
 
 def local_splits(path: str) -> dict[str, tuple[str, ...]] | None:
@@ -49,9 +59,9 @@ def local_splits(path: str) -> dict[str, tuple[str, ...]] | None:
     if any(letter in path for letter in "*?["):
         found = _glob(path)
         if not found:
-            raise UserError(f"{path}: no file here has such a name")
+            raise UserError(f"{path}: no file matches")
         return {"train": found}
-    if kind_of(path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
+    if file_kind(path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise UserError(f"{path}: no such file or folder")
     return None
 
@@ -59,7 +69,7 @@ def local_splits(path: str) -> dict[str, tuple[str, ...]] | None:
 def files_of(source: DatasetSource) -> tuple[str, ...]:
     """The local files that a source's split names; empty for a hub name."""
     splits = local_splits(source.path)
-    return () if splits is None else tuple(f for name in _names(source, splits) for f in splits[name])
+    return () if splits is None else tuple(f for name in _split_names(source, splits) for f in splits[name])
 
 
 def _glob(pattern: str) -> tuple[str, ...]:
@@ -83,11 +93,11 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
         files: set[str] = set()
         for name in names:
             try:
-                files.update(file for file in resolve_pattern(name, escape(path)) if kind_of(file))
+                files.update(file for file in resolve_pattern(name, escape(path)) if file_kind(file))
             except FileNotFoundError:
                 continue
         # A folder that `save_to_disk` wrote holds Arrow files and, beside them, JSON that is not data.
-        arrow = {file for file in files if kind_of(file) == "arrow"}
+        arrow = {file for file in files if file_kind(file) == "arrow"}
         if files:
             splits[str(split)] = tuple(sorted(arrow or files))
     if not splits:
@@ -95,18 +105,18 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
     return splits
 
 
-def _names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> list[str]:
+def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> list[str]:
     """The splits that `split` names, in its order."""
     names = re.findall(r"(?:^|\+)\s*([\w.-]+)", source.split)
     for name in names:
         if name not in splits:
-            raise UserError(f"{source.path}: split {name}: there is no such split; there is {', '.join(splits)}")
+            raise UserError(f"{source.path}: split {name}: there is no such split, only {', '.join(splits)}")
     return names
 
 
 def _slices(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, int, int | None]]:
-    """(file, first row, row behind the last) for every stretch that `split` names."""
-    names = _names(source, splits)
+    """(file, first row, row after the last) for every stretch that `split` names."""
+    names = _split_names(source, splits)
     if "[" not in source.split:
         yield from ((file, 0, None) for name in names for file in splits[name])
         return
@@ -119,12 +129,12 @@ def _slices(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> Iterat
     except (ValueError, AssertionError) as error:
         raise UserError(f"{source.path}: split {source.split}: {error}") from None
     for stretch in stretches:
-        begin = 0
+        first = 0
         for file in splits[stretch.splitname]:
-            start, stop = max(stretch.from_ - begin, 0), min(stretch.to - begin, sizes[file])
+            start, stop = max(stretch.from_ - first, 0), min(stretch.to - first, sizes[file])
             if start < stop:
                 yield file, start, stop
-            begin += sizes[file]
+            first += sizes[file]
 
 
 @cache
@@ -144,6 +154,49 @@ def hub_rows(source: DatasetSource, streaming: bool) -> Any:
         raise UserError(f"{source.path}: not here as a file or folder, and as a hub data set: {reason}") from None
 
 
-def _batched(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[RowBatch]:
+def _batch_rows(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[RowBatch]:
     while batch := tuple(islice(rows, size)):
         yield RowBatch(file, tuple(number for number, _ in batch), tuple(row for _, row in batch))
+
+
+def hash_content(source: DatasetSource) -> dict[str, str]:
+    """file -> a hash of its bytes; of a data set of the hub, its name -> the fingerprint that `datasets` gives it."""
+    files = {file: hash_file(file) for file in files_of(source)}
+    return files or {source.path: hub_rows(source, streaming=False)._fingerprint}
+
+
+def hash_file(file: str) -> str:
+    """A hash of a file's bytes. Raises `UserError` where it cannot be read."""
+    with readable(file):
+        return str(checksum(Path(file))[CHECKSUM])
+
+
+def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
+    """A hash of what the sources' files hold: all of it up to FINGERPRINT_BYTES, else samples that are spread evenly over it.
+
+    Not of every byte, since a stream may be terabytes, which would be read before the first step: rows that change places
+    between two samples are not noticed. None where a source is of the hub. Names and times do not count: a copy on another
+    disk is the same stream.
+    """
+    content = []
+    for source in sources:
+        paths = files_of(source)
+        if not paths:
+            return None
+        samples = max(2, FINGERPRINT_BYTES // SAMPLE_BYTES // len(paths))
+        with ThreadPoolExecutor(8) as pool:
+            content.append(list(pool.map(lambda path, most=samples: _hash_samples(path, most), paths)))
+    return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
+
+
+def _hash_samples(path: str, most: int) -> tuple[int, str]:
+    """A file's size in bytes and a hash of at most `most` samples of it, the first and the last among them."""
+    digest = xxhash.xxh3_128()
+    with readable(path), Path(path).open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        last = max(0, -(-size // SAMPLE_BYTES) - 1)  # number of the last sample
+        count = min(last + 1, most)
+        for index in range(count):
+            file.seek(index * last // max(1, count - 1) * SAMPLE_BYTES)
+            digest.update(file.read(SAMPLE_BYTES))
+    return size, digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Tokenized sources on disk: made once on each node, published by one rename, read memory-mapped by every rank.
+"""Tokenized sources on disk: written once on each node, published by one rename, read memory-mapped by every rank.
 
 No collective takes part: ranks that wait look at the file system, so that no timeout of a process group can end them.
 """
@@ -17,35 +17,33 @@ from threading import Event
 from typing import Any
 
 import psutil
-import xxhash
 
 from finetune.data.chat_templates import PLAIN
-from finetune.data.readers import readable
-from finetune.data.sources import files_of, hub_rows, read_rows
+from finetune.data.sources import hash_content, read_rows
 from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, write_store
 from finetune.data.tokenize import Facts, tokenized
 from finetune.durable import remove_tree, replace_file, stage_and_rename
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
-VERSION = 9  # of the way from rows to tokens, and of a store's files; raised when the same rows would give others
+VERSION = 9  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
-def cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_rank: int) -> TokenStore:
-    """The source as tokens, from the cache. Where it is not there whole, local rank 0 writes it, the node's others wait.
+def open_cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_rank: int) -> TokenStore:
+    """The source as tokens, from the cache. Where it is missing or damaged, local rank 0 writes it, the node's others wait.
 
     Raises `UserError` on every rank where the data cannot be read.
     """
-    content = content_of(source)
+    content = hash_content(source)
     folder = cache_folder(data) / _key(source, content, data, tokenizer)
-    return find_store(folder, local_rank, lambda facts: _tokens(source, content, data, tokenizer, facts))
+    return open_or_write_store(folder, local_rank, lambda facts: _tokens(source, content, data, tokenizer, facts))
 
 
-def find_store(
+def open_or_write_store(
     folder: Path, local_rank: int, tokens: Callable[[Facts], Iterator[Tokens]], leaving: Event | None = None
 ) -> TokenStore:
-    """The store in `folder`. Local rank 0 writes it from `tokens` where it is absent or damaged; the node's other ranks
+    """The store in `folder`. Local rank 0 writes it from `tokens` where it is missing or damaged; the node's other ranks
     wait for that, unless `leaving` is set.
 
     Raises `UserError` on every rank where it cannot be written.
@@ -57,7 +55,7 @@ def find_store(
             except DamagedStore as damage:
                 print(f"{damage}; the rows are tokenized again", file=sys.stderr, flush=True)
                 _discard(folder)
-        publish(folder, tokens)
+        publish_store(folder, tokens)
         return open_store(folder)
     while True:
         wait_for(folder, leaving)
@@ -76,35 +74,22 @@ def cache_folder(data: Data) -> Path:
 
 def cache_key(source: DatasetSource, data: Data, tokenizer: Any) -> str:
     """A name for everything that makes the tokens: the rows' content, the tokenizer, the template, the options."""
-    return _key(source, content_of(source), data, tokenizer)
+    return _key(source, hash_content(source), data, tokenizer)
 
 
 def _key(source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any) -> str:
-    return hashed(data, tokenizer, {k: v for k, v in asdict(source).items() if k != "weight"}, list(content.items()))
+    return hash_inputs(
+        data, tokenizer, {k: v for k, v in asdict(source).items() if k != "weight"}, list(content.items())
+    )
 
 
-def content_of(source: DatasetSource) -> dict[str, str]:
-    """A hash of the content of each of the source's files, or of a data set of the hub."""
-    files = {file: fingerprint(file) for file in files_of(source)}
-    return files or {source.path: hub_rows(source, streaming=False)._fingerprint}
-
-
-def hashed(data: Data, tokenizer: Any, *made_of: Any) -> str:
+def hash_inputs(data: Data, tokenizer: Any, *made_of: Any) -> str:
     """A name for what the tokenizer and the options make of rows described by `made_of`."""
     options = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
     template = tokenizer.chat_template or PLAIN
     described = [VERSION, options, template, tokenizer.special_tokens_map, made_of]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
-    return digest.hexdigest()
-
-
-def fingerprint(file: str) -> str:
-    """A hash of a file's bytes. Raises `UserError` where it cannot be read."""
-    digest = xxhash.xxh3_128()
-    with readable(file), Path(file).open("rb") as stream:
-        while block := stream.read(2**22):
-            digest.update(block)
     return digest.hexdigest()
 
 
@@ -120,31 +105,31 @@ def _tokens(
         raise UserError(f"{source.path}: every row was skipped; the first: {facts.skipped[0]}")
 
 
-def publish(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
-    """Writes a store into a folder aside, and renames it to `folder` when all of it is on disk.
+def publish_store(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
+    """Writes a store, which appears as `folder` once all of it is on disk.
 
-    What goes wrong is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
+    What fails is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
     """
-    failure = _failure_note(folder)
+    failure = _failure_file(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         failure.unlink(missing_ok=True)
         _sweep(folder.parent)
-        with stage_and_rename(folder, _staging_of(folder)) as staging:
+        with stage_and_rename(folder, _staging_folder(folder)) as staging:
             facts = Facts()
             write_store(staging, tokens(facts), facts.as_json)
     except OSError as error:
         problem = f"{folder.parent}: the tokens cannot be kept here: {error.strerror or error}; set dataset_cache_dir"
-        _tell(failure, problem)
+        _note_failure(failure, problem)
         raise UserError(problem) from None
     except UserError as error:
-        _tell(failure, str(error))
+        _note_failure(failure, str(error))
         raise
 
 
 def wait_for(folder: Path, leaving: Event | None = None) -> None:
-    """Waits until local rank 0 of this node has made the folder, or has said why it cannot, or `leaving` is set."""
-    failure, started = _failure_note(folder), psutil.Process().create_time()
+    """Waits until local rank 0 of this node has written the folder, or has noted why it cannot, or `leaving` is set."""
+    failure, started = _failure_file(folder), psutil.Process().create_time()
     while not folder.exists():
         if failure.exists() and failure.stat().st_mtime >= started:
             raise UserError(failure.read_text())
@@ -155,33 +140,33 @@ def wait_for(folder: Path, leaving: Event | None = None) -> None:
 
 def _discard(folder: Path) -> None:
     """Removes a damaged store. A process that still reads it keeps its files, being memory-mapped."""
-    aside = _staging_of(folder)
+    damaged = _staging_folder(folder)
     try:
-        folder.rename(aside)
+        folder.rename(damaged)
     except FileNotFoundError:  # another node has discarded it, on a file system that both see
         return
     except OSError as error:
         raise UserError(f"{folder}: damaged, and cannot be removed: {error.strerror or error}") from None
-    remove_tree(aside, ignore_errors=True)
+    remove_tree(damaged, ignore_errors=True)
 
 
-def _staging_of(folder: Path) -> Path:
+def _staging_folder(folder: Path) -> Path:
     """This process's own name for a store that is not published; `_sweep` removes what a killed process leaves."""
     return folder.parent / f"making-{socket.gethostname()}-{os.getpid()}-{folder.name}"
 
 
-def _failure_note(folder: Path) -> Path:
+def _failure_file(folder: Path) -> Path:
     return folder.parent / f"failed-{folder.name}.txt"
 
 
-def _tell(failure: Path, problem: str) -> None:
-    """Leaves word for the ranks that wait; where not even that can be written, the launcher ends them."""
+def _note_failure(failure: Path, problem: str) -> None:
+    """Notes the problem for the ranks that wait; where not even that can be written, the launcher ends them."""
     with suppress(OSError):
         replace_file(failure, problem)
 
 
 def _sweep(folder: Path) -> None:
-    """Removes what killed processes of this machine have left half-made."""
+    """Removes what killed processes of this machine have left half-written."""
     for left in folder.glob(f"making-{socket.gethostname()}-*"):
         process = left.name.removeprefix(f"making-{socket.gethostname()}-").partition("-")[0]
         if process.isdigit() and not psutil.pid_exists(int(process)):

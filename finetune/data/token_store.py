@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.durable import sync_folder, write_file
+from finetune.durable import write_file
 from finetune.errors import UserError
 
 FACTS = "facts.json"
@@ -72,8 +72,8 @@ class DamagedStore(UserError):
 def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> None:
     """Writes a store into the existing, empty `folder`. `facts` is called after the last batch; kept as JSON.
 
-    facts.json lists the size and checksum of every column, and begins with a checksum of its own. When this returns,
-    everything is on disk.
+    facts.json lists the size and checksum of every column, and begins with a checksum of its own. When this returns, the
+    files are on disk; their names are once the folder is synced.
     """
     files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
     digests = {name: xxhash.xxh3_128() for name in COLUMNS}
@@ -92,7 +92,6 @@ def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dic
             file.close()
     text = json.dumps({"columns": columns, "facts": facts()}, indent=1)
     write_file(folder / FACTS, [f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}".encode()])
-    sync_folder(folder)
 
 
 def open_store(folder: Path) -> TokenStore:
@@ -105,7 +104,9 @@ def open_store(folder: Path) -> TokenStore:
         if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
             raise DamagedStore(f"{folder / FACTS}: damaged")
         kept = json.loads(text)
-        columns = {name: _mapped(folder / f"{name}.bin", kind, kept["columns"][name]) for name, kind in COLUMNS.items()}
+        columns = {
+            name: _map_column(folder / f"{name}.bin", kind, kept["columns"][name]) for name, kind in COLUMNS.items()
+        }
     except OSError as error:
         raise DamagedStore(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
@@ -122,7 +123,7 @@ def open_store(folder: Path) -> TokenStore:
     )
 
 
-def _mapped(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:
+def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:
     """The column in `path`, memory-mapped, once its size and checksum are those of `written`."""
     with path.open("rb") as stream:  # read, not mapped, so that the pages do not count as this process's memory
         checksum = file_digest(stream, xxhash.xxh3_128).hexdigest()

@@ -28,16 +28,14 @@ def dry_run(recipe: Recipe, world: World) -> None:
 def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     """Prints the plan of a run on prepared data."""
     on_cpu, report = world.device.type == "cpu", data.report
-    read = None if report is None else (report.tokens, data.train.steps)
+    read = (report.tokens, data.train.steps) if report.is_complete else None
     plan = make_plan(recipe, world.sharding, world.size, on_cpu=on_cpu, read=read)
     ours = "causal SDPA, document by document" if on_cpu else "varlen"
     attention = ours if recipe.model.attn_implementation == "auto" else recipe.model.attn_implementation
     print(format_plan(plan))
-    if report is None:
-        print(f"data       streamed, {data.train.steps:,} steps")
-    else:
-        print("data       " + "\n           ".join(report.lines()))
-        print(f"steps      {report.steps_per_epoch:,} an epoch, {data.train.steps:,} in all")
+    print("data       " + "\n           ".join(report.lines()))
+    epoch = data.train.steps_per_epoch
+    print(f"steps      {f'{epoch:,} an epoch, ' if epoch else ''}{data.train.steps:,} in all")
     print(f"attention  {attention}")
 
 

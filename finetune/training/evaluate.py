@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from finetune.data.batches import StepBatch
-from finetune.data.prepare import Prompt
+from finetune.data.examples import Prompt
 from finetune.distributed.parallelize import inner_model_called, unwrap
 from finetune.distributed.world import World
 from finetune.json_lines import append_json_lines

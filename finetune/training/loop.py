@@ -12,7 +12,6 @@ from torch import nn
 
 from finetune.checkpoint.save import Saver
 from finetune.data.batches import StepBatch
-from finetune.data.streaming import StreamedBatches
 from finetune.distributed.grad_scaler import unscale, update
 from finetune.distributed.parallelize import clip_gradients, without_gradient_sync
 from finetune.distributed.world import World
@@ -25,7 +24,7 @@ from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import guard_of, refuse_or_skip, suspect
 from finetune.training.profiler import collect, garbage_collected_between_lines, profiled
 from finetune.training.signals import Interruption, agreed
-from finetune.training.summary import TrainingRun, teller_of_stream
+from finetune.training.summary import TrainingRun, stream_reporter
 
 
 def train(run: TrainingRun, progress: Progress) -> Progress:
@@ -180,11 +179,7 @@ def _line(run: TrainingRun, window: Window, progress: Progress, rate: float, nor
 
 def _batches(run: TrainingRun, progress: Progress) -> Iterator[StepBatch]:
     """The steps that are left, those of `profile_steps` under the profiler."""
-    train = run.data.train
-    if isinstance(train, StreamedBatches):
-        batches = train.batches(progress.step, teller_of_stream(run, progress.step))
-    else:
-        batches = train.batches(progress.step)
+    batches = run.data.train.batches(progress.step, stream_reporter(run))
     return profiled(batches, run.recipe.run.profile_steps, run.folder, run.world.rank)
 
 

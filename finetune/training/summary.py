@@ -1,7 +1,7 @@
 """What a training run works with, as one value."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.data.batches import OnReport
+from finetune.data.data_report import Report
+from finetune.data.examples import Prompt
 from finetune.data.fit import too_long
-from finetune.data.mixture import SourceReport
-from finetune.data.prepare import PreparedData, Prompt
-from finetune.data.stream_report import StreamReport
+from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import Ranks
 from finetune.distributed.parallelize import unwrap, wrapped_units
 from finetune.distributed.world import World
@@ -102,7 +103,7 @@ def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, pro
         nonlocal tracker, log
         tracker = open_tracker(recipe.run.report_to, run_name(recipe), folder, as_written(recipe), progress.step)
         describe_run(folder, recipe, world)
-        if data.report is not None:  # streamed data is reported while it is read
+        if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
         log = MetricsLog(folder / "metrics.jsonl", data.train.steps, progress.step, tracker)
 
@@ -116,12 +117,11 @@ def write_data_report(folder: Path, report: dict[str, Any]) -> None:
     replace_file(folder / "data_report.json", text + "\n")
 
 
-def teller_of_stream(run: TrainingRun, from_step: int) -> Callable[[SourceReport], None]:
-    """Tells what is found in the blocks of a stream as they come, and keeps data_report.json up to them."""
-    report = StreamReport(from_step, run.data.eval_sources)
+def stream_reporter(run: TrainingRun) -> OnReport:
+    """Logs what is found in data that is read while training, and keeps data_report.json up to date."""
 
-    def tell(block: SourceReport) -> None:
-        for line in report.add(block):
+    def log_news(report: Report, news: list[str]) -> None:
+        for line in news:
             run.log.say(f"stream  {line}")
         if run.world.is_main:
             try:
@@ -129,7 +129,7 @@ def teller_of_stream(run: TrainingRun, from_step: int) -> Callable[[SourceReport
             except OSError as error:  # it is only looked at; the next block writes it again
                 run.log.say(f"{error.filename}: cannot be written ({error.strerror}); the run continues")
 
-    return tell
+    return log_news
 
 
 def turn_of_user(text: str, tokenizer: Any) -> list[int]:
@@ -157,17 +157,14 @@ def opening(run: TrainingRun, size: Size, progress: Progress) -> list[str]:
         + (f" (LoRA r={recipe.lora.lora_r})" if recipe.lora.use_peft else ""),
         f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
-        f"batch   {run.data.train.arrangement.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
+        f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
         f"{_steps_an_epoch(run.data)} steps an epoch, {run.data.train.steps:,} in all",
     ]
     report = run.data.report
-    longest = recipe.data.max_length if report is None else max(report.length_quantiles.values())
-    lines += [f"        {line}" for line in too_long(longest, getattr(model.config, "max_position_embeddings", None))]
-    if report is not None:
-        totals, *warnings = report.lines()
-        lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
-    for source in run.data.eval_sources:
-        lines += [f"data    held out: {finding}" for finding in source.findings if finding.severity != "notice"]
+    positions = getattr(model.config, "max_position_embeddings", None)
+    lines += [f"        {line}" for line in too_long(report.longest, positions)]
+    totals, *warnings = report.lines()
+    lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
     if run.peak_flops is not None:
         lines.append(
             f"mfu     {4 if recipe.lora.use_peft else 6}N + 12 L H Q T = {run.flop_per_token / 1e9:.2f} GFLOP a token, "

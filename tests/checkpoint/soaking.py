@@ -219,9 +219,9 @@ def losses(run_folder: Path) -> list[tuple[int, float]]:
 
 def exported(run_folder: Path) -> dict[str, str]:
     """Weight files of the export -> a digest."""
-    from finetune.data.token_cache import fingerprint
+    from finetune.data.sources import hash_file
 
-    return {path.name: fingerprint(str(path)) for path in sorted((run_folder / "export").glob("*.safetensors"))}
+    return {path.name: hash_file(str(path)) for path in sorted((run_folder / "export").glob("*.safetensors"))}
 
 
 def soak(

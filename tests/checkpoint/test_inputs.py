@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.data.streaming import PIECE_BYTES, stream_fingerprint
+from finetune.data.sources import SAMPLE_BYTES, fingerprint_samples
 from finetune.recipe.schema import DatasetSource
 from tests.ranks import ROOT, environment
 
@@ -33,14 +33,14 @@ def test_a_run_that_is_started_again(starts: str, scenario: str) -> None:
 def test_a_long_stream_is_sampled_from_its_first_byte_to_its_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("finetune.data.streaming.FINGERPRINT_BYTES", 4 * PIECE_BYTES)
+    monkeypatch.setattr("finetune.data.sources.FINGERPRINT_BYTES", 4 * SAMPLE_BYTES)
     path = tmp_path / "rows.jsonl"
-    content = bytes(range(256)) * (40 * PIECE_BYTES // 256) + b"the end"
+    content = bytes(range(256)) * (40 * SAMPLE_BYTES // 256) + b"the end"
     sources = (DatasetSource(path=str(path)),)
     path.write_bytes(content)
-    whole = stream_fingerprint(sources)
+    whole = fingerprint_samples(sources)
     for other in (b"!" + content[1:], content[:-1] + b"!", content[1:] + content[:1], content + b"!"):
         path.write_bytes(other)
-        assert stream_fingerprint(sources) != whole
+        assert fingerprint_samples(sources) != whole
     path.write_bytes(content)
-    assert stream_fingerprint(sources) == whole
+    assert fingerprint_samples(sources) == whole

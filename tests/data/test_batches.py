@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.batches import Batches, MicroBatch, batches_of
-from finetune.data.sampler import Arrangement
+from finetune.data.batches import StoredBatches, make_batches
+from finetune.data.collate import MicroBatch
+from finetune.data.sampler import BatchConfig
 from tests.data.world import Rank, examples_of
 
 LENGTHS = np.random.default_rng(0).integers(1, 65, size=101).tolist()
@@ -22,18 +23,18 @@ LENGTHS = np.random.default_rng(0).integers(1, 65, size=101).tolist()
 def loader(
     lengths: Sequence[int] = LENGTHS, *, packing: bool, size: int = 1, rank: int = 0, threads: int = 0,
     global_batch_size: int = 6, per_device: int = 2, seed: int = 0, epochs: int = 3,
-) -> Batches:  # fmt: skip
-    arrangement = Arrangement(seed=seed, packing=packing, max_length=64, global_batch_size=global_batch_size)
-    batches = batches_of(
-        examples_of(lengths), arrangement, Rank(rank, size), per_device_batch_size=per_device, threads=threads
+) -> StoredBatches:  # fmt: skip
+    config = BatchConfig(seed=seed, packing=packing, max_length=64, global_batch_size=global_batch_size)
+    batches = make_batches(
+        examples_of(lengths), config, Rank(rank, size), per_device_batch_size=per_device, threads=threads
     )
     return replace(batches, steps=epochs * batches.steps_per_epoch)
 
 
-def ids_of_steps(ranks: Sequence[Batches], start_step: int = 0) -> list[Counter[int]]:
+def ids_of_steps(ranks: Sequence[StoredBatches], from_step: int = 0) -> list[Counter[int]]:
     """For each step the ids of its examples over all ranks; asserts what holds on every rank of every step."""
     steps = []
-    for shares in zip(*(batches.batches(start_step) for batches in ranks), strict=True):
+    for shares in zip(*(batches.batches(from_step) for batches in ranks), strict=True):
         assert len({(b.step, b.epoch, b.tokens, b.trained_tokens, len(b.micro_batches)) for b in shares}) == 1
         micro_batches = [m for share in shares for m in share.micro_batches]
         ids = Counter(i for m in micro_batches for i in m.example_ids)
@@ -92,7 +93,7 @@ def test_no_split_over_ranks_loses_or_repeats_anything(
 
 
 def documents(micro_batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
-    """(input ids, labels) of each document of a micro-batch, without padding; asserts that positions start anew in each."""
+    """(input ids, labels) of each document of a micro-batch, without padding; asserts that positions start at 0 in each."""
     found = []
     if micro_batch.cu_seq_lens is not None:
         bounds = micro_batch.cu_seq_lens.tolist()
@@ -177,9 +178,9 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
 
     def losses(packing: bool) -> dict[tuple[int, int], float]:
         """(example, position) -> loss."""
-        arrangement = Arrangement(seed=3, packing=packing, max_length=64, global_batch_size=8)
+        config = BatchConfig(seed=3, packing=packing, max_length=64, global_batch_size=8)
         found = {}
-        for step in batches_of(examples, arrangement, Rank(), per_device_batch_size=4).batches():
+        for step in make_batches(examples, config, Rank(), per_device_batch_size=4).batches():
             for micro_batch in step.micro_batches:
                 inputs = {k: v for k, v in micro_batch.inputs.items() if k not in ("labels", "trained_positions")}
                 with torch.no_grad():

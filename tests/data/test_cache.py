@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.data.token_cache import cache_key, cached_store, fingerprint
+from finetune.data.sources import hash_file
+from finetune.data.token_cache import cache_key, open_cached_store
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, DatasetSource
@@ -21,7 +22,7 @@ from tests.ranks import launch_ranks, start_ranks
 RANK = """
 import os, sys, time
 from finetune.data import token_cache as cache
-from finetune.data.token_cache import cached_store
+from finetune.data.token_cache import open_cached_store
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
@@ -29,8 +30,8 @@ from tests.conftest import make_tokenizer
 rank = int(os.environ["RANK"])
 path, folder, scenario = sys.argv[1:]
 made = []
-publish = cache.publish
-cache.publish = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), publish(*arguments))
+publish = cache.publish_store
+cache.publish_store = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), publish(*arguments))
 if scenario == "dies" and rank == 0:
     read = cache.tokenized
     def stopped(*arguments):
@@ -39,7 +40,7 @@ if scenario == "dies" and rank == 0:
         time.sleep(60)
     cache.tokenized = stopped
 try:
-    store = cached_store(DatasetSource(path=path), Data(dataset_cache_dir=folder), make_tokenizer(), rank)
+    store = open_cached_store(DatasetSource(path=path), Data(dataset_cache_dir=folder), make_tokenizer(), rank)
     print("made" if made else "found", len(store.rows), int(store.input_ids.sum()), type(store.input_ids).__name__)
 except UserError as error:
     print("told", error)
@@ -107,7 +108,7 @@ def test_a_damaged_store_is_written_again(rows: Path, tmp_path: Path, capfd: pyt
         Data(dataset_cache_dir=str(tmp_path / "c")),
         make_tokenizer(),
     )
-    facts = cached_store(source, data, tokenizer, 0).facts
+    facts = open_cached_store(source, data, tokenizer, 0).facts
     (folder,) = (tmp_path / "c").iterdir()
     written = {file.name: file.read_bytes() for file in folder.iterdir()}
     damages: list[tuple[str, Callable[[Path], None]]] = [
@@ -120,7 +121,7 @@ def test_a_damaged_store_is_written_again(rows: Path, tmp_path: Path, capfd: pyt
     ]
     for name, damage in damages:
         damage(folder / name)
-        again = cached_store(source, data, tokenizer, 0)
+        again = open_cached_store(source, data, tokenizer, 0)
         assert {file.name: file.read_bytes() for file in folder.iterdir()} == written
         assert again.facts == facts and again.input_ids.tobytes() == written["input_ids.bin"]
         said = capfd.readouterr().err
@@ -131,7 +132,9 @@ def test_a_damaged_store_is_written_again(rows: Path, tmp_path: Path, capfd: pyt
 def test_what_a_living_process_is_making_is_left_alone(rows: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "cache" / f"making-{socket.gethostname()}-{os.getppid()}-abc"
     theirs.mkdir(parents=True)
-    cached_store(DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "cache")), make_tokenizer(), 0)
+    open_cached_store(
+        DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "cache")), make_tokenizer(), 0
+    )
     assert theirs.exists()
 
 
@@ -156,17 +159,17 @@ def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: P
         cache_key(source, Data(max_length=7, packing=False, overlength="drop", dataset_num_proc=3), tokenizer),
     ]
     assert set(same) == {keys[0]}
-    before, stamp = fingerprint(str(rows)), rows.stat()
+    before, stamp = hash_file(str(rows)), rows.stat()
     rows.write_text(rows.read_text().replace("row 7 ", "row 8 "))
     os.utime(rows, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: only the content tells
-    assert fingerprint(str(rows)) != before
+    assert hash_file(str(rows)) != before
     assert cache_key(source, Data(), tokenizer) not in keys
 
 
 def test_a_folder_that_cannot_be_written_is_told(rows: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"the tokens cannot be kept here: .*; set dataset_cache_dir"):
-        cached_store(
+        open_cached_store(
             DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "file" / "x")), make_tokenizer(), 0
         )
 
@@ -182,7 +185,7 @@ def test_what_the_system_will_not_let_us_read_is_told(tmp_path: Path) -> None:
         (too_long, r"c\.jsonl: cannot be read: File name too long"),
     ):
         with pytest.raises(UserError, match=problem):
-            cached_store(DatasetSource(path=str(path)), Data(dataset_cache_dir=str(tmp_path)), make_tokenizer(), 0)
+            open_cached_store(DatasetSource(path=str(path)), Data(dataset_cache_dir=str(tmp_path)), make_tokenizer(), 0)
     (recipe := tmp_path / "recipe.yaml").write_text(f"datasets:\n  - path: {too_long}\n")
     with pytest.raises(UserError, match=r"recipe\.yaml:2: path: c+\.jsonl: cannot be read: File name too long"):
         read_recipe(str(recipe))
@@ -190,7 +193,7 @@ def test_what_the_system_will_not_let_us_read_is_told(tmp_path: Path) -> None:
 
 def test_the_number_of_threads_does_not_change_a_token(rows: Path, tmp_path: Path) -> None:
     stores = [
-        cached_store(
+        open_cached_store(
             DatasetSource(path=str(rows)),
             Data(dataset_cache_dir=str(tmp_path / str(threads)), dataset_num_proc=threads),
             make_tokenizer(),

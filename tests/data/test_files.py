@@ -220,6 +220,11 @@ def test_columns_and_keys_of_one_name_are_marked(tmp_path: Path) -> None:
             [True, False, True],
         ),
         ("a.json", b'[{"text": "c"}, {"text": "a", "text": "b"}]', [False, True]),
+        (
+            "inside.json",
+            b'{\n"data": [{"text": "c"}, {"text": "a", "text": "b"}, {"a": [{"b": {"c": 1, "c": 2}}]}]}',
+            [False, True, True],
+        ),
     ):
         rows = [row for _, row in read_file(str(written(tmp_path, name, content)))]
         assert [isinstance(row, RepeatedKeys) for row in rows] == marked, name

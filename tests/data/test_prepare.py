@@ -250,7 +250,7 @@ def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path)
     assert rows(folder, "train[:10%]+test[-1:]") == [*first[:2], "test:4"]
     assert rows(folder / "train-*.jsonl") == first + second
     assert rows(folder / "test.jsonl", "train[50%:]") == ["test:3", "test:4"]
-    with pytest.raises(UserError, match="split validation: there is no such split; there is train, test"):
+    with pytest.raises(UserError, match="split validation: there is no such split, only train, test"):
         rows(folder, "validation")
     with pytest.raises(UserError, match="the folder holds no data"):
         rows(folder / "more")
@@ -368,7 +368,7 @@ def test_steps_follow_epochs_or_max_steps(prepare: Prepare, tmp_path: Path) -> N
     accumulated = prepare(
         [{"path": path}], packing=False, per_device_train_batch_size=2, gradient_accumulation_steps=2, size=2
     )
-    assert accumulated.train.arrangement.global_batch_size == 8
+    assert accumulated.train.config.global_batch_size == 8
 
 
 def test_per_device_eval_batch_size_sets_the_rows_of_a_held_out_batch(tiny_recipe: Callable[..., Path]) -> None:

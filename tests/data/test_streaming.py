@@ -14,12 +14,10 @@ import pytest
 
 from finetune.data import streaming
 from finetune.data.checks import Finding
-from finetune.data.mixture import SourceReport
-from finetune.data.sampler import Arrangement
-from finetune.data.stream_report import StreamReport
-from finetune.data.streaming import StreamedBatches, mixed_stream, streamed
+from finetune.data.data_report import Report, StreamReport
+from finetune.data.streaming import StreamedBatches, interleave_sources, open_stream
 from finetune.errors import UserError
-from finetune.recipe.schema import Data, DatasetSource
+from finetune.recipe.schema import Batch, Data, DatasetSource, Optimization, Recipe, Run
 from tests.conftest import make_tokenizer
 from tests.data.world import Rank
 from tests.ranks import ROOT, launch_ranks
@@ -39,11 +37,23 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
         sources.append(DatasetSource(path=str(path), weight=2.0 if name == "a" else 1.0))
 
     def make(rank: int = 0, size: int = 1, steps: int = 40, threads: int = 1, **keys: Any) -> StreamedBatches:
-        data = Data(dataset_cache_dir=str(tmp_path / "cache"), max_length=48, dataloader_num_workers=threads, **keys)
-        arrangement = Arrangement(seed=0, packing=True, max_length=48, global_batch_size=3)
-        return streamed(
-            tuple(sources), data, make_tokenizer(), arrangement, Rank(rank, size), per_device_batch_size=1, steps=steps
+        data = Data(
+            datasets=tuple(sources),
+            dataset_cache_dir=str(tmp_path / "cache"),
+            max_length=48,
+            dataloader_num_workers=threads,
+            **keys,
         )
+        batch = Batch(per_device_train_batch_size=1, global_batch_size=3)
+        recipe = Recipe(
+            path="recipe.yaml",
+            given=frozenset(),
+            data=data,
+            batch=batch,
+            optimization=Optimization(max_steps=steps),
+            run=Run(seed=0),
+        )
+        return open_stream(recipe, make_tokenizer(), Rank(rank, size))
 
     return make
 
@@ -103,11 +113,13 @@ def test_only_notes_are_left_when_it_ends_or_is_left_early(stream: Stream, tmp_p
 
 
 def test_sources_are_drawn_by_weight(stream: Stream) -> None:
-    drawn = Counter(Path(source.path).stem for source, _, _ in islice(mixed_stream(stream().sources, 0), 3000))
+    drawn = Counter(
+        Path(source.path).stem for source, _, _ in islice(interleave_sources(stream().data.datasets, 0), 3000)
+    )
     assert 0.63 < drawn["a"] / 3000 < 0.70  # 2/3 within four standard deviations
 
 
-def test_a_bad_row_is_told_when_it_is_reached_on_every_rank(stream: Stream, tmp_path: Path) -> None:
+def test_a_bad_row_is_an_error_on_every_rank_when_it_is_reached(stream: Stream, tmp_path: Path) -> None:
     with (tmp_path / "a.jsonl").open("a") as file:
         file.write("nope\n")
     with pytest.raises(UserError, match=r"a\.jsonl:101: not JSON"):
@@ -117,21 +129,27 @@ def test_a_bad_row_is_told_when_it_is_reached_on_every_rank(stream: Stream, tmp_
         list(stream().batches())
 
 
-def test_what_is_skipped_and_cut_is_told_once_and_counted(stream: Stream, tmp_path: Path) -> None:
+def test_what_is_skipped_and_cut_is_reported_once_and_counted(stream: Stream, tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"row {i} " + "x" * (60 if i in (80, 90) else i % 9)}) for i in range(100)]
     rows[70] = "nope"
     (tmp_path / "a.jsonl").write_text("\n".join(rows))
-    blocks: list[SourceReport] = []
-    assert len(list(stream(on_bad_row="skip", overlength="truncate").batches(on_block=blocks.append))) == 40
-    report = StreamReport(from_step=0)
-    told = [report.add(block) for block in blocks]
-    assert len(told) > 3 and told[0] == []  # a block is 64 rows of both files: what is wrong comes after it
-    lines = [line for block in told for line in block]
+    reports: list[Report] = []
+    news: list[list[str]] = []
+
+    def keep(report: Report, new: list[str]) -> None:
+        reports.append(report)
+        news.append(new)
+
+    batches = stream(on_bad_row="skip", overlength="truncate")
+    assert len(list(batches.batches(on_report=keep))) == 40
+    assert len(news) > 3 and news[0] == []  # a block is 64 rows of both files: what is wrong comes after it
+    lines = [line for block in news for line in block]
     assert len(lines) == 3
     assert any(re.search(r"^.*: \d\.\d% of the tokens are lost to max_length: ", line) for line in lines)
     assert any(line.startswith("warning: skipped: in 1 of ") and line.endswith("a.jsonl:71)") for line in lines)
     assert any(line.startswith("warning: truncated: in ") and "a.jsonl:81" in line for line in lines)
-    kept = report.as_json()
+    kept = reports[-1].as_json()
+    blocks = [batches.block(number)[2] for number in range(len(news))]
     assert kept["rows_read"] == sum(block.rows_read for block in blocks) > 300
     assert kept["rows_skipped"] == sum(block.rows_skipped for block in blocks) >= 2
     assert kept["overlong"] == 2 * kept["rows_skipped"] and kept["tokens_lost"] > 0
@@ -139,9 +157,10 @@ def test_what_is_skipped_and_cut_is_told_once_and_counted(stream: Stream, tmp_pa
     found = {finding["name"]: finding for finding in kept["findings"]}
     assert set(found) == {"skipped", "truncated"}  # the files come round again: no duplicates
     assert found["skipped"]["where"] == (f"{tmp_path / 'a.jsonl'}:71",)
-    # Ten times as many are told again.
+    # Ten times as many are reported again.
     grown = replace(blocks[-1], findings=(Finding("truncated", "warning", 500, 600, (), ""),))
-    assert report.add(grown)[0].startswith("warning: truncated: in ")
+    report = reports[-1]
+    assert isinstance(report, StreamReport) and report.add(grown)[0].startswith("warning: truncated: in ")
 
 
 def test_a_run_over_a_stream_says_what_it_skips_and_cuts(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:

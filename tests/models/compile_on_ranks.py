@@ -15,8 +15,8 @@ import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._guards import CompileContext
 
-from finetune.data.batches import MicroBatch, filler
-from finetune.data.prepare import Prompt
+from finetune.data.collate import MicroBatch, make_filler
+from finetune.data.examples import Prompt
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models import attention, load
@@ -93,7 +93,7 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
     losses, graphs, calls = [], [], []
     for step, lengths in enumerate(STEPS):
         before = backend.calls
-        batch = filler(packed=True) if step == 0 and world.rank == 1 else micro_batch(lengths)
+        batch = make_filler(packing=True) if step == 0 and world.rank == 1 else micro_batch(lengths)
         loss = model.train()(**batch.inputs)
         calls.append(backend.calls - before)
         loss.backward()

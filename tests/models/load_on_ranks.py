@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint.manifest import published
 from finetune.checkpoint.save import Saver
-from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.batches import StepBatch
+from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import clip_gradients, wrapped_units

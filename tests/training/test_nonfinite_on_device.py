@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.data.batches import StepBatch, filler
+from finetune.data.batches import StepBatch
+from finetune.data.collate import make_filler
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -23,7 +24,7 @@ def alone() -> World:
 
 
 def step_batch(step: int) -> StepBatch:
-    micro_batch = replace(filler(packed=True), example_ids=(10 + step,))
+    micro_batch = replace(make_filler(packing=True), example_ids=(10 + step,))
     return StepBatch(step, 0.0, (micro_batch,), tokens=1, trained_tokens=0)
 
 
@@ -78,19 +79,19 @@ def test_on_cuda_no_step_between_two_lines_of_metrics_waits_for_the_device(
 ) -> None:
     import os
 
-    from finetune.data.batches import Batches
+    from finetune.data.batches import StoredBatches
     from finetune.distributed.accelerate_config import read_sharding
     from finetune.recipe.reader import read_recipe
     from finetune.run import fine_tune
 
-    given = Batches.batches
+    given = StoredBatches.batches
 
-    def watched(self: Batches, start_step: int = 0) -> Any:
-        for batch in given(self, start_step):
+    def watched(self: StoredBatches, *arguments: Any) -> Any:
+        for batch in given(self, *arguments):
             torch.cuda.set_sync_debug_mode("error" if 3 <= batch.step < 9 else "default")
             yield batch
         torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Batches, "batches", watched)
+    monkeypatch.setattr(StoredBatches, "batches", watched)
     recipe = read_recipe(str(tiny_recipe(max_steps=10, logging_steps=10, export_at_end=False)), [])
     fine_tune(recipe, read_sharding("fsdp_full_shard.yaml", None, os.environ))

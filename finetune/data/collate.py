@@ -1,0 +1,133 @@
+"""Collation: examples as the tensors of one forward pass, packed into one row or padded to the longest."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
+from finetune.data.examples import Examples
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The rows of one forward pass on one rank.
+
+    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
+    ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the
+    right; attention is causal and padding comes last without labels, so that no mask is needed. A rank that has no row
+    left in a step gets a filler.
+    """
+
+    input_ids: Tensor  # int64[rows, tokens]
+    labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
+    position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
+    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found on
+    # the host: a GPU's search would make the host wait.
+    trained_positions: Tensor
+    cu_seq_lens: Tensor | None  # int32[documents + 1]: where documents begin in the packed row, and its end
+    max_document_length: int
+    example_ids: tuple[int, ...]
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The model's keyword arguments."""
+        names = ("input_ids", "labels", "position_ids", "trained_positions")
+        inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.cu_seq_lens is not None:
+            inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
+        return inputs
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on `device`; from pinned memory the copy does not wait."""
+        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        """The same in pinned host memory."""
+        return self._with(lambda tensor: tensor.pin_memory())
+
+    def _with(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        return replace(
+            self,
+            input_ids=change(self.input_ids),
+            labels=change(self.labels),
+            position_ids=change(self.position_ids),
+            trained_positions=change(self.trained_positions),
+            cu_seq_lens=None if self.cu_seq_lens is None else change(self.cu_seq_lens),
+        )
+
+
+def collate(examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int) -> MicroBatch:
+    """The examples `ids` as one micro-batch; a filler where there are none."""
+    if len(ids) == 0:
+        return make_filler(packing)
+    return (_pack if packing else _pad)(examples, ids, pad_token_id)
+
+
+def _pack(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
+    lengths = examples.lengths[ids].astype(np.int64)
+    tokens = int(lengths.sum())
+    padding = -tokens % ROUND_TOKENS
+    input_ids = np.full(tokens + padding, pad_token_id, np.int64)
+    labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
+    picked = [examples[example_id] for example_id in ids]
+    np.concatenate([example.input_ids for example in picked], out=input_ids[:tokens])
+    np.concatenate([example.labels for example in picked], out=labels[:tokens])
+    lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which no other attends to
+    ends = np.cumsum(lengths)
+    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids)[None],
+        labels=torch.from_numpy(labels)[None],
+        position_ids=torch.from_numpy(positions)[None],
+        trained_positions=_trained_positions(labels),
+        cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+        max_document_length=int(lengths.max()),
+        example_ids=tuple(ids.tolist()),
+    )
+
+
+def _pad(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
+    longest = int(examples.lengths[ids].max())
+    input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
+    labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
+    for row, example_id in enumerate(ids):
+        example = examples[example_id]
+        input_ids[row, : len(example.input_ids)] = example.input_ids
+        labels[row, : len(example.labels)] = example.labels
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        position_ids=torch.arange(longest).repeat(len(ids), 1),
+        trained_positions=_trained_positions(labels),
+        cu_seq_lens=None,
+        max_document_length=longest,
+        example_ids=tuple(ids.tolist()),
+    )
+
+
+def _trained_positions(labels: Ids) -> Tensor:
+    """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
+    trained = np.flatnonzero(labels != IGNORE_INDEX)
+    others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
+    return torch.from_numpy(np.concatenate((trained, others)))
+
+
+def make_filler(packing: bool) -> MicroBatch:
+    """ROUND_TOKENS tokens without a label, for a rank that has no row: it takes part in the step's collectives and adds
+    nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers once more."""
+    return MicroBatch(
+        input_ids=torch.zeros(1, ROUND_TOKENS, dtype=torch.int64),
+        labels=torch.full((1, ROUND_TOKENS), IGNORE_INDEX, dtype=torch.int64),
+        position_ids=torch.arange(ROUND_TOKENS)[None],
+        trained_positions=torch.zeros(0, dtype=torch.int64),
+        cu_seq_lens=torch.tensor([0, ROUND_TOKENS], dtype=torch.int32) if packing else None,
+        max_document_length=ROUND_TOKENS,
+        example_ids=(),
+    )

@@ -1,0 +1,229 @@
+"""What data_report.json says: what was read of each source, what was lost, and what was found."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from finetune.data.checks import Finding, Tally, findings
+from finetune.data.examples import Examples
+from finetune.data.tokenize import SHOWN_BAD_ROWS, count_columns
+from finetune.units import counted
+
+if TYPE_CHECKING:
+    from finetune.data.batches import StoredBatches
+
+QUANTILES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+COUNTED = (
+    "rows_read",
+    "rows_skipped",
+    "examples",
+    "tokens",
+    "trained_tokens",
+    "overlong",
+    "tokens_lost",
+    "trained_tokens_lost",
+)
+REPEATED_FROM = 10  # a stream's finding is reported when it is first met, and again in so many times more rows
+
+
+@dataclass(frozen=True, slots=True)
+class SourceReport:
+    """What was read of one source, before its weight."""
+
+    path: str
+    formats: tuple[str, ...]  # of its rows
+    rows_read: int
+    rows_skipped: int
+    skipped: tuple[str, ...]  # what was wrong with the first of them
+    unused_columns: dict[str, int]  # column that nothing was read from -> rows that hold a value in it
+    documents: int
+    tokens: int
+    trained_tokens: int
+    examples: int  # documents, or stretches of them, that are trained or measured on
+    overlong: int  # documents of more than max_length tokens
+    tokens_lost: int  # to cutting and dropping
+    trained_tokens_lost: int
+    duplicates: int
+    findings: tuple[Finding, ...]
+
+    def loss(self) -> list[str]:
+        """A line that gives the share of the tokens that is cut off or dropped; none where nothing is."""
+        return describe_loss(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
+
+
+def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
+    """
+    >>> describe_loss("a.jsonl", 640720, 656080, 640720)
+    ['a.jsonl: 97.7% of the tokens are lost to max_length: 640,720 of 656,080, 640,720 of them trained']
+    """
+    share = f"{lost / max(of, 1):.1%} of the tokens are lost to max_length"
+    return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"] if lost else []
+
+
+class Report(Protocol):
+    """What is known of a run's data; `DataReport` of stored data, `StreamReport` of a stream."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all data has been read; a stream is read while training."""
+
+    @property
+    def tokens(self) -> int:
+        """Of the examples to train on that have been read."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest example; max_length where they have not been read."""
+
+    @property
+    def formats(self) -> set[str]:
+        """Of the rows that have been read."""
+
+    @property
+    def findings(self) -> Sequence[Finding]: ...
+
+    def lines(self) -> list[str]:
+        """What the first screen of a run shows: totals, then what is lost and found."""
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain values, as data_report.json has them."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataReport:
+    """The report of data that is read before training; every count is of one epoch over all ranks."""
+
+    sources: tuple[SourceReport, ...]
+    eval_sources: tuple[SourceReport, ...]
+    examples: int
+    tokens: int
+    trained_tokens: int
+    held_out_examples: int
+    length_quantiles: dict[str, int]  # tokens of an example, by share of the examples
+    rows: int  # packed rows, or padded ones
+    fill: float  # the share of the rows that is not padding: of max_length where packed, of the longest row where not
+    steps_per_epoch: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_complete(self) -> bool:
+        return True
+
+    @property
+    def longest(self) -> int:
+        return max(self.length_quantiles.values())
+
+    @property
+    def formats(self) -> set[str]:
+        return {name for source in (*self.sources, *self.eval_sources) for name in source.formats}
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self) -> list[str]:
+        totals = (
+            f"{counted(self.examples, 'example')}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
+            f"rows {self.fill:.1%} full"
+        )
+        lost = [line for source in (*self.sources, *self.eval_sources) for line in source.loss()]
+        return [totals, *lost, *(str(finding) for finding in self.findings if finding.severity != "notice")]
+
+
+def make_report(
+    train: "StoredBatches",
+    sources: tuple[SourceReport, ...],
+    eval_sources: tuple[SourceReport, ...] = (),
+    held_out: Examples | None = None,
+    leaked: Sequence[Finding] = (),
+) -> DataReport:
+    """The report of the batches to train on. `leaked`: what was found in the held-out examples beside their sources' findings."""
+    examples = train.examples
+    quantiles = np.quantile(examples.lengths, QUANTILES)
+    return DataReport(
+        sources=sources,
+        eval_sources=eval_sources,
+        examples=len(examples),
+        tokens=int(examples.lengths.sum(dtype=np.int64)),
+        trained_tokens=int(examples.trained.sum(dtype=np.int64)),
+        held_out_examples=0 if held_out is None else len(held_out),
+        length_quantiles={f"{q:.0%}": int(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
+        rows=train.rows_per_epoch,
+        fill=train.fill(),
+        steps_per_epoch=train.steps_per_epoch,
+        findings=(*(finding for source in (*sources, *eval_sources) for finding in source.findings), *leaked),
+    )
+
+
+@dataclass(slots=True)
+class StreamReport:
+    """The report of a stream, of what has been read so far. A row that comes again, its source having ended, is counted again."""
+
+    max_length: int
+    eval_sources: tuple[SourceReport, ...] = ()
+    from_step: int = 0  # where this start of the run began to read
+    counts: Counter[str] = field(default_factory=Counter)
+    skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
+    unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
+    tally: Tally = field(default_factory=Tally)
+    reported: dict[str, int] = field(default_factory=dict)  # name of a finding -> its rows when it was last reported
+
+    @property
+    def is_complete(self) -> bool:
+        return False
+
+    @property
+    def tokens(self) -> int:
+        return self.counts["tokens"]
+
+    @property
+    def longest(self) -> int:
+        return self.max_length
+
+    @property
+    def formats(self) -> set[str]:
+        return {name for source in self.eval_sources for name in source.formats}
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What was found in the rows read so far, and in the held-out data."""
+        return [*self._stream_findings(), *(finding for source in self.eval_sources for finding in source.findings)]
+
+    def add(self, block: SourceReport) -> list[str]:
+        """Adds a block of rows, and returns what is worth a line in the log."""
+        self.counts.update({name: getattr(block, name) for name in COUNTED})
+        self.skipped += block.skipped[: SHOWN_BAD_ROWS - len(self.skipped)]
+        count_columns(self.unused_columns, block.unused_columns)
+        for finding in block.findings:
+            self.tally.count(finding.name, finding.rows, finding.where)
+        lines = []
+        for finding in self._stream_findings():
+            if finding.severity != "notice" and finding.rows >= REPEATED_FROM * self.reported.get(finding.name, 0):
+                self.reported[finding.name] = finding.rows
+                lines.append(str(finding))
+                if finding.name in ("truncated", "dropped"):
+                    count = self.counts
+                    lines += describe_loss(
+                        block.path, count["tokens_lost"], count["tokens"], count["trained_tokens_lost"]
+                    )
+        return lines
+
+    def lines(self) -> list[str]:
+        of_eval = [finding for source in self.eval_sources for finding in source.findings]
+        shown = [f"held out: {finding}" for finding in of_eval if finding.severity != "notice"]
+        return ["streamed, read while training", *shown]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "streamed_from_step": self.from_step,
+            **self.counts,
+            "skipped": self.skipped,
+            "unused_columns": self.unused_columns,
+            "eval_sources": [asdict(source) for source in self.eval_sources],
+            "findings": [asdict(finding) for finding in self.findings],
+        }
+
+    def _stream_findings(self) -> list[Finding]:
+        return findings(self.tally, of=self.counts["rows_read"])
