@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
-from finetune.data.inspect import Alone
+from finetune.data.inspect import SingleProcess
 from finetune.data.prepare import prepare_data
 from finetune.data.token_cache import open_cached_store
 from finetune.data.tokenizer import load_tokenizer
@@ -145,9 +145,9 @@ def measure(kind: Format, rows: list[dict[str, str]], options: argparse.Namespac
             f"{len(rows) / taken[way]:,.0f} | {taken['raw encode_batch'] / taken[way]:.2f}" for taken in (clock, cpu)
         ]
         print(f"| {kind.title} | {way} | {' | '.join(columns)} |", flush=True)
-    prepare_data(recipe, tokenizer, Alone())
+    prepare_data(recipe, tokenizer, SingleProcess())
     start = time.perf_counter()
-    prepare_data(recipe, tokenizer, Alone())
+    prepare_data(recipe, tokenizer, SingleProcess())
     print(f"| {kind.title} | start from the cache: {time.perf_counter() - start:.2f} s | | | | |", flush=True)
 
 

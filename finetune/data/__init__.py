@@ -1,6 +1,7 @@
-"""From files to batches, every token accounted for.
+"""Training data, from files to batches.
 
-files -> rows (`sources`) -> `Conversation`, `Completion` or `Text` (`formats`) -> `Rendered` text with its trained
-spans (`chat`) -> tokens and labels in a memory-mapped folder (`tokens`, `store`) -> `Examples` of at most max_length
-tokens (`examples`) -> rows of an epoch (`packing`, `order`) -> `StepBatch` (`batches`). `prepare` walks the line.
+rows (`sources`, `readers`) -> messages, a prompt with its completion, or text (`formats`) -> text with the spans that are
+trained on (`chat`) -> token ids and labels (`tokenize`) -> documents on disk (`token_store`) -> examples of at most
+max_length tokens (`examples`, `mixture`) -> packed rows (`packing`, `sampler`) -> batches (`batches`, `streaming`).
+`prepare` runs all of it for a recipe, `inspect` shows the result.
 """

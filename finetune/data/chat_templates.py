@@ -1,10 +1,10 @@
-"""Chat templates that can be named in a recipe."""
+"""The chat templates that a recipe can name, as Jinja text."""
 
 from pathlib import Path
 
 from finetune.errors import UserError
 
-# For tokenizers without a template and without special tokens for turns; only the end token is asked of them.
+# For tokenizers without a template and without special tokens for turns; of those it uses only the EOS token.
 PLAIN = """\
 {%- for message in messages -%}
     {{- message['role'] + ':\\n' + message['content'] -}}
@@ -42,7 +42,7 @@ CHATML = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-# Qwen2.5: ChatML with a system turn of its own where the conversation has none.
+# Qwen2.5: ChatML, with a default system message.
 QWEN = (
     """\
 {%- if messages[0]['role'] != 'system' -%}
@@ -52,7 +52,7 @@ QWEN = (
 """
     + CHATML
 )
-# Hermes 2 Pro and 3: ChatML with another account of the tools. https://github.com/NousResearch/Hermes-Function-Calling
+# Hermes 2 Pro and 3: ChatML with another description of the tools. https://github.com/NousResearch/Hermes-Function-Calling
 HERMES = """\
 {{- bos_token -}}
 {%- if tools -%}
@@ -125,7 +125,7 @@ LLAMA3_1 = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' -}}{%- endif -%}
 """
-# Tools as in Mistral's tokenizers of version 3, by https://github.com/mistralai/mistral-common; ids only where there are any.
+# Tools as in Mistral's tokenizers of version 3 (https://github.com/mistralai/mistral-common); call ids only if there are any.
 MISTRAL = """\
 {{- bos_token -}}
 {%- set system = messages[0]['content'] + '\\n\\n' if messages[0]['role'] == 'system' else '' -%}
@@ -172,7 +172,7 @@ GEMMA = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<start_of_turn>model\\n' -}}{%- endif -%}
 """
-NAMED = {
+TEMPLATES = {
     "plain": PLAIN,
     "chatml": CHATML,
     "hermes": HERMES,
@@ -185,14 +185,17 @@ NAMED = {
 
 
 def read_template(name: str) -> str:
-    """The Jinja text that `chat_template` means: one of `NAMED`, a file, or the text itself."""
-    if name in NAMED:
-        return NAMED[name]
+    """The Jinja text that `chat_template` means: one of `TEMPLATES`, a file, or the text itself.
+
+    Raises `UserError` for a file that does not exist or cannot be read.
+    """
+    if name in TEMPLATES:
+        return TEMPLATES[name]
     if "{" in name:
         return name
     path = Path(name)
     if not path.is_file():
-        raise UserError(f"chat_template: {name}: neither a file, nor Jinja text, nor one of {', '.join(NAMED)}")
+        raise UserError(f"chat_template: {name}: not a file, not Jinja text, and not one of {', '.join(TEMPLATES)}")
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

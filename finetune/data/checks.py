@@ -1,25 +1,30 @@
-"""What is wrong, or only worth knowing, about the data: named, weighed, and said in one sentence each."""
+"""What can be wrong with training data, or worth knowing about it: how severe each is, and how it is reported."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 from finetune.units import counted
 
 Severity = Literal["notice", "warning", "fatal"]
-SHOWN = 3  # places named with a finding
+MAX_SHOWN_ROWS = 3  # named with a finding
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something found in the data. Fatal ones stop the training."""
+    """Something found in the data. Source: `Tally.list_findings`."""
 
-    name: str
+    name: str  # in CHECKS
     severity: Severity
     rows: int  # that it was found in
-    of: int  # rows looked at
+    of: int  # rows examined
     where: tuple[str, ...]  # the first of them, as file:row
     what: str
+
+    @property
+    def is_fatal(self) -> bool:
+        """Whether it stops the training."""
+        return self.severity == "fatal"
 
     def __str__(self) -> str:
         """
@@ -31,131 +36,139 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
-    """A kind of finding: how bad it is in some rows, how bad in every row, and what it says."""
+class Check:
+    """A kind of finding: its severity in some rows, its severity in every row, and its message."""
 
     some: Severity
     every: Severity
     what: str
-    many: float = 1.0  # a greater share of the rows than this counts as every row
+    many: float = 1.0  # a larger share of the rows than this counts as every row
 
 
-KINDS: dict[str, Kind] = {
-    "nothing_trained": Kind("warning", "fatal", "no token is trained on; such rows are left out"),
-    "no_end_of_turn": Kind(
+CHECKS: dict[str, Check] = {
+    "nothing_trained": Check("warning", "fatal", "no token is trained on; such rows are not used"),
+    "no_end_of_turn": Check(
         "warning",
         "fatal",
-        "no end-of-turn token is trained, so that the model does not learn to stop; give a chat_template that writes "
-        "one after the assistant's words, or a tokenizer with an eos_token",
+        "no end-of-turn token is trained on, so the model does not learn to stop; use a chat_template that writes one "
+        "after the assistant's content, or a tokenizer with an eos_token",
     ),
-    "end_of_turn_is_text": Kind(
+    "end_of_turn_is_text": Check(
         "warning",
         "warning",
-        "the chat template ends the assistant's turn with something that is no special token of this tokenizer; "
+        "the chat template ends the assistant's turn with text that is not a special token of this tokenizer; "
         "generation will not stop at it",
     ),
-    "doubled_bos": Kind(
-        "warning", "fatal", "the text begins with two BOS tokens; take one out of the template or text"
+    "doubled_bos": Check(
+        "warning", "fatal", "the text begins with two BOS tokens; remove one from the template or the text"
     ),
-    "typed_special_token": Kind(
+    "typed_special_token": Check(
         "warning",
         "warning",
-        "a special token such as an end-of-turn is typed inside the content, and is read as one: text can end turns "
+        "the content contains a special token, such as an end-of-turn, and is tokenized with it: content can end turns "
         "and begin others",
     ),
-    "system_dropped": Kind("warning", "warning", "the chat template leaves the system turn out"),
-    "user_dropped": Kind("warning", "fatal", "the chat template leaves a user's words out"),
-    "assistant_dropped": Kind(
+    "system_dropped": Check("warning", "warning", "the chat template drops the system message"),
+    "user_dropped": Check("warning", "fatal", "the chat template drops a user's message"),
+    "assistant_dropped": Check(
         "warning",
         "fatal",
-        "the chat template leaves the assistant's words out; give one that writes message['content']",
+        "the chat template drops the assistant's content; use one that writes message['content']",
         many=0.1,
     ),
-    "tool_calls_dropped": Kind(
+    "tool_calls_dropped": Check(
         "fatal",
         "fatal",
-        "the chat template leaves tool calls out, so that the model learns to say nothing where it should call; give "
-        "one that writes them (chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
+        "the chat template drops tool calls, so the model learns to say nothing where it should call; use one that "
+        "writes them (chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
     ),
-    "tools_dropped": Kind(
+    "tools_dropped": Check(
         "warning",
         "warning",
-        "the chat template leaves tools out: their schemas, what they answered, or calls that are not trained on; "
-        "give one that writes them (chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
+        "the chat template drops tool schemas, tool results, or calls that are not trained on; use one that writes them "
+        "(chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
     ),
-    "reasoning_dropped": Kind(
-        "warning", "fatal", "the chat template leaves reasoning_content out; give one that writes it, or take it out"
+    "reasoning_dropped": Check(
+        "warning", "fatal", "the chat template drops reasoning_content; use one that writes it, or remove the key"
     ),
-    "empty_answer": Kind(
+    "empty_answer": Check(
         "warning",
         "fatal",
-        "an answer that is trained on is empty, so that the model learns to say nothing",
+        "an answer that is trained on is empty, so the model learns to say nothing",
         many=0.5,
     ),
-    "repeated_keys": Kind(
+    "repeated_keys": Check(
         "warning",
         "warning",
         "two columns, or two keys of one object, have the same name; only the last one's value is read",
     ),
-    "skipped": Kind("warning", "warning", "the format is not known or the row is damaged; it was skipped (on_bad_row)"),
-    "truncated": Kind("warning", "warning", "more than max_length tokens stood; the rest was cut off (overlength)"),
-    "truncated_untrained": Kind(
-        "warning", "fatal", "what was left after cutting at max_length holds no trained token; such rows are left out"
+    "skipped": Check("warning", "warning", "the format is unknown or the row is damaged; it was skipped (on_bad_row)"),
+    "truncated": Check("warning", "warning", "the row has more than max_length tokens and was truncated (overlength)"),
+    "truncated_untrained": Check(
+        "warning", "fatal", "no trained token is left after truncating to max_length; such rows are not used"
     ),
-    "dropped": Kind("warning", "fatal", "more than max_length tokens stood; the row was dropped (overlength)"),
-    "split": Kind("notice", "notice", "more than max_length tokens stood; the row was split (overlength)"),
-    "duplicates": Kind("notice", "warning", "the text is that of an earlier row", many=0.5),  # the first is no copy
-    "held_out_in_training": Kind("warning", "warning", "a held-out text is trained on too; the held-out loss flatters"),
-    "no_space_between": Kind(
-        "notice", "notice", "prompt and completion meet without a space; they are joined as they stand"
+    "dropped": Check("warning", "fatal", "the row has more than max_length tokens and was dropped (overlength)"),
+    "split": Check("notice", "notice", "the row has more than max_length tokens and was split (overlength)"),
+    "duplicates": Check(
+        "notice", "warning", "the text is the same as an earlier row's", many=0.5
+    ),  # the first is no copy
+    "held_out_in_training": Check(
+        "warning", "warning", "a held-out text is also trained on; the held-out loss will be too low"
     ),
-    "begins_with_assistant": Kind("notice", "notice", "the conversation begins with the assistant"),
-    "plain_template": Kind(
-        "notice",
-        "notice",
-        "the tokenizer has no chat template; the plain one is used and kept with the model (chat_template names another)",
+    "no_space_between": Check(
+        "notice", "notice", "there is no space between prompt and completion; they are joined as they are"
     ),
-    "template_unused": Kind(
+    "begins_with_assistant": Check("notice", "notice", "the conversation begins with the assistant"),
+    "plain_template": Check(
         "notice",
         "notice",
-        "prompt and completion are plain text; the tokenizer's chat template has no part in them (type: messages gives "
-        "them one)",
+        "the tokenizer has no chat template; `plain` is used and saved with the model (chat_template sets another)",
+    ),
+    "template_unused": Check(
+        "notice",
+        "notice",
+        "prompt and completion are plain text and do not use the tokenizer's chat template (type: messages does)",
     ),
 }
 
 
 @dataclass(slots=True)
 class Tally:
-    """What was found while rows were read, by name. Grows row by row; kept with the tokens as JSON."""
+    """How many rows each check was found in, and the first of them. Grows row by row; stored with the tokens as JSON."""
 
     rows: dict[str, int] = field(default_factory=dict)
     where: dict[str, list[str]] = field(default_factory=dict)
 
-    def note(self, name: str, places: Sequence[str]) -> None:
-        """Notes that `name` was found at `places`."""
-        if places:
-            self.count(name, len(places), places)
+    def add(self, name: str, places: Sequence[str], rows: int | None = None) -> None:
+        """Counts check `name` as found at `places`, or in `rows` rows of which `places` are the first."""
+        rows = len(places) if rows is None else rows
+        if rows:
+            self.rows[name] = self.rows.get(name, 0) + rows
+            shown = [*self.where.get(name, ()), *places[:MAX_SHOWN_ROWS]]
+            self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]  # a stream can read a row again
 
-    def count(self, name: str, rows: int, places: Sequence[str]) -> None:
-        """Notes that `name` was found in so many rows, the first of them at `places`."""
-        self.rows[name] = self.rows.get(name, 0) + rows
-        shown = [*self.where.get(name, ()), *places[:SHOWN]]
-        self.where[name] = list(dict.fromkeys(shown))[:SHOWN]  # a row of a stream may come again
-
-
-def findings(tally: Tally, of: int) -> list[Finding]:
-    """The tally as findings over `of` rows, the gravest first."""
-    found = [_finding(name, rows, of, tally.where.get(name, ())) for name, rows in tally.rows.items() if rows]
-    order = {"fatal": 0, "warning": 1, "notice": 2}
-    return sorted(found, key=lambda finding: (order[finding.severity], -finding.rows))
-
-
-def fatal(found: Iterable[Finding]) -> list[Finding]:
-    """Those that stop the training."""
-    return [finding for finding in found if finding.severity == "fatal"]
+    def list_findings(self, of: int) -> list[Finding]:
+        """The findings in `of` rows, the most severe first."""
+        found = []
+        for name, rows in self.rows.items():
+            check = CHECKS[name]
+            severity = check.every if rows >= of or rows > check.many * of else check.some
+            found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), check.what))
+        order = {"fatal": 0, "warning": 1, "notice": 2}
+        return sorted(found, key=lambda finding: (order[finding.severity], -finding.rows))
 
 
-def _finding(name: str, rows: int, of: int, where: Sequence[str]) -> Finding:
-    kind = KINDS[name]
-    severity = kind.every if rows >= of or rows > kind.many * of else kind.some
-    return Finding(name, severity, rows, of, tuple(where), kind.what)
+def check_longest_example(tokens: int, max_position_embeddings: int | None) -> list[str]:
+    """A warning if the longest example has more tokens than the model has positions.
+
+    >>> check_longest_example(512, 512), check_longest_example(512, None)
+    ([], [])
+    >>> "but the model was made for 512 positions" in check_longest_example(1024, 512)[0]
+    True
+    """
+    if max_position_embeddings is None or tokens <= max_position_embeddings:
+        return []
+    return [
+        f"warning: examples have up to {tokens:,} tokens, but the model was made for {max_position_embeddings:,} positions "
+        f"(max_position_embeddings of its config); set max_length: {max_position_embeddings}"
+    ]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from finetune.data.checks import Finding, Tally, findings
+from finetune.data.checks import Finding, Tally
 from finetune.data.examples import Examples
 from finetune.data.tokenize import SHOWN_BAD_ROWS, count_columns
 from finetune.units import counted
@@ -197,7 +197,7 @@ class StreamReport:
         self.skipped += block.skipped[: SHOWN_BAD_ROWS - len(self.skipped)]
         count_columns(self.unused_columns, block.unused_columns)
         for finding in block.findings:
-            self.tally.count(finding.name, finding.rows, finding.where)
+            self.tally.add(finding.name, finding.where, finding.rows)
         lines = []
         for finding in self._stream_findings():
             if finding.severity != "notice" and finding.rows >= REPEATED_FROM * self.reported.get(finding.name, 0):
@@ -226,4 +226,4 @@ class StreamReport:
         }
 
     def _stream_findings(self) -> list[Finding]:
-        return findings(self.tally, of=self.counts["rows_read"])
+        return self.tally.list_findings(of=self.counts["rows_read"])

@@ -1,13 +1,11 @@
-"""Rows of a file as conversations, prompts with completions, or text; recognized from their columns."""
+"""Rows as conversations, prompts with completions, or plain text; the format is recognized from the columns."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.messages import BadRow, Message, Tool, parse_json, read_messages, read_tools, shown
+from finetune.data.messages import BadRow, Message, Tool, describe_value, parse_json, parse_messages, parse_tools
 from finetune.recipe.schema import DatasetSource
-
-__all__ = ["BadRow", "Completion", "Conversation", "Document", "Message", "Row", "Text", "read_document", "read_row"]
 
 Row = Mapping[str, Any]
 KNOWN_FORMATS = (
@@ -18,16 +16,16 @@ KNOWN_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Turns that a chat template renders. Source: messages, sharegpt and alpaca rows, and conversational prompts."""
+    """Messages that a chat template renders. Source: messages, sharegpt and alpaca rows, and conversational prompts."""
 
     messages: tuple[Message, ...]
-    trained: tuple[bool, ...]  # [messages]: whether an assistant's turn is trained on
+    trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
     tools: tuple[Tool, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """A prompt as it stands, and what follows it, which alone is trained on. No chat template has a part in it."""
+    """A prompt and its completion, joined without a chat template; only the completion is trained on."""
 
     prompt: str
     completion: str
@@ -35,7 +33,7 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Text:
-    """Plain text, all of it trained on."""
+    """Plain text, all of which is trained on."""
 
     text: str
 
@@ -44,14 +42,23 @@ Document = Conversation | Completion | Text
 
 
 @dataclass(frozen=True, slots=True)
+class ParsedRow:
+    """What a row holds. Source: `parse_row`."""
+
+    document: Document
+    format: str  # messages, sharegpt, alpaca, prompt_completion or text
+    unused_columns: tuple[str, ...]  # that hold a value
+
+
+@dataclass(frozen=True, slots=True)
 class Columns:
-    """A row, and which of its columns have been read."""
+    """A row and the columns of it that have been read."""
 
     row: Row
     used: set[str] = field(default_factory=set)
 
     def take(self, column: str) -> Any:
-        """The value of a column, which counts as used from here on; None where the row has no such column."""
+        """The value of a column, which counts as used from now on; None if the row has no such column."""
         self.used.add(column)
         return self.row.get(column)
 
@@ -61,31 +68,21 @@ class Columns:
         return tuple(str(c) for c, value in self.row.items() if c not in self.used and value not in (None, "", [], {}))
 
 
-def read_row(row: Row, source: DatasetSource) -> Document:
-    """The document that a row holds. Raises `BadRow`.
+def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
+    """Reads a row in the format that the source's `type` names, else in the one that its columns show. Raises `BadRow`.
 
-    >>> read_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl"))
+    >>> parse_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl")).document
     Completion(prompt='2+2=', completion='4')
     """
-    return read_document(row, source)[0]
+    row_format, columns = source.type or recognize_format(row, source), Columns(row)
+    if row_format != "text":
+        _check_preference(columns, row_format, source)
+    document = PARSERS[row_format](columns, source)
+    return ParsedRow(document, row_format, columns.unused)
 
 
-def read_document(row: Row, source: DatasetSource) -> tuple[Document, tuple[str, ...]]:
-    """(the document that a row holds, its columns that were not used). Raises `BadRow`."""
-    kind, columns = format_of(row, source), Columns(row)
-    if kind != "text":
-        _check_preference(columns, kind, source)
-    document = READERS[kind](columns, source)
-    return document, columns.unused
-
-
-def format_of(row: Row, source: DatasetSource) -> str:
-    """The type of a row: as the source says, else as its columns are recognized. Raises `BadRow`."""
-    return source.type or recognize(row, source)
-
-
-def recognize(row: Row, source: DatasetSource) -> str:
-    """The type of a row, from the columns that the source names, then from the columns that the row has."""
+def recognize_format(row: Row, source: DatasetSource) -> str:
+    """The format of a row, from the columns that the source names, then from those that the row has. Raises `BadRow`."""
     present = {column for column, value in row.items() if value is not None}
     is_sharegpt = bool(present & {"conversations", "conversation"})
     completes_sharegpt = is_sharegpt and "prompt" not in present
@@ -94,9 +91,9 @@ def recognize(row: Row, source: DatasetSource) -> str:
         "prompt_completion": source.prompt_column or (None if completes_sharegpt else source.completion_column),
         "text": source.text_column,
     }
-    for kind, column in named.items():
+    for row_format, column in named.items():
         if column is not None:
-            return kind
+            return row_format
     if "messages" in present:
         return "messages"
     if is_sharegpt:
@@ -110,39 +107,39 @@ def recognize(row: Row, source: DatasetSource) -> str:
     if "text" in present:
         return "text"
     raise BadRow(
-        f"no known format: its columns are {list_columns(row) or 'none'}; known are {KNOWN_FORMATS}. "
+        f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {KNOWN_FORMATS}. "
         "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     )
 
 
-def _check_preference(columns: Columns, kind: str, source: DatasetSource) -> None:
-    """Refuses rows that say how good an answer is: a bad answer would be trained on like a good one."""
+def _check_preference(columns: Columns, row_format: str, source: DatasetSource) -> None:
+    """Raises `BadRow` for rows that rate an answer: a bad answer would be trained on like a good one."""
     row = columns.row
     for column in ("label", "kto_tag"):
         label = row.get(column)
-        says = str(label).strip().lower() if isinstance(label, bool | str) else ""
-        if says == "true":
+        rating = str(label).strip().lower() if isinstance(label, bool | str) else ""
+        if rating == "true":
             columns.take(column)
-        if says == "false":
+        if rating == "false":
             raise BadRow(
-                f"{column}: false marks a bad answer, which would be trained on as a good one; there is no preference "
-                "training (KTO) yet; train on the other rows alone"
+                f"{column}: false marks a bad answer, which would be trained on like a good one; preference training (KTO) is "
+                "not supported; train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
     if row.get("rejected") and "chosen" not in named:
-        key = "messages_column" if kind == "messages" else "completion_column"
+        key = "messages_column" if row_format == "messages" else "completion_column"
         raise BadRow(
-            "rejected: there is no preference training (DPO) yet; to train on the chosen answers alone, set "
+            "rejected: preference training (DPO) is not supported; to train on the chosen answers alone, set "
             f"{key}: chosen"
         )
     if row.get("score") is not None and not any(named):
         raise BadRow(
-            "score: there is no training by scores yet; to train on every row alike, name the columns that are read "
+            "score: training by scores is not supported; to train on every row alike, name the columns to read "
             "(messages_column, or prompt_column and completion_column)"
         )
 
 
-def _read_messages(columns: Columns, source: DatasetSource) -> Document:
+def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
     if source.prompt_column or source.completion_column:
         question = _string(columns, source.prompt_column or "prompt")
         answer = _string(columns, source.completion_column or "completion")
@@ -151,7 +148,7 @@ def _read_messages(columns: Columns, source: DatasetSource) -> Document:
     return _conversation(columns, _turns(columns, source.messages_column or default))
 
 
-def _read_sharegpt(columns: Columns, source: DatasetSource) -> Document:
+def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
     default = "conversations" if columns.row.get("conversations") is not None else "conversation"
     turns = list(_turns(columns, source.messages_column or default))
     chosen = columns.take(source.completion_column or "chosen")  # of a preference pair
@@ -160,11 +157,11 @@ def _read_sharegpt(columns: Columns, source: DatasetSource) -> Document:
     return _conversation(columns, turns)
 
 
-def _read_alpaca(columns: Columns, source: DatasetSource) -> Document:
+def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
     instruction = _string(columns, source.prompt_column or "instruction")
     output = _string(columns, source.completion_column or "output")
-    given = _string(columns, "input") if columns.row.get("input") is not None else ""
-    turns = [*_history(columns), _turn("user", f"{instruction}\n\n{given}" if given else instruction)]
+    extra = _string(columns, "input") if columns.row.get("input") is not None else ""
+    turns = [*_history(columns), _turn("user", f"{instruction}\n\n{extra}" if extra else instruction)]
     return _conversation(columns, [*turns, _turn("assistant", output)])
 
 
@@ -174,34 +171,34 @@ def _history(columns: Columns) -> list[Message]:
     turns = []
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
-            raise BadRow(f"history: a list of [question, answer] is expected, found {shown(pair)}")
+            raise BadRow(f"history: a list of [question, answer] is expected, found {describe_value(pair)}")
         turns += [_turn("user", pair[0]), _turn("assistant", pair[1])]
     return turns
 
 
-def _read_prompt_completion(columns: Columns, source: DatasetSource) -> Document:
+def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Document:
     row, prompt_column = columns.row, source.prompt_column or "prompt"
     completion_column = source.completion_column or (
         "completion" if row.get("completion") is not None or row.get("chosen") is None else "chosen"
     )
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
         prompt, completion = _turns(columns, prompt_column), _turns(columns, completion_column)
-        # What the prompt holds is not trained on, its assistant turns neither.
+        # Nothing in the prompt is trained on, its assistant turns included.
         untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in prompt]
         return _conversation(columns, [*untrained, *completion])
     return Completion(_string(columns, prompt_column), _string(columns, completion_column, empty=False))
 
 
-def _read_text(columns: Columns, source: DatasetSource) -> Document:
+def _parse_text(columns: Columns, source: DatasetSource) -> Document:
     return Text(_string(columns, source.text_column or "text", empty=False))
 
 
-READERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
-    "messages": _read_messages,
-    "sharegpt": _read_sharegpt,
-    "alpaca": _read_alpaca,
-    "prompt_completion": _read_prompt_completion,
-    "text": _read_text,
+PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
+    "messages": _parse_messages,
+    "sharegpt": _parse_sharegpt,
+    "alpaca": _parse_alpaca,
+    "prompt_completion": _parse_prompt_completion,
+    "text": _parse_text,
 }
 
 
@@ -210,27 +207,29 @@ def _turn(role: str, content: str) -> Message:
 
 
 def _conversation(columns: Columns, turns: list[Any]) -> Conversation:
-    """The turns with the row's own `system` and `tools` columns. Raises `BadRow`."""
-    messages, trained = read_messages(turns)
+    """The turns, with the row's `system` and `tools` columns. Raises `BadRow`."""
+    messages, trained = parse_messages(turns)
     system = columns.row.get("system")
     if isinstance(system, str):
         columns.take("system")
         if system and messages[0] != _turn("system", system):
             messages, trained = (_turn("system", system), *messages), (False, *trained)
-    return Conversation(messages, trained, read_tools(columns.take("tools")))
+    return Conversation(messages, trained, parse_tools(columns.take("tools")))
 
 
 def _turns(columns: Columns, column: str) -> list[Any]:
     value = columns.take(column)
     if not isinstance(value, list):
-        raise BadRow(f"{column}: a list of messages is expected, found {shown(value)}{_missing(columns, column)}")
+        raise BadRow(
+            f"{column}: a list of messages is expected, found {describe_value(value)}{_missing(columns, column)}"
+        )
     return value
 
 
 def _string(columns: Columns, column: str, empty: bool = True) -> str:
     value = columns.take(column)
     if not isinstance(value, str):
-        raise BadRow(f"{column}: text is expected, found {shown(value)}{_missing(columns, column)}")
+        raise BadRow(f"{column}: text is expected, found {describe_value(value)}{_missing(columns, column)}")
     if not value and not empty:
         raise BadRow(f"{column}: empty")
     return value

@@ -1,4 +1,4 @@
-"""`finetune inspect`: the data as the model will see it, and what is wrong with it."""
+"""`finetune inspect`: shows the data as the model will see it, and what is wrong with it."""
 
 import argparse
 import json
@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from finetune.constants import IGNORE_INDEX
-from finetune.data.checks import fatal
+from finetune.data.checks import check_longest_example
 from finetune.data.data_report import DataReport, SourceReport
 from finetune.data.examples import Example, Examples
-from finetune.data.fit import misfits
 from finetune.data.formats import list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.tokenizer import load_tokenizer
@@ -27,14 +26,14 @@ from finetune.units import counted
 
 QUICKSTART = RECIPES / "quickstart"  # the tokenizer and chat template of the quickstart recipe
 TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees where a token ends
-GIVEN = ("\033[2m", "\033[2;37m")  # two grays
+UNTRAINED = ("\033[2m", "\033[2;37m")  # two grays
 COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
 RESET = "\033[0m"
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
-    """A world of one, without a process group."""
+class SingleProcess:
+    """One rank without a process group."""
 
     rank: int = 0
     size: int = 1
@@ -46,44 +45,69 @@ class Alone:
 
 
 def inspect_command(options: argparse.Namespace) -> int:
-    """Prints some rows and the report of a recipe's data; 2 where a finding would stop the training, else 0."""
-    recipe = _recipe_of(options)
+    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop the training, else 0."""
+    recipe = _build_recipe(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    train, report = preview_data(recipe, tokenizer, Alone())
+    train, report = preview_data(recipe, tokenizer, SingleProcess())
+    names_model = options.recipe or options.model or not options.file
     longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())
-    warnings = misfits(recipe, tokenizer, longest) if options.recipe or options.model or not options.file else []
-    shown = _shown(options, len(train.examples))
+    warnings = check_model(recipe, tokenizer, longest) if names_model else []
+    example_ids = _select_examples(options, len(train.examples))
     if options.json:
-        rows = [as_json(train.examples, tokenizer, example_id) for example_id in shown]
-        told = {"report": report.as_json(), "warnings": warnings, "rows": rows}
-        print(json.dumps(told, indent=1, ensure_ascii=False))
+        examples = [example_as_json(train.examples, tokenizer, example_id) for example_id in example_ids]
+        content = {"report": report.as_json(), "warnings": warnings, "rows": examples}
+        print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        stream = unfiltered(sys.stdout)  # the lines are printable but for their colors
-        for example_id in shown:
-            print("\n".join(row_lines(train.examples, tokenizer, example_id, color)), end="\n\n", file=stream)
-        print("\n".join(report_lines(report, warnings, color)), file=stream)
-    stops = fatal(report.findings) or any(line.startswith("fatal:") for line in warnings)
-    return EXIT_USER_ERROR if stops else 0
+        stream = unfiltered(sys.stdout)  # the lines are printable except for their colors
+        for example_id in example_ids:
+            print("\n".join(format_example(train.examples, tokenizer, example_id, color)), end="\n\n", file=stream)
+        print("\n".join(format_report(report, warnings, color)), file=stream)
+    is_fatal = any(f.is_fatal for f in report.findings) or any(line.startswith("fatal:") for line in warnings)
+    return EXIT_USER_ERROR if is_fatal else 0
 
 
-def _recipe_of(options: argparse.Namespace) -> Recipe:
-    """The recipe that is asked for; around FILE, where that is given, one of defaults. What `key=value` says comes last."""
+def _build_recipe(options: argparse.Namespace) -> Recipe:
+    """The recipe that the options name, or one of defaults around FILE; `key=value` overrides both."""
     if options.file is None and options.model is None:
         return read_recipe(options.recipe or "quickstart", options.overrides)
     if options.file is not None and options.file.endswith((".yaml", ".yml")):
-        raise UserError(f"{options.file}: is not data; a recipe is given as --recipe {options.file}")
-    given = [f"datasets={json.dumps([{'path': options.file}])}"] if options.file is not None else []
+        raise UserError(f"{options.file}: not a data file; for a recipe write --recipe {options.file}")
+    overrides = [f"datasets={json.dumps([{'path': options.file}])}"] if options.file is not None else []
     if options.model is not None:
-        given += [f"model_name_or_path={json.dumps(options.model)}", "model_config=null", "tokenizer_name_or_path=null"]
-    elif options.recipe is None:  # no model is asked for; the tokenizer that comes with the project shows the format
-        given += ['model_config={"model_type": "llama"}', f"tokenizer_name_or_path={json.dumps(str(QUICKSTART))}"]
+        overrides += [
+            f"model_name_or_path={json.dumps(options.model)}",
+            "model_config=null",
+            "tokenizer_name_or_path=null",
+        ]
+    elif options.recipe is None:  # no model is named; the tokenizer that comes with the project shows the format
+        overrides += ['model_config={"model_type": "llama"}', f"tokenizer_name_or_path={json.dumps(str(QUICKSTART))}"]
     recipe = options.recipe if options.file is not None else options.recipe or "quickstart"
-    return read_recipe(recipe, [*given, *options.overrides])
+    return read_recipe(recipe, [*overrides, *options.overrides])
 
 
-def _shown(options: argparse.Namespace, count: int) -> Sequence[int]:
-    """The ids of the examples that are shown. Raises `UserError` where one is not there."""
+def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
+    """What `launch` would report about the recipe's model for data with examples of up to `longest` tokens.
+
+    A line that begins with `fatal:` would stop it.
+    """
+    from finetune.models.build import load_config
+    from finetune.models.load import refuse_unfit
+
+    try:
+        config = load_config(recipe.model)
+    except UserError as error:
+        return [f"notice: the data was not compared with the model: {error}"]
+    lines = check_longest_example(longest, getattr(config, "max_position_embeddings", None))
+    try:
+        refuse_unfit(config, recipe.model, len(tokenizer))
+    except UserError as error:
+        lines.append(f"fatal: {error}")
+    return lines
+
+
+def _select_examples(options: argparse.Namespace, count: int) -> Sequence[int]:
+    """The ids of the examples to show. Raises `UserError` if one does not exist."""
     if options.examples is None:
         if options.rows < 0:
             raise UserError(f"--rows {options.rows}: not a count of examples; 0 shows the report alone")
@@ -98,11 +122,11 @@ def _shown(options: argparse.Namespace, count: int) -> Sequence[int]:
     return ids
 
 
-def as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
-    """One example: where it comes from and its tokens, each with whether it is trained on."""
+def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
+    """One example: its file and row, and its tokens, each with whether it is trained on."""
     example = examples[example_id]
-    texts = token_texts(example, tokenizer)
-    trained = is_trained(example)
+    texts = decode_tokens(example, tokenizer)
+    trained = trained_mask(example)
     return {
         "example": example_id,
         "where": examples.where(example_id),
@@ -113,44 +137,40 @@ def as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, An
     }
 
 
-def row_lines(examples: Examples, tokenizer: Any, example_id: int, color: bool) -> Iterator[str]:
-    """One example as text: what is trained on in green, or between >> and << where there is no color."""
+def format_example(examples: Examples, tokenizer: Any, example_id: int, color: bool) -> Iterator[str]:
+    """The lines of one example: what is trained on is green, or stands between >> and << without color."""
     example = examples[example_id]
-    trained = is_trained(example)
+    trained = trained_mask(example)
     head = printable(
         f"example {example_id}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
     )
     yield f"\033[1m{head}{RESET}" if color else head
-    texts = [printable(text) for text in token_texts(example, tokenizer)]
-    pieces = list(zip(texts, trained, strict=True))
+    texts = [printable(text) for text in decode_tokens(example, tokenizer)]
+    tokens = list(zip(texts, trained, strict=True))
     if color:
-        yield "".join(f"{(TRAINED if on else GIVEN)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(pieces))
+        yield "".join(f"{(TRAINED if on else UNTRAINED)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(tokens))
         return
-    yield "".join(
-        f">>{text}<<" if on else text
-        for on, text in (
-            (on, "".join(text for text, _ in run)) for on, run in groupby(pieces, key=lambda piece: piece[1])
-        )
-    )
+    spans = [(on, "".join(text for text, _ in run)) for on, run in groupby(tokens, key=lambda token: token[1])]
+    yield "".join(f">>{text}<<" if on else text for on, text in spans)
 
 
-def token_texts(example: Example, tokenizer: Any) -> list[str]:
-    """The text that each token adds; one that ends inside a character adds nothing, the last of them all of it.
+def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
+    """The text that each token adds. Of the tokens that share a character, the last one adds it.
 
-    A token is decoded after the piece before it: alone, one of SentencePiece would lose the space that it begins with.
+    A token is decoded together with the one before it: alone, a token of SentencePiece would lose its leading space.
     """
 
-    def decoded(begin: int, end: int) -> str:
+    def decode(begin: int, end: int) -> str:
         text = tokenizer.decode(ids[begin:end], skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
     ids = example.input_ids.tolist()
     texts: list[str] = []
-    before, begin = 0, 0  # where the last whole piece begins and ends
+    before, begin = 0, 0  # the last tokens that gave whole characters
     for end in range(1, len(ids) + 1):
-        context = decoded(before, begin) if begin else ""
-        text = decoded(before, end)
-        text = text.removeprefix(context) if text.startswith(context) else decoded(begin, end)
+        context = decode(before, begin) if begin else ""
+        text = decode(before, end)
+        text = text.removeprefix(context) if text.startswith(context) else decode(begin, end)
         if text.endswith("\ufffd") and end < len(ids) and end - begin < 4:
             texts.append("")
             continue
@@ -159,17 +179,17 @@ def token_texts(example: Example, tokenizer: Any) -> list[str]:
     return texts
 
 
-def is_trained(example: Example) -> list[bool]:
-    """Whether each token is a target: the label of the position before it."""
+def trained_mask(example: Example) -> list[bool]:
+    """bool[tokens]: whether each token is trained on, that is, the label of the position before it."""
     return [False, *(bool(label != IGNORE_INDEX) for label in example.labels[:-1])]
 
 
-def report_lines(report: DataReport, warnings: Sequence[str], color: bool) -> Iterator[str]:
-    """The report, a line for each thing; `warnings` come last."""
+def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> Iterator[str]:
+    """The lines of the report; `warnings` come last."""
     for source in report.sources:
-        yield from map(printable, _source_lines(source, ""))
+        yield from map(printable, _format_source(source, ""))
     for source in report.eval_sources:
-        yield from map(printable, _source_lines(source, "held out: "))
+        yield from map(printable, _format_source(source, "held out: "))
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
         f"an epoch: {counted(report.examples, 'example')}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
@@ -179,14 +199,14 @@ def report_lines(report: DataReport, warnings: Sequence[str], color: bool) -> It
     if report.held_out_examples:
         yield f"held out: {counted(report.held_out_examples, 'example')}"
     quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
-    yield f"tokens of an example, by share of the examples: {quantiles}"
+    yield f"tokens in an example, by quantile: {quantiles}"
     for line in map(printable, (*map(str, report.findings), *warnings)):
         yield f"{COLORS[line.partition(':')[0]]}{line}{RESET}" if color else line
     if not report.findings and not warnings:
-        yield "nothing found that is wrong"
+        yield "no problems found"
 
 
-def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
+def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
     yield (
         f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} skipped, "
         f"{source.overlong:,} over max_length, {counted(source.examples, 'example')}, {counted(source.tokens, 'token')}, "
@@ -197,6 +217,6 @@ def _source_lines(source: SourceReport, prefix: str) -> Iterator[str]:
         columns = ", ".join(
             f"{list_columns([name])} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()
         )
-        yield f"  columns that are not used: {columns}"
+        yield f"  unused columns: {columns}"
     for problem in source.skipped:
         yield f"  skipped {problem}"

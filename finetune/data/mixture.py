@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.checks import Finding, Tally, findings
+from finetune.data.checks import MAX_SHOWN_ROWS, Finding, Tally
 from finetune.data.data_report import SourceReport
 from finetune.data.examples import Cuts, Examples, cut, join
 from finetune.data.sampler import make_generator
 from finetune.data.token_store import TokenStore
-from finetune.data.tokenize import read_facts
+from finetune.data.tokenize import SourceStats
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -19,20 +19,20 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
     """The source's examples that hold something to train on, and a report of all of its rows."""
     examples, cuts = cut(store, data.max_length, data.overlength)
     kept = examples.take(np.flatnonzero(examples.trained > 0))
-    facts = read_facts(store.facts)
+    stats = SourceStats.from_json(store.facts)
     # In a block of a stream, a small source that began again would stand as its own copy.
-    duplicates = 0 if facts.stream else len(store.hashes) - len(np.unique(store.hashes))
-    tally = Tally(dict(facts.tally.rows), {name: list(where) for name, where in facts.tally.where.items()})
+    duplicates = 0 if stats.stream else len(store.hashes) - len(np.unique(store.hashes))
+    tally = stats.tally
     _note_lengths(tally, store, examples, cuts)
     if duplicates:
-        tally.note("duplicates", _places(store, _find_repeated(store.hashes)))
+        _add_documents(tally, "duplicates", store, _find_repeated(store.hashes))
     report = SourceReport(
         path=source.path,
-        formats=tuple(facts.formats),
-        rows_read=facts.rows_read,
-        rows_skipped=facts.rows_skipped,
-        skipped=tuple(facts.skipped),
-        unused_columns=dict(facts.unused_columns),
+        formats=tuple(stats.formats),
+        rows_read=stats.rows_read,
+        rows_skipped=stats.rows_skipped,
+        skipped=tuple(stats.skipped),
+        unused_columns=dict(stats.unused_columns),
         documents=len(store.rows),
         tokens=len(store.input_ids),
         trained_tokens=int(store.trained.sum(dtype=np.int64)),
@@ -41,23 +41,21 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         tokens_lost=cuts.tokens_lost,
         trained_tokens_lost=cuts.trained_tokens_lost,
         duplicates=duplicates,
-        findings=tuple(findings(tally, of=facts.rows_read)),
+        findings=tuple(tally.list_findings(of=stats.rows_read)),
     )
     return kept, report
 
 
 def _note_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
     for name, documents in (("truncated", cuts.truncated), ("dropped", cuts.dropped), ("split", cuts.split)):
-        if len(documents):
-            tally.note(name, _places(store, documents))
+        _add_documents(tally, name, store, documents)
     if len(cuts.truncated):
         emptied = np.unique(examples.document[(examples.trained == 0) & (store.trained[examples.document] > 0)])
-        tally.note("truncated_untrained", _places(store, np.intersect1d(emptied, cuts.truncated)))
+        _add_documents(tally, "truncated_untrained", store, np.intersect1d(emptied, cuts.truncated))
 
 
-def _places(store: TokenStore, documents: NDArray[np.int64]) -> list[str]:
-    shown = [store.where(int(document)) for document in documents[:3]]
-    return shown + [""] * (len(documents) - len(shown))  # only the first places are ever named
+def _add_documents(tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]) -> None:
+    tally.add(name, [store.where(int(document)) for document in documents[:MAX_SHOWN_ROWS]], len(documents))
 
 
 def _find_repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -5,7 +5,6 @@ from typing import Any
 
 from finetune.data.batches import Batches, RankInfo, StoredBatches, make_eval_batches, make_train_batches
 from finetune.data.chat_templates import PLAIN
-from finetune.data.checks import fatal
 from finetune.data.data_report import DataReport, Report, SourceReport, make_report
 from finetune.data.examples import Examples, Prompt, cut_prompts
 from finetune.data.mixture import find_held_out_in_training, hold_out, mix_sources, select_examples
@@ -45,7 +44,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> PreparedDat
     cannot be read, and for fatal findings.
     """
     data = (_prepare_stream if recipe.data.streaming else _prepare_stored)(recipe, tokenizer, world)
-    if stop := fatal(data.report.findings):
+    if stop := [finding for finding in data.report.findings if finding.is_fatal]:
         raise UserError.of(map(str, stop))
     return data
 
@@ -84,7 +83,8 @@ def _read_stored(
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     found = [finding for source in (*sources, *eval_sources) for finding in source.findings]
     if examples is None or not len(examples):
-        raise UserError.of([*map(str, fatal(found)), f"{recipe.path}: datasets: nothing is left to train on"])
+        stop = [str(finding) for finding in found if finding.is_fatal]
+        raise UserError.of([*stop, f"{recipe.path}: datasets: nothing is left to train on"])
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
     leaked = [] if held_out is None else find_held_out_in_training(examples, held_out)

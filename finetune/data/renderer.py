@@ -1,4 +1,4 @@
-"""A tokenizer's chat template, ready to be applied to many rows, and what has to be known of the two once."""
+"""A tokenizer's chat template, compiled once and applied to many conversations."""
 
 import re
 from dataclasses import dataclass, replace
@@ -12,29 +12,40 @@ from finetune.data.messages import BadRow, Message, Tool
 from finetune.errors import UserError
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+# What a template's own code can raise, beside Jinja's errors.
+TEMPLATE_ERRORS = (
+    jinja2.TemplateError,
+    TypeError,
+    ValueError,
+    LookupError,
+    AttributeError,
+    RecursionError,
+    ArithmeticError,
+    MemoryError,
+)
 Tools = tuple[Tool, ...]
 Span = tuple[int, int]  # [start, end) in characters
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Renderer:
-    """What rendering needs to know of a tokenizer and its chat template. Source: `renderer`."""
+    """What rendering needs to know about a tokenizer and its chat template. Source: `make_renderer`."""
 
     template: str
     compiled: jinja2.Template  # the same, by transformers' sandboxed environment
-    variables: dict[str, Any]  # the special tokens, by the names that templates know them by
-    special_tokens: re.Pattern[str]  # any of the tokenizer's special tokens
-    bos: str  # what the tokenizer itself puts before plain text; empty where nothing
-    eos: str  # what is written after plain text, so that the model learns to end; empty where the tokenizer has none
-    has_template: bool  # the tokenizer brings a chat template; else PLAIN stands in
+    variables: dict[str, Any]  # the special tokens, under the names that templates use
+    special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
+    bos: str  # what the tokenizer itself writes before plain text; may be empty
+    eos: str  # written after plain text, so that the model learns to stop; empty if the tokenizer has none
+    has_template: bool  # the tokenizer has a chat template; otherwise PLAIN is used
     has_markers: bool  # the template has {% generation %}
-    assistant_only: bool
-    generation_prompt: str = ""  # what the template writes before an assistant's words
-    end_of_turn: str = ""  # what it writes behind them, to the first special token
+    assistant_only: bool  # only what the assistant says is trained on
+    generation_prompt: str = ""  # what the template writes before the assistant's content
+    end_of_turn: str = ""  # what it writes after that content, up to the first special token
 
 
-def renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
-    """Finds out once what every row needs to know. Raises `UserError` where the chat template is not valid Jinja."""
+def make_renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
+    """Raises `UserError` if the tokenizer's chat template is not valid Jinja."""
     template = tokenizer.chat_template or PLAIN
     if isinstance(template, dict):  # several, by name
         template = template.get("default") or next(iter(template.values()))
@@ -45,7 +56,7 @@ def renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
         compiled = _compile_jinja_template(template)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"chat_template: line {error.lineno}: not valid Jinja: {error.message}") from None
-    way = Renderer(
+    renderer = Renderer(
         template=template,
         compiled=compiled,
         variables=dict(tokenizer.special_tokens_map),
@@ -56,56 +67,53 @@ def renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
         has_markers=bool(GENERATION_MARKER.search(template)),
         assistant_only=assistant_only,
     )
-    prompt, end = _frame(way)
-    return replace(way, generation_prompt=prompt, end_of_turn=end)
+    prompt, end = _probe_turn(renderer)
+    return replace(renderer, generation_prompt=prompt, end_of_turn=end)
 
 
-def _frame(way: Renderer) -> tuple[str, str]:
-    """(what the template writes before an assistant's words, what it writes behind them), found by trying."""
+def _probe_turn(renderer: Renderer) -> tuple[str, str]:
+    """(what the template writes before the assistant's content, what it writes after), from an example."""
     user = {"role": "user", "content": "QUESTION"}
     try:
-        bare = apply_template(way, [user])
-        prompt = apply_template(way, [user], add_generation_prompt=True).removeprefix(bare)
-        answered = apply_template(way, [user, {"role": "assistant", "content": "ANSWER"}])
+        bare = apply_template(renderer, [user])
+        prompt = apply_template(renderer, [user], add_generation_prompt=True).removeprefix(bare)
+        answered = apply_template(renderer, [user, {"role": "assistant", "content": "ANSWER"}])
     except BadRow:
         return "", ""
-    behind = answered.rpartition("ANSWER")[2]
-    special = way.special_tokens.search(behind)
-    return prompt, behind[: special.end()] if special else behind.rstrip()
+    after = answered.rpartition("ANSWER")[2]
+    special = renderer.special_tokens.search(after)
+    return prompt, after[: special.end()] if special else after.rstrip()
 
 
 def apply_template(
-    way: Renderer,
-    messages: list[Message],
-    tools: Tools = (),
-    *,
-    add_generation_prompt: bool = False,
+    renderer: Renderer, messages: list[Message], tools: Tools = (), *, add_generation_prompt: bool = False
 ) -> str:
-    """The template's text, by transformers' own sandboxed Jinja, as `apply_chat_template` renders it."""
-    return rendered(way, messages, tools, add_generation_prompt=add_generation_prompt)[0]
-
-
-def rendered(way: Renderer, messages: list[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
-    """(text, the stretches between {% generation %} markers where `return_assistant_tokens_mask` is asked for)."""
+    """The text of the messages, as `apply_chat_template` renders it. Raises `BadRow` if the template rejects them."""
+    if tools or any(len(message) != 2 for message in messages):
+        return _render(renderer, messages, tools, add_generation_prompt=add_generation_prompt)[0]
+    # Role and content, both text, need none of the conversions that take half of the time of transformers' own call.
     try:
-        if not tools and not options.get("return_assistant_tokens_mask") and all(len(m) == 2 for m in messages):
-            # Role and content, both text, need none of the conversions that make up half of transformers' own call.
-            prompted = options.get("add_generation_prompt", False)
-            return way.compiled.render(
-                messages=messages, tools=None, documents=None, add_generation_prompt=prompted, **way.variables
-            ), []
-        texts, spans = render_jinja_template(
-            [messages], tools=list(tools) or None, chat_template=way.template, **options, **way.variables
+        return renderer.compiled.render(
+            messages=messages,
+            tools=None,
+            documents=None,
+            add_generation_prompt=add_generation_prompt,
+            **renderer.variables,
         )
-    except (
-        jinja2.TemplateError,
-        TypeError,
-        ValueError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-        ArithmeticError,
-        MemoryError,
-    ) as error:
-        raise BadRow(f"the chat template refuses it: {error}") from None
+    except TEMPLATE_ERRORS as error:
+        raise BadRow(f"the chat template rejects it: {error}") from None
+
+
+def apply_marked_template(renderer: Renderer, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
+    """(text, what stands between its {% generation %} markers). Raises `BadRow` if the template rejects the messages."""
+    return _render(renderer, messages, tools, return_assistant_tokens_mask=True)
+
+
+def _render(renderer: Renderer, messages: list[Message], tools: Tools, **options: bool) -> tuple[str, list[Span]]:
+    try:
+        texts, spans = render_jinja_template(
+            [messages], tools=list(tools) or None, chat_template=renderer.template, **options, **renderer.variables
+        )
+    except TEMPLATE_ERRORS as error:
+        raise BadRow(f"the chat template rejects it: {error}") from None
     return str(texts[0]), list(spans[0]) if spans else []

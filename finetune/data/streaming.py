@@ -20,17 +20,16 @@ import xxhash
 from finetune.constants import global_batch_size
 from finetune.data.batches import OnReport, RankInfo, StepBatch, StoredBatches, make_batches
 from finetune.data.chat_templates import PLAIN
-from finetune.data.checks import fatal
 from finetune.data.collate import MicroBatch
 from finetune.data.data_report import SourceReport, StreamReport
 from finetune.data.examples import Examples
 from finetune.data.mixture import select_examples
-from finetune.data.renderer import renderer
+from finetune.data.renderer import make_renderer
 from finetune.data.sampler import BatchConfig, make_generator
 from finetune.data.sources import RowBatch, fingerprint_samples, local_splits, read_rows
 from finetune.data.token_cache import cache_folder, hash_inputs, open_or_write_store
 from finetune.data.token_store import Tokens, TokenStore
-from finetune.data.tokenize import Facts, read_facts, tokenized
+from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource, Recipe
@@ -105,9 +104,9 @@ class StreamedBatches:
         Raises `UserError` for rows that cannot be read and for fatal findings.
         """
         store = self.store(number, leaving)
-        facts = read_facts(store.facts)
+        stats = SourceStats.from_json(store.facts)
         examples, report = select_examples(store, self.data.datasets[0], self.data)
-        stop = fatal(report.findings)
+        stop = [finding for finding in report.findings if finding.is_fatal]
         if stop:
             raise UserError.of(map(str, stop))
         if not len(examples):
@@ -115,7 +114,7 @@ class StreamedBatches:
                 f"{self.data.datasets[0].path}: no row of a block of {BLOCK_ROWS} holds a token to train on"
             )
         batches = self._make_batches(examples, number)
-        note = Note(facts.stream["runs"], batches.steps, len(examples), facts.stream["epoch"])
+        note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
         if self.world.local_rank == 0:
             text = json.dumps(asdict(note))
             replace_file(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
@@ -124,7 +123,7 @@ class StreamedBatches:
     def store(self, number: int, leaving: Event | None = None) -> TokenStore:
         """The tokens of a block."""
         folder = self.folder / f"block-{number:06}"
-        return open_or_write_store(folder, self.world.local_rank, lambda facts: self._tokens(number, facts), leaving)
+        return open_or_write_store(folder, self.world.local_rank, lambda stats: self._tokens(number, stats), leaving)
 
     def clear(self) -> None:
         """Removes this launch's blocks; their notes stay."""
@@ -143,7 +142,7 @@ class StreamedBatches:
             self.tokenizer.pad_token_id,
         )
 
-    def _tokens(self, number: int, facts: Facts) -> Iterator[Tokens]:
+    def _tokens(self, number: int, stats: SourceStats) -> Iterator[Tokens]:
         runs = 0 if number == 0 else self._note(number - 1).runs
         passes: list[int] = []  # at each run of the block
 
@@ -156,8 +155,8 @@ class StreamedBatches:
                 if rows >= BLOCK_ROWS:
                     return
 
-        yield from tokenized(of_block(), self.data, self.tokenizer, facts)
-        facts.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
+        yield from tokenize_rows(of_block(), self.data, self.tokenizer, stats)
+        stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _find(self, step: int) -> tuple[int, int, int]:
         """(the block that step `step` is in, its first step, examples before it)."""
@@ -200,7 +199,7 @@ def open_stream(
         raise UserError(
             f"{recipe.path}: streaming has no known end: set max_steps, and eval_datasets for eval_split_size"
         )
-    if renderer(tokenizer, data.assistant_only_loss).template == PLAIN:
+    if make_renderer(tokenizer, data.assistant_only_loss).template == PLAIN:
         tokenizer.chat_template = PLAIN
     config = BatchConfig.from_recipe(recipe, global_batch_size(recipe.batch, world.size))
     content = [_describe(source) for source in data.datasets]

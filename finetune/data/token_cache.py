@@ -21,7 +21,7 @@ import psutil
 from finetune.data.chat_templates import PLAIN
 from finetune.data.sources import hash_content, read_rows
 from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, write_store
-from finetune.data.tokenize import Facts, tokenized
+from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.durable import remove_tree, replace_file, stage_and_rename
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
@@ -37,11 +37,11 @@ def open_cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_r
     """
     content = hash_content(source)
     folder = cache_folder(data) / _key(source, content, data, tokenizer)
-    return open_or_write_store(folder, local_rank, lambda facts: _tokens(source, content, data, tokenizer, facts))
+    return open_or_write_store(folder, local_rank, lambda stats: _tokens(source, content, data, tokenizer, stats))
 
 
 def open_or_write_store(
-    folder: Path, local_rank: int, tokens: Callable[[Facts], Iterator[Tokens]], leaving: Event | None = None
+    folder: Path, local_rank: int, tokens: Callable[[SourceStats], Iterator[Tokens]], leaving: Event | None = None
 ) -> TokenStore:
     """The store in `folder`. Local rank 0 writes it from `tokens` where it is missing or damaged; the node's other ranks
     wait for that, unless `leaving` is set.
@@ -94,18 +94,18 @@ def hash_inputs(data: Data, tokenizer: Any, *made_of: Any) -> str:
 
 
 def _tokens(
-    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, facts: Facts
+    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, stats: SourceStats
 ) -> Iterator[Tokens]:
     """One source's rows as tokens."""
-    facts.content = list(content.values())
-    yield from tokenized(((source, batch) for batch in read_rows(source)), data, tokenizer, facts)
-    if facts.rows_read == 0:
+    stats.content = list(content.values())
+    yield from tokenize_rows(((source, batch) for batch in read_rows(source)), data, tokenizer, stats)
+    if stats.rows_read == 0:
         raise UserError(f"{source.path}: there is no row in it")
-    if facts.rows_read == facts.rows_skipped:
-        raise UserError(f"{source.path}: every row was skipped; the first: {facts.skipped[0]}")
+    if stats.rows_read == stats.rows_skipped:
+        raise UserError(f"{source.path}: every row was skipped; the first: {stats.skipped[0]}")
 
 
-def publish_store(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> None:
+def publish_store(folder: Path, tokens: Callable[[SourceStats], Iterator[Tokens]]) -> None:
     """Writes a store, which appears as `folder` once all of it is on disk.
 
     What fails is a `UserError` here and, through a note beside the folder, on the ranks that wait for it.
@@ -116,8 +116,8 @@ def publish_store(folder: Path, tokens: Callable[[Facts], Iterator[Tokens]]) -> 
         failure.unlink(missing_ok=True)
         _sweep(folder.parent)
         with stage_and_rename(folder, _staging_folder(folder)) as staging:
-            facts = Facts()
-            write_store(staging, tokens(facts), facts.as_json)
+            stats = SourceStats()
+            write_store(staging, tokens(stats), stats.as_json)
     except OSError as error:
         problem = f"{folder.parent}: the tokens cannot be kept here: {error.strerror or error}; set dataset_cache_dir"
         _note_failure(failure, problem)

@@ -1,84 +1,90 @@
-"""One source as tokens: rows are read and rendered in turn, and encoded by threads while the next are read."""
+"""Rows as tokens and labels: rows are read and rendered one after another, and encoded by threads while the next are read."""
 
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import asdict, dataclass, field
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+import xxhash
 
-from finetune.data.chat import Rendered, render
+from finetune.constants import IGNORE_INDEX
+from finetune.data.chat import RenderedText, render
 from finetune.data.checks import Tally
-from finetune.data.formats import format_of, read_document
+from finetune.data.formats import parse_row
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
-from finetune.data.renderer import Renderer, renderer
+from finetune.data.renderer import Renderer, make_renderer
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
-from finetune.data.tokens import encoder, tokenize
+from finetune.data.tokenizer import Encoder, make_encoder
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
 SHOWN_BAD_ROWS = 5
-NAMED_COLUMNS = 100  # of the unused ones; a file may have another column in every row
-ENCODED_AHEAD = 4  # batches for each thread
+MAX_NAMED_COLUMNS = 100  # unused ones; a file may have a different column in every row
+PREFETCH_BATCHES = 4  # for each thread
+Places = list[tuple[int, int]]  # (index of a file, number of the row in it)
 
 
 @dataclass(slots=True)
-class Facts:
-    """What is known of a source beside its tokens, once all of it has been read."""
+class SourceStats:
+    """What is known about a source beside its tokens. Grows while its rows are read; stored with the tokens as JSON."""
 
     files: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)  # a hash of each file's bytes
     rows_read: int = 0
     rows_skipped: int = 0
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
-    formats: list[str] = field(default_factory=list)  # of its rows, as they are met
+    formats: list[str] = field(default_factory=list)  # of its rows, in the order of their first row
     unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
     structured_files: list[int] = field(default_factory=list)  # indexes of the files with rows that are not plain text
     tally: Tally = field(default_factory=Tally)
-    stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: where the stream stands behind it
+    stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
 
     def as_json(self) -> dict[str, Any]:
+        """Plain values, for `from_json`."""
         return asdict(self)
 
+    @classmethod
+    def from_json(cls, stored: dict[str, Any]) -> "SourceStats":
+        """A copy of its own of what `as_json` gave."""
+        return cls(**deepcopy({**stored, "tally": Tally(**stored["tally"])}))
 
-def read_facts(kept: dict[str, Any]) -> Facts:
-    """Facts that `Facts.as_json` wrote."""
-    return Facts(**{**kept, "tally": Tally(**kept["tally"])})
 
-
-def tokenized(
-    batches: Iterable[tuple[DatasetSource, RowBatch]], data: Data, tokenizer: Any, facts: Facts
+def tokenize_rows(
+    batches: Iterable[tuple[DatasetSource, RowBatch]], data: Data, tokenizer: Any, stats: SourceStats
 ) -> Iterator[Tokens]:
-    """Rows as tokens, batch after batch in their order; `facts` grows with them.
+    """The tokens of each batch of rows, in order; `stats` grows with them.
 
-    Raises `UserError` at the first rows that fit no format, unless `on_bad_row` is `skip`.
+    Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    way = renderer(tokenizer, data.assistant_only_loss)
-    by = encoder(tokenizer)
+    renderer = make_renderer(tokenizer, data.assistant_only_loss)
+    encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or os.cpu_count() or 1
-    ahead: deque[tuple[list[Rendered], list[tuple[int, int]], Future[Tokens]]] = deque()
-    with _one_thread_each(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
+    pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
+    with _without_tokenizer_threads(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         try:
             for source, batch in batches:
-                documents, places = _rendered(batch, source, data, way, facts)
-                ahead.append((documents, places, pool.submit(tokenize, documents, places, by)))
-                if len(ahead) > ENCODED_AHEAD * threads:
-                    yield _noted(*ahead.popleft(), facts, tokenizer.bos_token_id)
-            while ahead:
-                yield _noted(*ahead.popleft(), facts, tokenizer.bos_token_id)
+                documents, places = _render_batch(batch, source, data, renderer, stats)
+                pending.append((documents, places, pool.submit(tokenize, documents, places, encoder)))
+                if len(pending) > PREFETCH_BATCHES * threads:
+                    yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id)
+            while pending:
+                yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id)
         finally:
-            for _, _, future in ahead:
+            for _, _, future in pending:
                 future.cancel()
 
 
 @contextmanager
-def _one_thread_each() -> Iterator[None]:
-    """Keeps the tokenizers library from starting threads of its own beside ours: its pool cannot be given a size."""
+def _without_tokenizer_threads() -> Iterator[None]:
+    """Keeps the tokenizers library from starting threads beside ours: the size of its pool cannot be set."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -90,84 +96,145 @@ def _one_thread_each() -> Iterator[None]:
             os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
-def _rendered(
-    batch: RowBatch, source: DatasetSource, data: Data, way: Renderer, facts: Facts
-) -> tuple[list[Rendered], list[tuple[int, int]]]:
-    """(documents, their (file, row number)) of one batch of rows."""
-    if batch.file not in facts.files:
-        facts.files.append(batch.file)
-    file = facts.files.index(batch.file)
-    documents: list[Rendered] = []
-    places, bad = [], []
+def _render_batch(
+    batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats
+) -> tuple[list[RenderedText], Places]:
+    """(documents, their places) of the rows that can be used. Raises `UserError` for the others if `on_bad_row` is error."""
+    if batch.file not in stats.files:
+        stats.files.append(batch.file)
+    file = stats.files.index(batch.file)
+    documents: list[RenderedText] = []
+    places: Places = []
+    bad: dict[str, str] = {}  # file:row -> what is wrong
     for number, row in zip(batch.numbers, batch.rows, strict=True):
+        where = f"{batch.file}:{number}"
         try:
             if isinstance(row, BadRow):
                 raise row
-            "".join(row).encode()  # a column's name is shown in messages and kept in reports
-            read, unused = read_document(row, source)
-            document = render(read, way)
+            "".join(row).encode()  # names of columns are shown in messages and stored in reports
+            parsed = parse_row(row, source)
+            document = render(parsed.document, renderer)
             document.text.encode()
         except BadRow as problem:
-            bad.append(f"{batch.file}:{number}: {problem}")
+            bad[where] = str(problem)
         except UnicodeEncodeError:
-            bad.append(
-                f"{batch.file}:{number}: half of a UTF-16 pair stands alone in its text or a column's name; it is not valid Unicode"
-            )
+            bad[where] = "not valid Unicode: its text, or a column's name, has half of a UTF-16 surrogate pair"
         else:
             documents.append(document)
             places.append((file, number))
-            count_columns(facts.unused_columns, dict.fromkeys(unused, 1))
+            count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
             if isinstance(row, RepeatedKeys):
-                facts.tally.note("repeated_keys", [f"{batch.file}:{number}"])
-            kind = format_of(row, source)
-            if kind not in facts.formats:
-                facts.formats.append(kind)
-            if kind != "text" and file not in facts.structured_files:
-                facts.structured_files.append(file)
-    facts.rows_read += len(batch.rows)
+                stats.tally.add("repeated_keys", [where])
+            if parsed.format not in stats.formats:
+                stats.formats.append(parsed.format)
+            if parsed.format != "text" and file not in stats.structured_files:
+                stats.structured_files.append(file)
+    stats.rows_read += len(batch.rows)
+    problems = [f"{where}: {problem}" for where, problem in bad.items()]
     if bad and data.on_bad_row == "error":
-        raise UserError(_told(bad, len(batch.rows)))
-    facts.rows_skipped += len(bad)
-    facts.skipped += bad[: SHOWN_BAD_ROWS - len(facts.skipped)]
-    facts.tally.note("skipped", [problem.split(": ", 1)[0] for problem in bad])
+        lines = problems[:SHOWN_BAD_ROWS]
+        if len(bad) > SHOWN_BAD_ROWS:
+            lines.append(f"{len(bad) - SHOWN_BAD_ROWS} more of these {len(batch.rows)} rows cannot be used either")
+        lines[-1] += " (on_bad_row: skip counts such rows and continues)"
+        raise UserError("\n".join(lines))
+    stats.rows_skipped += len(bad)
+    stats.skipped += problems[: SHOWN_BAD_ROWS - len(stats.skipped)]
+    stats.tally.add("skipped", list(bad))
     return documents, places
 
 
 def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:
-    """Adds `more` to the rows counted for each column, naming at most `NAMED_COLUMNS` of them."""
+    """Adds `more` to the rows counted for each column, for at most `MAX_NAMED_COLUMNS` of them."""
     for column, rows in more.items():
-        if column in counts or len(counts) < NAMED_COLUMNS:
+        if column in counts or len(counts) < MAX_NAMED_COLUMNS:
             counts[column] = counts.get(column, 0) + rows
 
 
-def _told(bad: Sequence[str], rows: int) -> str:
-    """The first bad rows, a line each, and what to do."""
-    more = len(bad) - SHOWN_BAD_ROWS
-    lines = list(bad[:SHOWN_BAD_ROWS])
-    if more > 0:
-        lines.append(f"{more} more rows of these {rows} do not fit either")
-    lines[-1] += " (on_bad_row: skip leaves such rows out and counts them)"
-    return "\n".join(lines)
-
-
-def _noted(
-    documents: list[Rendered],
-    places: list[tuple[int, int]],
-    encoded: "Future[Tokens]",
-    facts: Facts,
-    bos: int | None,
+def _check_tokens(
+    documents: list[RenderedText], places: Places, encoded: "Future[Tokens]", stats: SourceStats, bos: int | None
 ) -> Tokens:
-    """The batch's tokens, once they are there, with what they show noted in `facts`."""
+    """The batch's tokens when they are ready; what is found in them is counted in `stats`."""
     tokens = encoded.result()
-    where = [f"{facts.files[file]}:{row}" for file, row in places]
-    for name in sorted({name for document in documents for name in document.remarks}):
-        facts.tally.note(name, [place for place, d in zip(where, documents, strict=True) if name in d.remarks])
-    facts.tally.note("nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
-    if bos is not None and len(tokens.input_ids):
-        starts = np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths
-        long_enough = tokens.lengths > 1
-        second = tokens.input_ids[np.minimum(starts + 1, len(tokens.input_ids) - 1)]
-        first = tokens.input_ids[np.minimum(starts, len(tokens.input_ids) - 1)]
-        doubled = long_enough & (first == bos) & (second == bos)
-        facts.tally.note("doubled_bos", [where[i] for i in np.flatnonzero(doubled)])
+    where = [f"{stats.files[file]}:{row}" for file, row in places]
+    for name in sorted({name for document in documents for name in document.findings}):
+        stats.tally.add(name, [place for place, d in zip(where, documents, strict=True) if name in d.findings])
+    stats.tally.add("nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
+    if bos is not None:
+        starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
+        doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
+        stats.tally.add("doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]])
     return tokens
+
+
+def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder) -> Tokens:
+    """The ids and labels of `documents`, which come from `places`.
+
+    A text is cut where its trained spans begin and end, and the pieces are encoded separately. So no token crosses such
+    a border, the mask is exact, and the text before an answer is encoded exactly as in the prompt at inference. A piece
+    that follows a special token is encoded as it would be within the whole text.
+    """
+    pieces = [list(_split(document, encoder.added_tokens)) for document in documents]
+    encoded = iter(_encode(list(chain.from_iterable(pieces)), encoder))
+    ids: list[list[int]] = []
+    trained: list[bool] = []
+    lengths = np.zeros(len(documents), np.int32)
+    for i, (document, of_document) in enumerate(zip(documents, pieces, strict=True)):
+        found = [encoder.bos_ids] if document.is_plain else []
+        trained += [False] * len(found) + [piece.trained for piece in of_document]
+        found += [next(encoded) for _ in of_document]
+        lengths[i] = sum(map(len, found))
+        ids += found
+    ends = np.cumsum(lengths, dtype=np.int64)
+    flat = np.fromiter(chain.from_iterable(ids), np.int32, int(lengths.sum(dtype=np.int64)))
+    is_trained = np.repeat(trained, np.fromiter(map(len, ids), np.int64, len(ids)))
+    labels = np.full(len(flat), IGNORE_INDEX, np.int32)
+    labels[:-1] = np.where(is_trained[1:], flat[1:], IGNORE_INDEX)
+    labels[ends[lengths > 0] - 1] = IGNORE_INDEX  # the next token belongs to another document
+    counts = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
+    return Tokens(
+        input_ids=flat,
+        labels=labels,
+        lengths=lengths,
+        trained=(counts[ends] - counts[ends - lengths]).astype(np.int32),
+        files=np.array([file for file, _ in places], np.int32),
+        rows=np.array([row for _, row in places], np.int64),
+        hashes=np.array([xxhash.xxh3_64_intdigest(document.text.encode()) for document in documents], np.uint64),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    text: str
+    trained: bool
+    # Encoded together with the text and removed again, because it decides whether a space is put before the text:
+    # the special token that the piece follows; "\n" after any other text; "" at the start of a document.
+    before: str
+
+
+def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_Piece]:
+    """The text of a document, cut where its trained spans begin and end."""
+    text = document.text
+    borders = [0, *chain.from_iterable(document.spans), len(text)]
+    for i, (start, end) in enumerate(pairwise(borders)):
+        if start == end:
+            continue
+        before = ""
+        if start > 0:
+            is_token = text.endswith(added_tokens, 0, start)
+            before = max((t for t in added_tokens if text.endswith(t, 0, start)), key=len) if is_token else "\n"
+        yield _Piece(text[start:end], trained=i % 2 == 1, before=before)
+
+
+def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
+    """The ids of each piece, without those of what stands before it."""
+    contexts = {piece.before for piece in pieces} - {"", "\n"}
+    ids_of = {text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts}
+    ids_of |= {"": [], "\n": encoder.newline_ids}
+    texts = [piece.before + piece.text if ids_of[piece.before] else piece.text for piece in pieces]
+    encoded = [e.ids for e in encoder.backend.encode_batch_fast(texts, add_special_tokens=False)]
+    return [
+        ids[len(before) :]
+        if ids[: len(before)] == before
+        else encoder.backend.encode(piece.text, add_special_tokens=False).ids  # the two were merged into one token
+        for piece, ids, before in zip(pieces, encoded, (ids_of[piece.before] for piece in pieces), strict=True)
+    ]

@@ -1,5 +1,6 @@
-"""The tokenizer of a run, with the chat template that the recipe asks for."""
+"""The run's tokenizer: loaded with the chat template that the recipe names, and prepared for encoding pieces of text."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,9 @@ from finetune.recipe.schema import Data, Model
 
 
 def load_tokenizer(model: Model, data: Data) -> Any:
-    """The fast tokenizer that `tokenizer_name_or_path` or the model names, `chat_template` set on it where given.
+    """The fast tokenizer that `tokenizer_name_or_path` or the model names, with `chat_template` set on it if given.
 
-    Raises `UserError` where there is none, or none with a fast (Rust) implementation.
+    Raises `UserError` if there is none, or none with a fast (Rust) implementation.
     """
     from transformers import AutoTokenizer
 
@@ -26,8 +27,8 @@ def load_tokenizer(model: Model, data: Data) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=model.trust_remote_code
         )
-    except Exception as error:  # a hub name, a folder, a network: transformers raises whatever each of them raises
-        raise _not_loaded(name, revision, error) from None
+    except Exception as error:  # transformers raises whatever the hub, the network or a folder's files raise
+        raise _describe_failure(name, revision, error) from None
     if not tokenizer.is_fast:
         raise UserError(f"{name}: its tokenizer has no tokenizer.json, which is needed to mask exactly what is trained")
     if data.chat_template is not None:
@@ -35,12 +36,35 @@ def load_tokenizer(model: Model, data: Data) -> Any:
     return tokenizer
 
 
-def _not_loaded(name: str, revision: str | None, error: Exception) -> UserError:
+def _describe_failure(name: str, revision: str | None, error: Exception) -> UserError:
     if not Path(name).is_dir():
-        # transformers wraps what the hub said; the cause knows whether it is away, gated or unknown
+        # transformers wraps the hub's answer; the cause shows whether it is unreachable, gated or unknown
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hub_error(name, cause, what="its tokenizer", revision=revision)
     if not (Path(name) / "tokenizer.json").is_file():
-        return UserError(f"{name}: has no tokenizer.json; name a folder that has, or a hub name")
+        return UserError(f"{name}: has no tokenizer.json; name a folder that has one, or a hub name")
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return UserError(f"{name}: its tokenizer cannot be loaded: {reason}")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoder:
+    """What encoding a piece of a text needs to know about a tokenizer. Source: `make_encoder`."""
+
+    backend: Any  # tokenizers.Tokenizer
+    bos_ids: list[int]  # what it writes before plain text
+    added_tokens: tuple[str, ...]  # which it finds in a text before anything else; special tokens are among them
+    # The ids of a newline, if the tokenizer puts a space before every text (as SentencePiece does); otherwise empty.
+    newline_ids: list[int]
+
+
+def make_encoder(tokenizer: Any) -> Encoder:
+    """`tokenizer`: a fast tokenizer of transformers. Turns its truncation and padding off."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    bare, wrapped = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    newline, with_newline = (backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na"))
+    bos_ids = wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
+    added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
+    return Encoder(backend, bos_ids, added, [] if with_newline == newline + bare else newline)

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from finetune.data.batches import OnReport
+from finetune.data.checks import check_longest_example
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
-from finetune.data.fit import too_long
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import Ranks
 from finetune.distributed.parallelize import unwrap, wrapped_units
@@ -162,7 +162,7 @@ def opening(run: TrainingRun, size: Size, progress: Progress) -> list[str]:
     ]
     report = run.data.report
     positions = getattr(model.config, "max_position_embeddings", None)
-    lines += [f"        {line}" for line in too_long(report.longest, positions)]
+    lines += [f"        {line}" for line in check_longest_example(report.longest, positions)]
     totals, *warnings = report.lines()
     lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
     if run.peak_flops is not None:

@@ -33,12 +33,12 @@ made = []
 publish = cache.publish_store
 cache.publish_store = lambda *arguments: (made.append(rank), time.sleep(1 if scenario == "slow" else 0), publish(*arguments))
 if scenario == "dies" and rank == 0:
-    read = cache.tokenized
+    read = cache.tokenize_rows
     def stopped(*arguments):
         yield next(read(*arguments))
         print("half-way", flush=True)
         time.sleep(60)
-    cache.tokenized = stopped
+    cache.tokenize_rows = stopped
 try:
     store = open_cached_store(DatasetSource(path=path), Data(dataset_cache_dir=folder), make_tokenizer(), rank)
     print("made" if made else "found", len(store.rows), int(store.input_ids.sum()), type(store.input_ids).__name__)

@@ -7,9 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.data.chat import render
-from finetune.data.chat_templates import NAMED
-from finetune.data.formats import BadRow, Conversation, read_row
-from finetune.data.renderer import Renderer, apply_template, renderer
+from finetune.data.chat_templates import TEMPLATES
+from finetune.data.formats import Conversation, parse_row
+from finetune.data.messages import BadRow
+from finetune.data.renderer import Renderer, apply_template, make_renderer
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
 from tests.conftest import make_tokenizer
@@ -28,8 +29,8 @@ THINKING = """\
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 # Phi3 ends the whole conversation with a token of its own, which does not belong to earlier turns.
-FINAL_END = NAMED["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
-TEMPLATES = NAMED | {"thinking": THINKING, "final end": FINAL_END}
+FINAL_END = TEMPLATES["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
+TESTED_TEMPLATES = TEMPLATES | {"thinking": THINKING, "final end": FINAL_END}
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
 ENDS = {"chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "gemma": "<end_of_turn>", "thinking": "<|im_end|>", "final end": "<|im_end|>"}  # fmt: skip
 
@@ -41,27 +42,31 @@ def tokenizer_with(template: str) -> Any:
     return tokenizer
 
 
-WAYS: dict[str, Renderer] = {name: renderer(tokenizer_with(text), True) for name, text in TEMPLATES.items()}
+RENDERERS: dict[str, Renderer] = {
+    name: make_renderer(tokenizer_with(text), True) for name, text in TESTED_TEMPLATES.items()
+}
 
 
 def conversation(*contents: str, system: str | None = None) -> Conversation:
     messages = [{"role": ("user", "assistant")[i % 2], "content": content} for i, content in enumerate(contents)]
     if system is not None:
         messages.insert(0, {"role": "system", "content": system})
-    document = read_row({"messages": messages}, SOURCE)
+    document = parse_row({"messages": messages}, SOURCE).document
     assert isinstance(document, Conversation)
     return document
 
 
-def trained(document: Conversation, way: Renderer) -> list[str]:
-    rendered = render(document, way)
+def trained(document: Conversation, renderer: Renderer) -> list[str]:
+    rendered = render(document, renderer)
     return [rendered.text[start:end] for start, end in rendered.spans]
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", TESTED_TEMPLATES)
 def test_the_assistants_words_and_their_end_are_trained_and_nothing_else(name: str) -> None:
     end = ENDS.get(name, "<|end|>")
-    spoken = trained(conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), WAYS[name])
+    spoken = trained(
+        conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), RENDERERS[name]
+    )
     space = " " if name == "mistral" else ""  # its template has a space before the assistant's words
     thought = (
         "<think></think>\n" if name == "thinking" else ""
@@ -73,16 +78,16 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]"), min_siz
 
 
 @given(
-    st.sampled_from(sorted(TEMPLATES)),
+    st.sampled_from(sorted(TESTED_TEMPLATES)),
     st.lists(WORDS, min_size=2, max_size=6).filter(lambda contents: len(contents) % 2 == 0),
     st.none() | WORDS,
 )
 def test_rendered_text_is_transformers_own_and_spans_hold_the_answers(
     name: str, contents: list[str], system: str | None
 ) -> None:
-    document, way = conversation(*contents, system=system), WAYS[name]
-    text = tokenizer_with(TEMPLATES[name]).apply_chat_template(list(document.messages), tokenize=False)
-    rendered = render(document, way)
+    document, renderer = conversation(*contents, system=system), RENDERERS[name]
+    text = tokenizer_with(TESTED_TEMPLATES[name]).apply_chat_template(list(document.messages), tokenize=False)
+    rendered = render(document, renderer)
     assert rendered.text == text
     assert len(rendered.spans) == len(contents) // 2
     last = 0
@@ -93,25 +98,25 @@ def test_rendered_text_is_transformers_own_and_spans_hold_the_answers(
     # The first stretch begins where generation would: behind the prompt.
     first = 2 if system is not None else 1
     assert text[: rendered.spans[0][0]] == apply_template(
-        way, list(document.messages[:first]), add_generation_prompt=True
+        renderer, list(document.messages[:first]), add_generation_prompt=True
     )
 
 
 def test_reasoning_that_the_history_leaves_out_is_no_obstacle() -> None:
-    spoken = trained(conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"), WAYS["thinking"])
+    spoken = trained(conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"), RENDERERS["thinking"])
     assert spoken == ["A<|im_end|>", "<think>so</think>\nB<|im_end|>"]
 
 
 def test_generation_markers_are_followed_and_the_end_is_added() -> None:
-    marked = NAMED["chatml"].replace(
+    marked = TEMPLATES["chatml"].replace(
         "message['content'] + '<|im_end|>\\n' -}}",
         "'' -}}{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'] -}}{%- endgeneration -%}"
         "{%- else -%}{{- message['content'] -}}{%- endif -%}{{- '<|im_end|>\\n' -}}",
     )
     document = conversation("Hi", "Hello", "And?", "Bye", system="S")
-    way = renderer(tokenizer_with(marked), True)
-    assert way.has_markers
-    assert trained(document, way) == trained(document, WAYS["chatml"]) == ["Hello<|im_end|>", "Bye<|im_end|>"]
+    renderer = make_renderer(tokenizer_with(marked), True)
+    assert renderer.has_markers
+    assert trained(document, renderer) == trained(document, RENDERERS["chatml"]) == ["Hello<|im_end|>", "Bye<|im_end|>"]
 
 
 def test_a_message_may_say_that_it_is_not_trained_on() -> None:
@@ -121,17 +126,19 @@ def test_a_message_may_say_that_it_is_not_trained_on() -> None:
         {"role": "user", "content": "Q2"},
         {"role": "assistant", "content": "right"},
     ]
-    document = read_row({"messages": messages}, SOURCE)
+    document = parse_row({"messages": messages}, SOURCE).document
     assert isinstance(document, Conversation)
-    assert trained(document, WAYS["llama3"]) == ["right<|eot_id|>"]
-    weighted = read_row({"messages": [messages[0], {**messages[1], "train": None, "weight": 0}, *messages[2:]]}, SOURCE)
+    assert trained(document, RENDERERS["llama3"]) == ["right<|eot_id|>"]
+    weighted = parse_row(
+        {"messages": [messages[0], {**messages[1], "train": None, "weight": 0}, *messages[2:]]}, SOURCE
+    ).document
     assert isinstance(weighted, Conversation)
-    assert trained(weighted, WAYS["llama3"]) == ["right<|eot_id|>"]
+    assert trained(weighted, RENDERERS["llama3"]) == ["right<|eot_id|>"]
 
 
 def test_all_of_it_is_trained_where_the_recipe_says_so() -> None:
-    way = renderer(tokenizer_with(NAMED["llama3"]), assistant_only=False)
-    rendered = render(conversation("Q", "A"), way)
+    renderer = make_renderer(tokenizer_with(TEMPLATES["llama3"]), assistant_only=False)
+    rendered = render(conversation("Q", "A"), renderer)
     assert rendered.spans == ((0, len(rendered.text)),)
 
 
@@ -150,27 +157,27 @@ def test_tool_calls_are_the_assistants_words_and_tool_answers_are_not() -> None:
         ],
         "tools": [{"type": "function", "function": {"name": "weather"}}],
     }
-    document = read_row(row, SOURCE)
+    document = parse_row(row, SOURCE).document
     assert isinstance(document, Conversation)
-    way = renderer(tokenizer_with(template), True)
-    assert trained(document, way) == ['{"name": "weather"}<|im_end|>', "It rains.<|im_end|>"]
+    renderer = make_renderer(tokenizer_with(template), True)
+    assert trained(document, renderer) == ['{"name": "weather"}<|im_end|>', "It rains.<|im_end|>"]
 
 
 def test_what_is_noticed_in_a_conversation() -> None:
-    typed = render(conversation("Q <|end|>", "A"), WAYS["llama3"])
-    assert typed.remarks == ("typed_special_token",)
-    dropping = NAMED["chatml"].replace("in messages -%}", "in messages if message['role'] != 'system' -%}")
-    assert render(conversation("Q", "A", system="Be kind."), renderer(tokenizer_with(dropping), True)).remarks == (
-        "system_dropped",
-    )
+    typed = render(conversation("Q <|end|>", "A"), RENDERERS["llama3"])
+    assert typed.findings == ("typed_special_token",)
+    dropping = TEMPLATES["chatml"].replace("in messages -%}", "in messages if message['role'] != 'system' -%}")
+    assert render(
+        conversation("Q", "A", system="Be kind."), make_renderer(tokenizer_with(dropping), True)
+    ).findings == ("system_dropped",)
     endless = "{%- for m in messages -%}{{- m['role'] + ': ' + m['content'] + ' ' -}}{%- endfor -%}"
-    assert "no_end_of_turn" in render(conversation("Q", "A"), renderer(tokenizer_with(endless), True)).remarks
+    assert "no_end_of_turn" in render(conversation("Q", "A"), make_renderer(tokenizer_with(endless), True)).findings
     plain = make_tokenizer()  # has no <|im_end|>
-    plain.chat_template = NAMED["chatml"]
-    assert "end_of_turn_is_text" in render(conversation("Q", "A"), renderer(plain, True)).remarks
+    plain.chat_template = TEMPLATES["chatml"]
+    assert "end_of_turn_is_text" in render(conversation("Q", "A"), make_renderer(plain, True)).findings
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", TESTED_TEMPLATES)
 def test_words_that_a_template_trims_or_sets_apart_are_not_missed(name: str) -> None:
     said = (
         "  Why\n\n so? \n",
@@ -178,23 +185,25 @@ def test_words_that_a_template_trims_or_sets_apart_are_not_missed(name: str) -> 
         "And then?",
         "<think>so</think>\n\n Because,\n you see. \n",
     )
-    assert not {"user_dropped", "assistant_dropped"} & set(render(conversation(*said), WAYS[name]).remarks)
+    assert not {"user_dropped", "assistant_dropped"} & set(render(conversation(*said), RENDERERS[name]).findings)
 
 
 def test_words_that_a_template_leaves_out_are_noticed() -> None:
-    role_only = renderer(tokenizer_with("{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}"), True)
-    assert render(conversation("hi", "hello"), role_only).remarks == ("user_dropped", "assistant_dropped")
+    role_only = make_renderer(tokenizer_with("{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}"), True)
+    assert render(conversation("hi", "hello"), role_only).findings == ("user_dropped", "assistant_dropped")
     shown = "{{- message['content'] if message['role'] != '%s' else '' -}}{{- eos_token -}}"
     for role in ("user", "assistant"):
         template = "{%- for message in messages -%}" + shown.replace("%s", role) + "{%- endfor -%}"
-        remarks = render(conversation("hi", "hello", "and?", "bye"), renderer(tokenizer_with(template), True)).remarks
+        remarks = render(
+            conversation("hi", "hello", "and?", "bye"), make_renderer(tokenizer_with(template), True)
+        ).findings
         assert remarks == (f"{role}_dropped",)
 
 
 def test_a_template_that_refuses_a_row_makes_it_a_bad_row_in_its_own_words() -> None:
     refusing = "{{- raise_exception('only haiku are allowed') -}}"
-    with pytest.raises(BadRow, match="the chat template refuses it: only haiku are allowed"):
-        render(conversation("Q", "A"), renderer(tokenizer_with(refusing), True))
+    with pytest.raises(BadRow, match="the chat template rejects it: only haiku are allowed"):
+        render(conversation("Q", "A"), make_renderer(tokenizer_with(refusing), True))
 
 
 @pytest.mark.parametrize(
@@ -206,10 +215,10 @@ def test_a_template_that_refuses_a_row_makes_it_a_bad_row_in_its_own_words() -> 
     ],
 )
 def test_templates_run_in_a_sandbox(attack: str) -> None:
-    with pytest.raises(BadRow, match="the chat template refuses it: "):
-        render(conversation("Q", "A"), renderer(tokenizer_with(attack), True))
+    with pytest.raises(BadRow, match="the chat template rejects it: "):
+        render(conversation("Q", "A"), make_renderer(tokenizer_with(attack), True))
 
 
 def test_a_template_that_is_not_jinja_is_told_with_its_line() -> None:
     with pytest.raises(UserError, match="chat_template: line 2: not valid Jinja"):
-        renderer(tokenizer_with("hello\n{% for %}"), True)
+        make_renderer(tokenizer_with("hello\n{% for %}"), True)

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.formats import BadRow, Completion, Conversation, Text, read_document, read_row
+from finetune.data.formats import Completion, Conversation, ParsedRow, Text, parse_row
+from finetune.data.messages import BadRow
 from finetune.recipe.schema import DatasetSource
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -23,7 +24,7 @@ COLUMNS = st.sampled_from(["messages", "conversations", "chosen", "prompt", "com
 
 
 def turns(row: dict[str, Any], **options: Any) -> list[tuple[str, str, bool]]:
-    document = read_row(row, DatasetSource(path="rows.jsonl", **options))
+    document = parse_row(row, DatasetSource(path="rows.jsonl", **options)).document
     assert isinstance(document, Conversation)
     return [(m["role"], m["content"], t) for m, t in zip(document.messages, document.trained, strict=True)]
 
@@ -52,19 +53,21 @@ def test_conversations_are_recognized(row: dict[str, Any]) -> None:
 
 
 def test_plain_formats_are_recognized() -> None:
-    assert read_row({"prompt": "2+2=", "completion": "4"}, SOURCE) == Completion("2+2=", "4")
-    assert read_row({"prompt": "2+2=", "chosen": "4"}, SOURCE) == Completion("2+2=", "4")
-    assert read_row({"text": "Once"}, SOURCE) == Text("Once")
+    assert parse_row({"prompt": "2+2=", "completion": "4"}, SOURCE).document == Completion("2+2=", "4")
+    assert parse_row({"prompt": "2+2=", "chosen": "4"}, SOURCE).document == Completion("2+2=", "4")
+    assert parse_row({"text": "Once"}, SOURCE).document == Text("Once")
 
 
 def test_columns_may_be_named() -> None:
     row = {"question": "Q", "answer": "A", "text": "not this"}
     named = DatasetSource(path="rows.jsonl", prompt_column="question", completion_column="answer")
-    assert read_row(row, named) == Completion("Q", "A")
+    assert parse_row(row, named).document == Completion("Q", "A")
     assert turns(row, type="messages", prompt_column="question", completion_column="answer") == ASKED
     assert turns({"chat": [USER, ASSISTANT]}, messages_column="chat") == ASKED
-    assert read_row({"body": "Once"}, DatasetSource(path="rows.jsonl", text_column="body")) == Text("Once")
-    assert read_row({"text": "T", "messages": [USER]}, DatasetSource(path="rows.jsonl", type="text")) == Text("T")
+    assert parse_row({"body": "Once"}, DatasetSource(path="rows.jsonl", text_column="body")).document == Text("Once")
+    assert parse_row({"text": "T", "messages": [USER]}, DatasetSource(path="rows.jsonl", type="text")).document == Text(
+        "T"
+    )
 
 
 def test_alpaca_input_system_and_what_is_trained() -> None:
@@ -122,27 +125,29 @@ def test_the_chosen_side_is_trained_on_where_the_recipe_says_so() -> None:
             "to train on the chosen answers alone, set completion_column",
         ),
         ({**PAIR, "chosen": [USER, ASSISTANT]}, "to train on the chosen answers alone, set messages_column: chosen"),
-        ({"instruction": "Q", "output": "A", "score": 0}, "score: there is no training by scores yet"),
+        ({"instruction": "Q", "output": "A", "score": 0}, "score: training by scores is not supported"),
         ({"instruction": "Q", "output": "A", "history": [["Hi"]]}, "history: a list of [question, answer] is expected"),
     ],
 )
 def test_rows_that_ask_for_another_method_are_refused(row: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRow) as problem:
-        read_row(row, SOURCE)
+        parse_row(row, SOURCE)
     assert words in str(problem.value)
 
 
 def test_the_labels_of_plain_text_are_no_obstacle_and_every_unused_column_is_named() -> None:
-    assert read_document({"text": "Once", "label": False, "score": 3}, SOURCE) == (Text("Once"), ("label", "score"))
+    assert parse_row({"text": "Once", "label": False, "score": 3}, SOURCE) == ParsedRow(
+        Text("Once"), "text", ("label", "score")
+    )
     row = {"messages": [USER, ASSISTANT], "tools": "[]", "system": "", "label": True, "id": 7, "note": "", "url": "x"}
-    assert read_document(row, SOURCE)[1] == ("id", "url")
-    assert read_document({"prompt": "Q", "completion": "A", "system": "S"}, SOURCE)[1] == ("system",)
+    assert parse_row(row, SOURCE).unused_columns == ("id", "url")
+    assert parse_row({"prompt": "Q", "completion": "A", "system": "S"}, SOURCE).unused_columns == ("system",)
 
 
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"a": 1, "b": 2}, "no known format: its columns are a, b; known are messages"),
+        ({"a": 1, "b": 2}, "unknown format: its columns are a, b; known formats: messages"),
         ({}, "its columns are none"),
         ({"messages": []}, "the list of messages is empty"),
         ({"messages": "Q"}, "messages: a list of messages is expected, found 'Q' (str)"),
@@ -154,7 +159,7 @@ def test_the_labels_of_plain_text_are_no_obstacle_and_every_unused_column_is_nam
             "message 2: content: text is expected, found 7 (int)",
         ),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content: text is expected"),
-        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "only text parts are known"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "only text parts are supported"),
         ({"messages": [USER, USER, ASSISTANT]}, "message 2: roles out of order: two user turns in a row"),
         ({"messages": [USER, ASSISTANT, ASSISTANT]}, "message 3: roles out of order: two assistant turns"),
         (
@@ -165,7 +170,7 @@ def test_the_labels_of_plain_text_are_no_obstacle_and_every_unused_column_is_nam
             {"messages": [USER, {"role": "tool", "content": "T"}, ASSISTANT]},
             "message 2: roles out of order: a tool turn",
         ),
-        ({"messages": [USER]}, "no assistant turn to learn from; the roles are user"),
+        ({"messages": [USER]}, "no assistant turn to train on; the roles are user"),
         ({"messages": [USER, {**ASSISTANT, "train": "maybe"}]}, "message 2: train: true or false is expected"),
         ({"messages": [USER, ASSISTANT], "tools": "hammer"}, "tools: a list of JSON schemas is expected"),
         ({"prompt": 5, "completion": "A"}, "prompt: text is expected, found 5 (int)"),
@@ -176,13 +181,13 @@ def test_the_labels_of_plain_text_are_no_obstacle_and_every_unused_column_is_nam
 )
 def test_a_row_that_does_not_fit_says_why(row: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRow) as problem:
-        read_row(row, SOURCE)
+        parse_row(row, SOURCE)
     assert words in str(problem.value)
 
 
 def test_a_named_column_that_is_not_there_is_told_with_those_that_are() -> None:
     with pytest.raises(BadRow, match="frage: text is expected, found nothing; its columns are question, answer"):
-        read_row(
+        parse_row(
             {"question": "Q", "answer": "A"}, DatasetSource(path="r", prompt_column="frage", completion_column="answer")
         )
 
@@ -190,7 +195,7 @@ def test_a_named_column_that_is_not_there_is_told_with_those_that_are() -> None:
 @given(st.dictionaries(COLUMNS, JSON_VALUES, max_size=4))
 def test_any_row_is_a_document_or_a_bad_row(row: dict[str, Any]) -> None:
     try:
-        document = read_row(row, SOURCE)
+        document = parse_row(row, SOURCE).document
     except BadRow as problem:
         assert str(problem)
     else:
@@ -204,8 +209,8 @@ def test_nesting_without_end_is_told_not_followed() -> None:
     for _ in range(100_000):
         deep = [deep]
     with pytest.raises(BadRow, match="deeply nested"):
-        read_row({"text": deep}, SOURCE)
+        parse_row({"text": deep}, SOURCE)
     cyclic: dict[str, Any] = {"role": "user"}
     cyclic["content"] = cyclic
     with pytest.raises(BadRow, match="message 1: content: text is expected"):
-        read_row({"messages": [cyclic]}, SOURCE)
+        parse_row({"messages": [cyclic]}, SOURCE)

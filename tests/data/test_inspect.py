@@ -17,9 +17,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.cli import main
-from finetune.data.checks import KINDS
+from finetune.data.checks import CHECKS
 from finetune.data.examples import Example as TokenExample
-from finetune.data.inspect import token_texts
+from finetune.data.inspect import decode_tokens
 from finetune.errors import EXIT_USER_ERROR
 from tests.ranks import ROOT, environment
 
@@ -73,8 +73,8 @@ def test_the_page_shows_what_inspect_prints(
 
 
 def test_the_page_lists_every_finding() -> None:
-    for name, kind in KINDS.items():
-        assert f"| `{name}` | {kind.what} | {kind.some} | {kind.every} |" in PAGE
+    for name, check in CHECKS.items():
+        assert f"| `{name}` | {check.what} | {check.some} | {check.every} |" in PAGE
 
 
 @pytest.fixture
@@ -162,7 +162,7 @@ def test_the_spaces_of_sentencepiece_stay() -> None:
     )
     pieces = ["▁Natalia", "▁sold", "▁", "4", "8", "▁clips", "<0x0A>", "▁", *(f"<0x{b:02X}>" for b in "🙂".encode())]
     ids = np.array([vocabulary[piece] for piece in pieces], dtype=np.int32)
-    texts = token_texts(TokenExample(ids, ids), PreTrainedTokenizerFast(tokenizer_object=bpe))
+    texts = decode_tokens(TokenExample(ids, ids), PreTrainedTokenizerFast(tokenizer_object=bpe))
     assert texts == ["Natalia", " sold", " ", "4", "8", " clips", "\n", " ", "", "", "", "🙂"]
 
 
@@ -176,7 +176,7 @@ def test_a_file_is_shown_without_a_recipe(
     assert main(["inspect", "--model", model, "a.jsonl", "max_length=60"]) == 0
     assert "<|user|>" in capsys.readouterr().out
     assert main(["inspect", "recipe.yaml"]) == EXIT_USER_ERROR
-    assert capsys.readouterr().err == "recipe.yaml: is not data; a recipe is given as --recipe recipe.yaml\n"
+    assert capsys.readouterr().err == "recipe.yaml: not a data file; for a recipe write --recipe recipe.yaml\n"
 
 
 def test_what_launch_would_say_of_the_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -185,7 +185,7 @@ def test_what_launch_would_say_of_the_model_is_shown(recipe: Path, capsys: pytes
     assert main(["inspect", "--recipe", str(recipe)]) == 0
     out = capsys.readouterr().out
     assert "warning: examples have up to " in out and "but the model was made for 8 positions" in out
-    assert "nothing found that is wrong" not in out
+    assert "no problems found" not in out
     recipe.write_text(text.replace("model_type: llama", "model_type: llama, vocab_size: 100"))
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
     assert "fatal: model_config: its embedding has 100 rows, but the tokenizer has " in capsys.readouterr().out
@@ -202,7 +202,7 @@ def test_arithmetic_of_a_template_that_fails_is_a_sentence(
         file.write(f"chat_template: {json.dumps(template)}\n")
     Path("a.jsonl").write_text('{"messages": [{"role": "assistant", "content": "Hi"}]}\n')
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
-    assert "a.jsonl:1: the chat template refuses it: " in capsys.readouterr().err
+    assert "a.jsonl:1: the chat template rejects it: " in capsys.readouterr().err
 
 
 def test_half_a_character_in_the_name_of_a_column_is_a_sentence(
@@ -211,13 +211,13 @@ def test_half_a_character_in_the_name_of_a_column_is_a_sentence(
     Path("a.jsonl").write_text('{"text": "a", "\\ud800": 1}\n{"\\udfff": "b"}\n')
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
     err = capsys.readouterr().err
-    assert "a.jsonl:1: half of a UTF-16 pair" in err and "a.jsonl:2: half of a UTF-16 pair" in err
+    assert "a.jsonl:1: not valid Unicode: " in err and "a.jsonl:2: not valid Unicode: " in err
 
 
 def test_a_column_name_that_breaks_the_line_is_quoted(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("a.jsonl").write_text('{"text": "a", "b\\nfatal: c": 1}\n')
     assert main(["inspect", "--recipe", str(recipe), "--rows", "0"]) == 0
-    assert "  columns that are not used: 'b\\nfatal: c' (1 row)\n" in capsys.readouterr().out
+    assert "  unused columns: 'b\\nfatal: c' (1 row)\n" in capsys.readouterr().out
     Path("a.jsonl").write_text('{"b\\nfatal: c": 1}\n')
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
-    assert "its columns are 'b\\nfatal: c'; known are" in capsys.readouterr().err
+    assert "its columns are 'b\\nfatal: c'; known formats:" in capsys.readouterr().err

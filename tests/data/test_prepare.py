@@ -267,7 +267,7 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_
     lines = str(error.value).splitlines()
     assert [line.partition(": ")[0] for line in lines] == [f"{path}:{number}" for number in (2, 3, 4)]
     assert "not JSON" in lines[0] and "empty" in lines[1] and "not valid Unicode" in lines[2]
-    assert lines[2].endswith("(on_bad_row: skip leaves such rows out and counts them)")
+    assert lines[2].endswith("(on_bad_row: skip counts such rows and continues)")
     prepared = prepare([{"path": str(path)}], on_bad_row="skip")
     source = prepared.report.sources[0]
     assert (source.rows_read, source.rows_skipped, source.examples) == (5, 3, 2)
@@ -298,7 +298,7 @@ def test_a_lost_tool_call_stops_the_training_in_any_row(prepare: Prepare, tmp_pa
     asked = {"conversations": [{"from": "human", "value": "What time is it?"}, call], "tools": "[]"}
     path = write_lines(tmp_path / "a.jsonl", [*(chat(f"Q{i}", "A") for i in range(40)), asked])
     with pytest.raises(
-        UserError, match="fatal: tool_calls_dropped: in 1 of 41 rows the chat template leaves tool calls"
+        UserError, match="fatal: tool_calls_dropped: in 1 of 41 rows the chat template drops tool calls"
     ):
         prepare([{"path": str(path)}])
     assert names(prepare([{"path": str(path)}], chat_template="chatml", max_length=1024)) == {
@@ -318,10 +318,10 @@ def test_fatal_findings_stop_the_training_in_their_own_words(prepare: Prepare, t
     silent_role = (
         "{%- for m in messages -%}{{- m.role + (m.content if m.role == 'user' else '') + eos_token -}}{%- endfor -%}"
     )
-    with pytest.raises(UserError, match="fatal: assistant_dropped: in 2 of 2 rows the chat template leaves the assist"):
+    with pytest.raises(UserError, match="fatal: assistant_dropped: in 2 of 2 rows the chat template drops the assist"):
         prepare([{"path": str(asked)}], chat_template=silent_role)
     deaf = silent_role.replace("'user'", "'assistant'")
-    with pytest.raises(UserError, match="fatal: user_dropped: in 2 of 2 rows the chat template leaves a user's words"):
+    with pytest.raises(UserError, match="fatal: user_dropped: in 2 of 2 rows the chat template drops a user's message"):
         prepare([{"path": str(asked)}], chat_template=deaf)
     doubled = "{{ bos_token }}{{ bos_token }}{%- for m in messages -%}{{- m.content + eos_token -}}{%- endfor -%}"
     with pytest.raises(UserError, match="fatal: doubled_bos: in 2 of 2 rows"):

@@ -12,10 +12,11 @@ from transformers import AutoTokenizer
 
 from finetune.cli import main
 from finetune.data.chat import render
-from finetune.data.chat_templates import NAMED
-from finetune.data.formats import BadRow, Conversation, read_row
+from finetune.data.chat_templates import TEMPLATES
+from finetune.data.formats import Conversation, parse_row
+from finetune.data.messages import BadRow
 from finetune.data.readers import read_file
-from finetune.data.renderer import renderer
+from finetune.data.renderer import make_renderer
 from finetune.errors import EXIT_USER_ERROR
 from finetune.recipe.schema import DatasetSource
 from tests.data.test_chat import conversation, tokenizer_with
@@ -37,7 +38,7 @@ def turn(role: str, value: Any) -> dict[str, Any]:
 
 
 def document(row: dict[str, Any]) -> Conversation:
-    found = read_row(row, SOURCE)
+    found = parse_row(row, SOURCE).document
     assert isinstance(found, Conversation)
     return found
 
@@ -177,20 +178,20 @@ DOCUMENTED = {
 @pytest.mark.parametrize("name", WITH_TOOLS)
 def test_a_named_template_writes_tools_as_its_family_documents_them(name: str) -> None:
     read = document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]})
-    rendered = render(read, renderer(tokenizer_with(NAMED[name]), True))
+    rendered = render(read, make_renderer(tokenizer_with(TEMPLATES[name]), True))
     tools, call, answer = DOCUMENTED[name]
     assert tools in rendered.text and answer in rendered.text
     said = [rendered.text[start:end] for start, end in rendered.spans]
     assert said[0] == call
     assert len(said) == 2 and "It rains." in said[1]
-    assert not {r for r in rendered.remarks if "dropped" in r}
+    assert not {r for r in rendered.findings if "dropped" in r}
 
 
 def test_mistral_writes_ids_where_there_are_some_and_tools_before_the_last_question() -> None:
     called = {**CALLED, "tool_calls": [{**CALL, "id": "a1b2c3d4e"}]}
     answered = [{**ANSWERED[0], "content": '{"sky": "rain"}', "tool_call_id": "a1b2c3d4e"}, ANSWERED[1]]
     read = document({"messages": [ASKED, called, *answered, {"role": "user", "content": "And now?"}, called, *answered], "tools": [TOOL]})  # fmt: skip
-    rendered = render(read, renderer(tokenizer_with(NAMED["mistral"]), True))
+    rendered = render(read, make_renderer(tokenizer_with(TEMPLATES["mistral"]), True))
     assert rendered.text.count("[AVAILABLE_TOOLS]") == 1
     assert "[/AVAILABLE_TOOLS][INST] And now?[/INST]" in rendered.text
     assert '[TOOL_RESULTS] {"content": {"sky": "rain"}, "call_id": "a1b2c3d4e"}[/TOOL_RESULTS]' in rendered.text
@@ -201,22 +202,22 @@ def test_mistral_writes_ids_where_there_are_some_and_tools_before_the_last_quest
 
 @pytest.mark.parametrize("name", ["plain", "llama3", "gemma"])
 def test_what_a_template_leaves_out_is_noticed(name: str) -> None:
-    way = renderer(tokenizer_with(NAMED[name]), True)
-    both = render(document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]}), way).remarks
+    renderer = make_renderer(tokenizer_with(TEMPLATES[name]), True)
+    both = render(document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]}), renderer).findings
     assert {"tool_calls_dropped", "tools_dropped"} <= set(both)
-    given = render(document({"messages": [ASKED, {**CALLED, "train": False}, *ANSWERED]}), way).remarks
+    given = render(document({"messages": [ASKED, {**CALLED, "train": False}, *ANSWERED]}), renderer).findings
     assert "tools_dropped" in given and "tool_calls_dropped" not in given
-    schemas = render(document({"messages": [ASKED, ANSWERED[1]], "tools": [TOOL]}), way).remarks
+    schemas = render(document({"messages": [ASKED, ANSWERED[1]], "tools": [TOOL]}), renderer).findings
     assert "tools_dropped" in schemas
 
 
 def test_llama_3_leaves_calls_out_and_the_named_template_writes_them_with_its_tokens(shared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
     read = document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]})
-    assert {"tool_calls_dropped", "tools_dropped"} <= set(render(read, renderer(tokenizer, True)).remarks)
-    tokenizer.chat_template = NAMED["llama3.1"]
-    rendered = render(read, renderer(tokenizer, True))
-    assert rendered.remarks == ()
+    assert {"tool_calls_dropped", "tools_dropped"} <= set(render(read, make_renderer(tokenizer, True)).findings)
+    tokenizer.chat_template = TEMPLATES["llama3.1"]
+    rendered = render(read, make_renderer(tokenizer, True))
+    assert rendered.findings == ()
     assert rendered.text == tokenizer.apply_chat_template([ASKED, CALLED, *ANSWERED], tools=[TOOL], tokenize=False)
     assert [rendered.text[start:end] for start, end in rendered.spans] == [
         '{"name": "weather", "parameters": {"city": "Köln", "days": 2}}<|eot_id|>',
@@ -225,17 +226,17 @@ def test_llama_3_leaves_calls_out_and_the_named_template_writes_them_with_its_to
 
 
 def test_words_beside_a_call_reasoning_and_empty_answers_are_not_lost_unnoticed() -> None:
-    silent = NAMED["chatml"].replace("+ message['content'] -}}\n        {%- for call", "-}}\n        {%- for call")
+    silent = TEMPLATES["chatml"].replace("+ message['content'] -}}\n        {%- for call", "-}}\n        {%- for call")
     beside = document({"messages": [ASKED, {**CALLED, "content": "Let me see."}, *ANSWERED], "tools": [TOOL]})
-    assert "assistant_dropped" in render(beside, renderer(tokenizer_with(silent), True)).remarks
-    chatml = renderer(tokenizer_with(NAMED["chatml"]), True)
-    assert "assistant_dropped" not in render(beside, chatml).remarks
+    assert "assistant_dropped" in render(beside, make_renderer(tokenizer_with(silent), True)).findings
+    chatml = make_renderer(tokenizer_with(TEMPLATES["chatml"]), True)
+    assert "assistant_dropped" not in render(beside, chatml).findings
     reasoned = document({"messages": [ASKED, {**ANSWERED[1], "reasoning_content": "Clouds."}]})
-    assert "reasoning_dropped" in render(reasoned, chatml).remarks
-    shown = NAMED["chatml"].replace("message['content'] + '<|im_end|>", "message['reasoning_content'] | default('') + message['content'] + '<|im_end|>")  # fmt: skip
-    assert "reasoning_dropped" not in render(reasoned, renderer(tokenizer_with(shown), True)).remarks
-    assert "empty_answer" in render(conversation("Q", " "), chatml).remarks
-    assert "empty_answer" not in render(conversation("Q", "A"), chatml).remarks
+    assert "reasoning_dropped" in render(reasoned, chatml).findings
+    shown = TEMPLATES["chatml"].replace("message['content'] + '<|im_end|>", "message['reasoning_content'] | default('') + message['content'] + '<|im_end|>")  # fmt: skip
+    assert "reasoning_dropped" not in render(reasoned, make_renderer(tokenizer_with(shown), True)).findings
+    assert "empty_answer" in render(conversation("Q", " "), chatml).findings
+    assert "empty_answer" not in render(conversation("Q", "A"), chatml).findings
 
 
 def sharegpt_rows(count: int) -> list[dict[str, Any]]:
@@ -290,7 +291,7 @@ def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    tokenizer = tokenizer_with(NAMED["chatml"])
+    tokenizer = tokenizer_with(TEMPLATES["chatml"])
     Path("calls.json").write_text(json.dumps(sharegpt_rows(12)))
     tokenizer.save_pretrained("tokenizer")
     recipe = {
@@ -312,9 +313,9 @@ def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained(
     Path("recipe.yaml").write_text(yaml.safe_dump(recipe))
     assert main(["inspect", "--recipe", "recipe.yaml", "--rows", "0"]) == EXIT_USER_ERROR
     said = capsys.readouterr().out
-    assert "fatal: tool_calls_dropped: in 9 of 12 rows the chat template leaves tool calls out" in said
+    assert "fatal: tool_calls_dropped: in 9 of 12 rows the chat template drops tool calls" in said
     assert "warning: tools_dropped: in 9 of 12 rows" in said
-    assert "columns that are not used: id (9 rows)" in said
+    assert "unused columns: id (9 rows)" in said
 
     Path("recipe.yaml").write_text(yaml.safe_dump({**recipe, "chat_template": "chatml"}))
     assert main(["inspect", "--recipe", "recipe.yaml", "--rows", "12", "--json"]) == 0
@@ -379,5 +380,5 @@ def test_keys_that_arrow_added_are_not_trained_on(kind: str, tmp_path: Path) -> 
     for (_, found), row in zip(read_file(str(file)), rows, strict=True):
         read, wanted = document(found), document(row)
         assert (read.messages, read.tools) == (wanted.messages, wanted.tools)
-        rendered = render(read, renderer(tokenizer_with(NAMED["chatml"]), True))
+        rendered = render(read, make_renderer(tokenizer_with(TEMPLATES["chatml"]), True))
         assert "null" not in rendered.text.lower() and "none" not in rendered.text.lower()

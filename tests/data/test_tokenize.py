@@ -12,11 +12,12 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.constants import IGNORE_INDEX
-from finetune.data.chat import Rendered, render
+from finetune.data.chat import RenderedText, render
 from finetune.data.chat_templates import PLAIN
-from finetune.data.formats import Conversation, read_row
-from finetune.data.renderer import renderer
-from finetune.data.tokens import encoder, tokenize
+from finetune.data.formats import Conversation, parse_row
+from finetune.data.renderer import make_renderer
+from finetune.data.tokenize import tokenize
+from finetune.data.tokenizer import make_encoder
 from finetune.recipe.schema import DatasetSource
 
 CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20
@@ -52,7 +53,9 @@ def sentencepiece_like() -> Tokenizer:
 
 
 TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
-ENCODERS = {name: encoder(PreTrainedTokenizerFast(tokenizer_object=backend)) for name, backend in TOKENIZERS.items()}
+ENCODERS = {
+    name: make_encoder(PreTrainedTokenizerFast(tokenizer_object=backend)) for name, backend in TOKENIZERS.items()
+}
 # No private-use or control characters: SentencePiece-like tokenizers have no bytes for half of them in this tiny vocabulary.
 PIECES = st.lists(st.text(st.sampled_from("It is four. \nüé漢🙂?"), min_size=1, max_size=12), min_size=1, max_size=5)
 
@@ -64,7 +67,7 @@ def test_labels_spell_the_trained_stretches(documents: list[tuple[list[str], int
     for pieces, first, special in documents:  # every second piece is trained on, from `first` on
         bounds = np.concatenate(([0], np.cumsum([len(piece) for piece in pieces]))).tolist()
         spans = tuple((bounds[i], bounds[i + 1]) for i in range(first, len(pieces), 2))
-        rendered.append(Rendered("".join(pieces), spans, special))
+        rendered.append(RenderedText("".join(pieces), spans, special))
     tokens = tokenize(rendered, [(0, i) for i in range(len(rendered))], ENCODERS["byte level"])
     ends = np.cumsum(tokens.lengths)
     for i, (document, end, length) in enumerate(zip(rendered, ends, tokens.lengths, strict=True)):
@@ -95,7 +98,7 @@ def test_what_stands_before_an_answer_is_encoded_as_at_inference(name: str) -> N
         ("", "four"),
     ]:
         tokens = tokenize(
-            [Rendered(prompt + answer, ((len(prompt), len(prompt + answer)),), True)], [(0, 1)], ENCODERS[name]
+            [RenderedText(prompt + answer, ((len(prompt), len(prompt + answer)),), True)], [(0, 1)], ENCODERS[name]
         )
         asked = backend.encode(prompt).ids
         first = int(np.flatnonzero(tokens.labels != IGNORE_INDEX)[0]) + 1
@@ -124,8 +127,10 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(templ
     )
     words = ["What is two?", "It is four.", "is it?", "It is what it is.", "four\n\nis four", "four"]
     messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(words)]
-    rendered = render(read_row({"messages": messages}, DatasetSource(path="chat.jsonl")), renderer(tokenizer, True))
-    tokens = tokenize([rendered], [(0, 1)], encoder(tokenizer))
+    rendered = render(
+        parse_row({"messages": messages}, DatasetSource(path="chat.jsonl")).document, make_renderer(tokenizer, True)
+    )
+    tokens = tokenize([rendered], [(0, 1)], make_encoder(tokenizer))
     assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
     starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE_INDEX], tokens.labels)) != IGNORE_INDEX))
     stretches = [[int(label) for label in part if label != IGNORE_INDEX] for part in np.split(tokens.labels, starts)]
@@ -133,7 +138,7 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(templ
 
 
 def test_documents_without_a_token_are_no_obstacle() -> None:
-    tokens = tokenize([Rendered("", (), False), Rendered("four", ((0, 4),), True), Rendered("", (), False)], [(0, i) for i in range(3)], ENCODERS["byte level"])  # fmt: skip
+    tokens = tokenize([RenderedText("", (), False), RenderedText("four", ((0, 4),), True), RenderedText("", (), False)], [(0, i) for i in range(3)], ENCODERS["byte level"])  # fmt: skip
     assert tokens.lengths.tolist()[0] == tokens.lengths.tolist()[2] == 0
     assert tokens.trained.tolist() == [0, int(tokens.lengths[1]) - 1, 0]
 
@@ -141,9 +146,11 @@ def test_documents_without_a_token_are_no_obstacle() -> None:
 def test_real_conversations_have_the_ids_of_apply_chat_template(shared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
     rows = json.loads((shared / "data" / "alpaca_en_demo.json").read_text())
-    way = renderer(tokenizer, assistant_only=True)
-    documents = [read_row(row, DatasetSource(path="alpaca.json")) for row in rows]
-    tokens = tokenize([render(document, way) for document in documents], [(0, 0)] * len(rows), encoder(tokenizer))
+    renderer = make_renderer(tokenizer, assistant_only=True)
+    documents = [parse_row(row, DatasetSource(path="alpaca.json")).document for row in rows]
+    tokens = tokenize(
+        [render(document, renderer) for document in documents], [(0, 0)] * len(rows), make_encoder(tokenizer)
+    )
     ours = np.split(tokens.input_ids, np.cumsum(tokens.lengths)[:-1])
     for document, ids in zip(documents, ours, strict=True):
         assert isinstance(document, Conversation)

@@ -1,0 +1,182 @@
+"""The spans of a rendered conversation that are trained on: what the assistant says, with the end of its turn.
+
+A template with {% generation %} markers gives them. For any other template they are found by rendering parts of the
+conversation and comparing the texts.
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from finetune.data.formats import Conversation
+from finetune.data.messages import BadRow, Message
+from finetune.data.renderer import Renderer, Span, Tools, apply_marked_template, apply_template
+
+
+def render_conversation(
+    conversation: Conversation, renderer: Renderer
+) -> tuple[str, tuple[Span, ...], dict[int, Span]]:
+    """(text, trained spans, message index -> span of an assistant's turn).
+
+    Every assistant turn is trained on, except those with `train: false`. The last value is empty if the template's own
+    markers are not one pair for each turn. Raises `BadRow` if the template rejects the conversation, or hides its turns.
+    """
+    messages = list(conversation.messages)
+    if renderer.has_markers:
+        text, marked = apply_marked_template(renderer, messages, conversation.tools)
+        spans = [(start, _find_end_of_turn(text, start, end, renderer)) for start, end in marked]
+    else:
+        text = apply_template(renderer, messages, conversation.tools)
+        found = None if conversation.tools else _find_by_layout(text, messages, renderer)
+        spans = _find_by_prefix(text, messages, conversation.tools, renderer) if found is None else found
+    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = dict(zip(answers, spans, strict=True)) if len(spans) == len(answers) else {}
+    if not renderer.assistant_only:
+        return text, ((0, len(text)),), turns
+    if all(conversation.trained[i] for i in answers):
+        return text, tuple(spans), turns
+    if not turns:
+        raise BadRow(
+            f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: false` cannot be "
+            "applied to one of them"
+        )
+    return text, tuple(span for i, span in turns.items() if conversation.trained[i]), turns
+
+
+def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> int:
+    """Where a trained span ends: after the end-of-turn token, before the white space that follows it.
+
+    A model stops at its end-of-turn token; it never has to write the newline that templates put after it.
+    """
+    inside = [match.end() for match in renderer.special_tokens.finditer(text, start, end)]
+    if inside and not text[inside[-1] : end].strip():
+        return inside[-1]
+    if renderer.end_of_turn and text.startswith(renderer.end_of_turn, end):
+        return end + len(renderer.end_of_turn)
+    content = text[start:end].rstrip()
+    if renderer.end_of_turn and content.endswith(renderer.end_of_turn):  # no special token of this tokenizer
+        return start + len(content)
+    # Another end than the last turn's (<|end|> for <|return|>), or the next turn's first token, which then is the end.
+    following = renderer.special_tokens.match(text, end)
+    return following.end() if following else end
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """What a template writes around the messages of a conversation with given roles. Source: `_probe_layout`."""
+
+    between: tuple[str, ...]  # [messages + 1]: text before, between and after the contents
+    trims: tuple[bool, ...]  # [messages]: whether the template removes white space around the content
+    starts: tuple[int, ...]  # [messages]: where in `between` an assistant's turn starts, after the generation prompt
+
+
+def _find_by_layout(text: str, messages: list[Message], renderer: Renderer) -> list[Span] | None:
+    """The assistant's spans if the template writes the same around any content, else None.
+
+    The layout is found once for each sequence of roles, and used only if it gives exactly this rendered text when filled
+    with this conversation's contents.
+    """
+    if any(len(message) > 2 for message in messages):
+        return None
+    roles = tuple(message["role"] for message in messages)
+    layout = _probe_layout(roles, renderer)
+    if layout is None:
+        return None
+    contents = [m["content"].strip() if trim else m["content"] for m, trim in zip(messages, layout.trims, strict=True)]
+    pieces = [layout.between[0]]
+    for content, after in zip(contents, layout.between[1:], strict=True):
+        pieces += (content, after)
+    if "".join(pieces) != text:
+        return None
+    spans, position = [], 0
+    for role, content, before, start in zip(roles, contents, layout.between, layout.starts, strict=False):
+        end = position + len(before) + len(content)
+        if role == "assistant":
+            spans.append((position + start, _find_end_of_turn(text, position + start, end, renderer)))
+        position = end
+    return spans
+
+
+@lru_cache(maxsize=1024)
+def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
+    """The layout, from contents that cannot be mistaken; None if the template does not write all of them unchanged."""
+    marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
+    messages = [{"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)]
+    between, trims, starts = [], [], []
+    try:
+        text = apply_template(renderer, messages)
+        position = 0
+        for i, (role, mark) in enumerate(zip(roles, marks, strict=True)):
+            at = text.find(mark, position)
+            if at < 0:
+                return None
+            trimmed = text[at - 1] != " " or text[at + len(mark)] != "\n"
+            content = at if trimmed else at - 1
+            start = _find_start_of_turn(text, messages[:i], (), renderer) if role == "assistant" else content
+            if start is None or not position <= start <= content:
+                return None
+            between.append(text[position:content])
+            trims.append(trimmed)
+            starts.append(start - position)
+            position = at + len(mark) + (not trimmed)
+    except (BadRow, IndexError):
+        return None
+    return _Layout((*between, text[position:]), tuple(trims), tuple(starts))
+
+
+def _find_by_prefix(text: str, messages: list[Message], tools: Tools, renderer: Renderer) -> list[Span]:
+    """The assistant's spans as what each of its turns adds to the text of the turns before it."""
+    spans = []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        start = _find_start_of_turn(text, messages[:i], tools, renderer)
+        up_to_turn = apply_template(renderer, messages[: i + 1], tools)
+        if start is not None and text.startswith(up_to_turn) and start <= len(up_to_turn):
+            spans.append((start, _find_end_of_turn(text, start, len(up_to_turn), renderer)))
+            continue
+        # The turn is written differently in the history than at the end (without its reasoning, say): up to its end token.
+        end = -1 if start is None or not renderer.end_of_turn else text.find(renderer.end_of_turn, start)
+        if start is not None and end >= 0 and renderer.end_of_turn not in message["content"]:
+            spans.append((start, end + len(renderer.end_of_turn)))
+            continue
+        found = _find_by_substitution(text, messages, i, tools, renderer)
+        if found is None:
+            raise BadRow(
+                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's turn "
+                "begins and ends; use a template with {% generation %} markers"
+            )
+        spans.append(found)
+    return spans
+
+
+def _find_by_substitution(text: str, messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> Span | None:
+    """The span of turn `i`, from what changes in the text when its content is replaced; None if more than that changes.
+
+    Mistral's templates describe the tools before the last question, so no text of fewer turns is a prefix of the whole.
+    """
+    mark = f"MESSAGE{i}CONTENT"
+    replaced = [*messages[:i], {"role": "assistant", "content": mark}, *messages[i + 1 :]]
+    try:
+        before, found, after = apply_template(renderer, replaced, tools).partition(mark)
+    except BadRow:
+        return None
+    # White space after the prompt belongs to the answer, unless the prompt itself ends with it.
+    prompted = renderer.generation_prompt and before.endswith(renderer.generation_prompt)
+    before = before if prompted else before.rstrip()
+    if not found or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
+        return None
+    return len(before), _find_end_of_turn(text, len(before), len(text) - len(after), renderer)
+
+
+def _find_start_of_turn(text: str, before: list[Message], tools: Tools, renderer: Renderer) -> int | None:
+    """Where the turn that follows `before` starts, after the generation prompt; None if that cannot be found."""
+    if not before:
+        at = text.find(renderer.generation_prompt) if renderer.generation_prompt else -1
+        return at + len(renderer.generation_prompt) if at >= 0 else 0
+    prompted = apply_template(renderer, before, tools, add_generation_prompt=True)
+    if text.startswith(prompted):
+        return len(prompted)
+    # The prompt may differ from the turn as it stands in the text (with <think>, say): the turn starts where they differ.
+    bare = apply_template(renderer, before, tools)
+    shared = next((i for i, (a, b) in enumerate(zip(text, prompted, strict=False)) if a != b), len(text))
+    return shared if text.startswith(bare) and shared > len(bare) else None
