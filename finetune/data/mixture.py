@@ -114,8 +114,8 @@ def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Fi
     """A finding where the text of a held-out example is trained on too."""
     leaked = np.flatnonzero(np.isin(_hashes(held_out), np.unique(_hashes(training))))
     tally = Tally()
-    tally.note("held_out_in_training", [held_out.where(int(i)) for i in leaked])
-    return findings(tally, of=len(held_out))
+    tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked])
+    return tally.list_findings(of=len(held_out))
 
 
 def _hashes(examples: Examples) -> NDArray[np.uint64]:

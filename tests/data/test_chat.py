@@ -1,4 +1,4 @@
-"""Chat templates: what is trained on is exactly what the assistant says, with its end, as transformers renders it."""
+"""Chat templates: the text is what transformers renders, and exactly the assistant's turns in it are trained on."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ SOURCE = DatasetSource(path="chat.jsonl")
 FAMILY_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 FAMILY_TOKENS += ("<start_of_turn>", "<end_of_turn>")
 
-# Thinking as Qwen3 has it: an empty block in the last turn only, reasoning left out of the history.
+# Thinking as in Qwen3: an empty block in the last turn only, no reasoning in the history.
 THINKING = """\
 {%- for m in messages -%}
   {%- set words = m['content'].split('</think>')[-1].lstrip('\\n') if m['role'] == 'assistant' else m['content'] -%}
@@ -28,7 +28,7 @@ THINKING = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
-# Phi3 ends the whole conversation with a token of its own, which does not belong to earlier turns.
+# Phi3 ends the whole conversation with its own token, which does not belong to earlier turns.
 FINAL_END = TEMPLATES["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
 TESTED_TEMPLATES = TEMPLATES | {"thinking": THINKING, "final end": FINAL_END}
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
@@ -62,16 +62,16 @@ def trained(document: Conversation, renderer: Renderer) -> list[str]:
 
 
 @pytest.mark.parametrize("name", TESTED_TEMPLATES)
-def test_the_assistants_words_and_their_end_are_trained_and_nothing_else(name: str) -> None:
+def test_only_the_assistants_turns_with_their_end_are_trained_on(name: str) -> None:
     end = ENDS.get(name, "<|end|>")
-    spoken = trained(
+    found = trained(
         conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), RENDERERS[name]
     )
     space = " " if name == "mistral" else ""  # its template has a space before the assistant's words
     thought = (
         "<think></think>\n" if name == "thinking" else ""
     )  # the model writes it too, unless the prompt asks otherwise
-    assert spoken == [f"{space}Hello user{end}", f"{space}{thought}Goodbye{end}"]
+    assert found == [f"{space}Hello user{end}", f"{space}{thought}Goodbye{end}"]
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]"), min_size=1, max_size=20).filter(str.strip)
@@ -82,7 +82,7 @@ WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]"), min_siz
     st.lists(WORDS, min_size=2, max_size=6).filter(lambda contents: len(contents) % 2 == 0),
     st.none() | WORDS,
 )
-def test_rendered_text_is_transformers_own_and_spans_hold_the_answers(
+def test_text_equals_apply_chat_template_and_spans_contain_the_answers(
     name: str, contents: list[str], system: str | None
 ) -> None:
     document, renderer = conversation(*contents, system=system), RENDERERS[name]
@@ -95,19 +95,19 @@ def test_rendered_text_is_transformers_own_and_spans_hold_the_answers(
         assert last <= start < end <= len(text)
         assert answer.strip() in text[start:end]
         last = end
-    # The first stretch begins where generation would: behind the prompt.
+    # The first span begins where generation would: after the prompt.
     first = 2 if system is not None else 1
     assert text[: rendered.spans[0][0]] == apply_template(
         renderer, list(document.messages[:first]), add_generation_prompt=True
     )
 
 
-def test_reasoning_that_the_history_leaves_out_is_no_obstacle() -> None:
-    spoken = trained(conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"), RENDERERS["thinking"])
-    assert spoken == ["A<|im_end|>", "<think>so</think>\nB<|im_end|>"]
+def test_reasoning_dropped_from_the_history_is_handled() -> None:
+    found = trained(conversation("Q", "<think>hm</think>\nA", "Q2", "<think>so</think>\nB"), RENDERERS["thinking"])
+    assert found == ["A<|im_end|>", "<think>so</think>\nB<|im_end|>"]
 
 
-def test_generation_markers_are_followed_and_the_end_is_added() -> None:
+def test_generation_markers_are_used_and_the_end_of_turn_is_added() -> None:
     marked = TEMPLATES["chatml"].replace(
         "message['content'] + '<|im_end|>\\n' -}}",
         "'' -}}{%- if message['role'] == 'assistant' -%}{%- generation -%}{{- message['content'] -}}{%- endgeneration -%}"
@@ -119,7 +119,7 @@ def test_generation_markers_are_followed_and_the_end_is_added() -> None:
     assert trained(document, renderer) == trained(document, RENDERERS["chatml"]) == ["Hello<|im_end|>", "Bye<|im_end|>"]
 
 
-def test_a_message_may_say_that_it_is_not_trained_on() -> None:
+def test_train_false_excludes_a_message() -> None:
     messages = [
         {"role": "user", "content": "Q"},
         {"role": "assistant", "content": "wrong", "train": False},
@@ -136,13 +136,13 @@ def test_a_message_may_say_that_it_is_not_trained_on() -> None:
     assert trained(weighted, RENDERERS["llama3"]) == ["right<|eot_id|>"]
 
 
-def test_all_of_it_is_trained_where_the_recipe_says_so() -> None:
+def test_everything_is_trained_on_without_assistant_only_loss() -> None:
     renderer = make_renderer(tokenizer_with(TEMPLATES["llama3"]), assistant_only=False)
     rendered = render(conversation("Q", "A"), renderer)
     assert rendered.spans == ((0, len(rendered.text)),)
 
 
-def test_tool_calls_are_the_assistants_words_and_tool_answers_are_not() -> None:
+def test_tool_calls_are_trained_on_and_tool_results_are_not() -> None:
     template = (
         "{%- for m in messages -%}{{- '<|im_start|>' + m['role'] + '\\n' + m['content'] -}}"
         "{%- for call in m.tool_calls or [] -%}{{- call.function | tojson -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
@@ -163,7 +163,7 @@ def test_tool_calls_are_the_assistants_words_and_tool_answers_are_not() -> None:
     assert trained(document, renderer) == ['{"name": "weather"}<|im_end|>', "It rains.<|im_end|>"]
 
 
-def test_what_is_noticed_in_a_conversation() -> None:
+def test_findings_of_a_conversation() -> None:
     typed = render(conversation("Q <|end|>", "A"), RENDERERS["llama3"])
     assert typed.findings == ("typed_special_token",)
     dropping = TEMPLATES["chatml"].replace("in messages -%}", "in messages if message['role'] != 'system' -%}")
@@ -178,7 +178,7 @@ def test_what_is_noticed_in_a_conversation() -> None:
 
 
 @pytest.mark.parametrize("name", TESTED_TEMPLATES)
-def test_words_that_a_template_trims_or_sets_apart_are_not_missed(name: str) -> None:
+def test_content_that_a_template_trims_or_moves_is_not_reported_as_dropped(name: str) -> None:
     said = (
         "  Why\n\n so? \n",
         "<think>\nhm\n</think>\n\nWell.\n",
@@ -188,7 +188,7 @@ def test_words_that_a_template_trims_or_sets_apart_are_not_missed(name: str) -> 
     assert not {"user_dropped", "assistant_dropped"} & set(render(conversation(*said), RENDERERS[name]).findings)
 
 
-def test_words_that_a_template_leaves_out_are_noticed() -> None:
+def test_content_that_a_template_drops_is_reported() -> None:
     role_only = make_renderer(tokenizer_with("{% for m in messages %}{{ m['role'] }}{{ eos_token }}{% endfor %}"), True)
     assert render(conversation("hi", "hello"), role_only).findings == ("user_dropped", "assistant_dropped")
     shown = "{{- message['content'] if message['role'] != '%s' else '' -}}{{- eos_token -}}"
@@ -200,7 +200,7 @@ def test_words_that_a_template_leaves_out_are_noticed() -> None:
         assert remarks == (f"{role}_dropped",)
 
 
-def test_a_template_that_refuses_a_row_makes_it_a_bad_row_in_its_own_words() -> None:
+def test_a_template_that_rejects_a_row_gives_a_bad_row_with_its_message() -> None:
     refusing = "{{- raise_exception('only haiku are allowed') -}}"
     with pytest.raises(BadRow, match="the chat template rejects it: only haiku are allowed"):
         render(conversation("Q", "A"), make_renderer(tokenizer_with(refusing), True))
@@ -219,6 +219,6 @@ def test_templates_run_in_a_sandbox(attack: str) -> None:
         render(conversation("Q", "A"), make_renderer(tokenizer_with(attack), True))
 
 
-def test_a_template_that_is_not_jinja_is_told_with_its_line() -> None:
+def test_a_template_that_is_not_jinja_is_reported_with_its_line() -> None:
     with pytest.raises(UserError, match="chat_template: line 2: not valid Jinja"):
         make_renderer(tokenizer_with("hello\n{% for %}"), True)

@@ -1,4 +1,4 @@
-"""Rows of every format, recognized from their columns or by type, and rows that fit none."""
+"""Rows of every format, recognized from their columns or named by `type`, and rows that fit none."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def test_plain_formats_are_recognized() -> None:
     assert parse_row({"text": "Once"}, SOURCE).document == Text("Once")
 
 
-def test_columns_may_be_named() -> None:
+def test_columns_can_be_named() -> None:
     row = {"question": "Q", "answer": "A", "text": "not this"}
     named = DatasetSource(path="rows.jsonl", prompt_column="question", completion_column="answer")
     assert parse_row(row, named).document == Completion("Q", "A")
@@ -106,7 +106,7 @@ def test_the_system_column_and_the_history_are_turns() -> None:
 PAIR = {"chosen": [ASSISTANT], "rejected": [{"role": "assistant", "content": "B"}]}
 
 
-def test_the_chosen_side_is_trained_on_where_the_recipe_says_so() -> None:
+def test_the_chosen_side_is_trained_on_if_the_recipe_names_it() -> None:
     pairs = {"conversations": [{"from": "human", "value": "Q"}], "chosen": {"from": "gpt", "value": "A"}, "rejected": {"from": "gpt", "value": "B"}}  # fmt: skip
     assert turns(pairs, completion_column="chosen") == ASKED
     assert turns({"prompt": [USER], **PAIR}, completion_column="chosen") == ASKED
@@ -129,13 +129,13 @@ def test_the_chosen_side_is_trained_on_where_the_recipe_says_so() -> None:
         ({"instruction": "Q", "output": "A", "history": [["Hi"]]}, "history: a list of [question, answer] is expected"),
     ],
 )
-def test_rows_that_ask_for_another_method_are_refused(row: dict[str, Any], words: str) -> None:
+def test_rows_for_another_training_method_are_rejected(row: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRow) as problem:
         parse_row(row, SOURCE)
     assert words in str(problem.value)
 
 
-def test_the_labels_of_plain_text_are_no_obstacle_and_every_unused_column_is_named() -> None:
+def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> None:
     assert parse_row({"text": "Once", "label": False, "score": 3}, SOURCE) == ParsedRow(
         Text("Once"), "text", ("label", "score")
     )
@@ -179,13 +179,13 @@ def test_the_labels_of_plain_text_are_no_obstacle_and_every_unused_column_is_nam
         ({"instruction": "Q", "input": 3, "output": "A"}, "input: text is expected, found 3 (int)"),
     ],
 )
-def test_a_row_that_does_not_fit_says_why(row: dict[str, Any], words: str) -> None:
+def test_a_row_that_does_not_fit_is_rejected_with_the_reason(row: dict[str, Any], words: str) -> None:
     with pytest.raises(BadRow) as problem:
         parse_row(row, SOURCE)
     assert words in str(problem.value)
 
 
-def test_a_named_column_that_is_not_there_is_told_with_those_that_are() -> None:
+def test_a_missing_named_column_is_reported_with_the_columns_present() -> None:
     with pytest.raises(BadRow, match="frage: text is expected, found nothing; its columns are question, answer"):
         parse_row(
             {"question": "Q", "answer": "A"}, DatasetSource(path="r", prompt_column="frage", completion_column="answer")
@@ -204,7 +204,7 @@ def test_any_row_is_a_document_or_a_bad_row(row: dict[str, Any]) -> None:
             assert all(isinstance(message["content"], str) for message in document.messages)
 
 
-def test_nesting_without_end_is_told_not_followed() -> None:
+def test_endless_nesting_is_rejected() -> None:
     deep: Any = "Q"
     for _ in range(100_000):
         deep = [deep]

@@ -1,4 +1,4 @@
-"""`finetune inspect` as a person meets it, and docs/data.md, whose examples are run."""
+"""`finetune inspect` from the command line, and the examples of docs/data.md."""
 
 import json
 import os
@@ -91,15 +91,17 @@ def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_json_holds_every_token_with_its_mask(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", "--recipe", str(recipe), "--json"]) == 0
-    told: dict[str, Any] = json.loads(capsys.readouterr().out)
-    (row,) = told["rows"]
+    printed: dict[str, Any] = json.loads(capsys.readouterr().out)
+    (row,) = printed["rows"]
     assert row["where"] == "a.jsonl:1"
     assert "".join(token["text"] for token in row["tokens"] if token["trained"]) == "Hé 🙂<|end_of_turn|>"
-    assert told["report"]["trained_tokens"] == sum(token["trained"] for token in row["tokens"])
-    assert told["report"]["tokens"] == len(row["tokens"])
+    assert printed["report"]["trained_tokens"] == sum(token["trained"] for token in row["tokens"])
+    assert printed["report"]["tokens"] == len(row["tokens"])
 
 
-def test_examples_are_shown_by_the_numbers_that_a_run_tells(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_examples_are_selected_by_the_numbers_that_a_run_reports(
+    recipe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [json.dumps({"prompt": str(i), "completion": f"answer {i}"}) for i in range(5)]
     (recipe.parent / "a.jsonl").write_text("\n".join(rows))
     assert main(["inspect", "--recipe", str(recipe), "--json", "--examples", "3,1"]) == 0
@@ -113,14 +115,14 @@ def test_examples_are_shown_by_the_numbers_that_a_run_tells(recipe: Path, capsys
         assert said in capsys.readouterr().err
 
 
-def test_a_fatal_finding_is_shown_and_told_by_the_exit_code(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_fatal_finding_is_shown_and_sets_the_exit_code(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with recipe.open("a") as file:
         file.write("chat_template: '{% for m in messages %}{{ m.content }}{% endfor %}'\n")
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
     assert "fatal: no_end_of_turn: in 1 of 1 row " in capsys.readouterr().out
 
 
-def test_on_a_terminal_it_is_in_color_and_the_data_cannot_steer_it(recipe: Path) -> None:
+def test_on_a_terminal_it_is_colored_and_the_data_cannot_control_it(recipe: Path) -> None:
     ours, theirs = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, "-m", "finetune", "inspect", "--recipe", str(recipe)],
@@ -134,7 +136,7 @@ def test_on_a_terminal_it_is_in_color_and_the_data_cannot_steer_it(recipe: Path)
     try:
         while chunk := os.read(ours, 65536):
             shown += chunk
-    except OSError:  # how a pseudo-terminal says that its other end has gone
+    except OSError:  # a pseudo-terminal whose other end is closed
         pass
     assert process.wait(60) == 0
     text = shown.decode()
@@ -152,7 +154,7 @@ def test_a_stream_shows_its_first_block(recipe: Path, capsys: pytest.CaptureFixt
     assert not list((recipe.parent / "cache").rglob("block-000000"))
 
 
-def test_the_spaces_of_sentencepiece_stay() -> None:
+def test_the_spaces_of_sentencepiece_are_kept() -> None:
     words = ["<unk>", "▁Natalia", "▁sold", "▁", "4", "8", "▁clips", *(f"<0x{byte:02X}>" for byte in range(256))]
     vocabulary = {word: index for index, word in enumerate(words)}
     bpe = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
@@ -170,8 +172,8 @@ def test_a_file_is_shown_without_a_recipe(
     recipe: Path, tiny_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["inspect", "a.jsonl", "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["rows"][0]["where"] == "a.jsonl:1" and told["warnings"] == []
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["rows"][0]["where"] == "a.jsonl:1" and printed["warnings"] == []
     model = str(tiny_llama())
     assert main(["inspect", "--model", model, "a.jsonl", "max_length=60"]) == 0
     assert "<|user|>" in capsys.readouterr().out
@@ -179,7 +181,7 @@ def test_a_file_is_shown_without_a_recipe(
     assert capsys.readouterr().err == "recipe.yaml: not a data file; for a recipe write --recipe recipe.yaml\n"
 
 
-def test_what_launch_would_say_of_the_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_launch_would_report_about_the_model_is_shown(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = recipe.read_text()
     recipe.write_text(text.replace("model_type: llama", "model_type: llama, max_position_embeddings: 8"))
     assert main(["inspect", "--recipe", str(recipe)]) == 0
@@ -195,7 +197,7 @@ def test_what_launch_would_say_of_the_model_is_shown(recipe: Path, capsys: pytes
     "template",
     ["{{ 1 / (messages | length - 1) }}", "{{ 1e308 * 10 | int }}{{ (10.0 ** 400) }}", "{{ 'a' * 2 ** 62 }}"],
 )
-def test_arithmetic_of_a_template_that_fails_is_a_sentence(
+def test_failed_arithmetic_in_a_template_is_an_error_message(
     recipe: Path, template: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with recipe.open("a") as file:
@@ -205,7 +207,7 @@ def test_arithmetic_of_a_template_that_fails_is_a_sentence(
     assert "a.jsonl:1: the chat template rejects it: " in capsys.readouterr().err
 
 
-def test_half_a_character_in_the_name_of_a_column_is_a_sentence(
+def test_a_surrogate_in_the_name_of_a_column_is_an_error_message(
     recipe: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("a.jsonl").write_text('{"text": "a", "\\ud800": 1}\n{"\\udfff": "b"}\n')

@@ -1,4 +1,4 @@
-"""The mask: whatever the text and its spans, the labels are the next tokens of just those stretches."""
+"""Tokens and labels: for any text and spans, the labels are the next tokens of exactly those spans."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the w
 
 
 def byte_level() -> Tokenizer:
-    """BPE over bytes with merges, as Llama 3 and Qwen have it."""
+    """BPE over bytes with merges, as in Llama 3 and Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -38,7 +38,7 @@ def byte_level() -> Tokenizer:
 
 
 def sentencepiece_like() -> Tokenizer:
-    """BPE over characters with byte fallback and a space put before the text, as Llama 2 and Mistral have it."""
+    """BPE over characters with byte fallback and a space put before the text, as in Llama 2 and Mistral."""
     tokenizer = Tokenizer(models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     tokenizer.decoder = decoders.Sequence(
@@ -61,7 +61,7 @@ PIECES = st.lists(st.text(st.sampled_from("It is four. \nüé漢🙂?"), min_siz
 
 
 @given(st.lists(st.tuples(PIECES, st.integers(0, 1), st.booleans()), min_size=1, max_size=5))
-def test_labels_spell_the_trained_stretches(documents: list[tuple[list[str], int, bool]]) -> None:
+def test_labels_decode_to_the_trained_spans(documents: list[tuple[list[str], int, bool]]) -> None:
     backend = TOKENIZERS["byte level"]
     rendered = []
     for pieces, first, special in documents:  # every second piece is trained on, from `first` on
@@ -88,7 +88,7 @@ def test_labels_spell_the_trained_stretches(documents: list[tuple[list[str], int
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
-def test_what_stands_before_an_answer_is_encoded_as_at_inference(name: str) -> None:
+def test_the_prompt_is_encoded_as_at_inference(name: str) -> None:
     backend: Any = TOKENIZERS[name]
     for prompt, answer in [
         ("What is it?", "It is four."),
@@ -133,11 +133,11 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(templ
     tokens = tokenize([rendered], [(0, 1)], make_encoder(tokenizer))
     assert tokens.input_ids.tolist() == tokenizer.apply_chat_template(messages, return_dict=False)
     starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE_INDEX], tokens.labels)) != IGNORE_INDEX))
-    stretches = [[int(label) for label in part if label != IGNORE_INDEX] for part in np.split(tokens.labels, starts)]
-    assert [backend.decode(part).strip() for part in stretches if part] == words[1::2]
+    spans = [[int(label) for label in part if label != IGNORE_INDEX] for part in np.split(tokens.labels, starts)]
+    assert [backend.decode(part).strip() for part in spans if part] == words[1::2]
 
 
-def test_documents_without_a_token_are_no_obstacle() -> None:
+def test_documents_without_a_token_are_handled() -> None:
     tokens = tokenize([RenderedText("", (), False), RenderedText("four", ((0, 4),), True), RenderedText("", (), False)], [(0, i) for i in range(3)], ENCODERS["byte level"])  # fmt: skip
     assert tokens.lengths.tolist()[0] == tokens.lengths.tolist()[2] == 0
     assert tokens.trained.tolist() == [0, int(tokens.lengths[1]) - 1, 0]

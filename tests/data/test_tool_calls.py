@@ -1,4 +1,4 @@
-"""Tool calls: ShareGPT sets as they are published, OpenAI's form, the templates that write calls, and what is lost without."""
+"""Tool calls: published ShareGPT sets, OpenAI's form, the templates that write calls, and reports of what is dropped."""
 
 import json
 from pathlib import Path
@@ -101,12 +101,12 @@ def test_calls_in_every_form_are_the_same_conversation(row: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize("nothing", ["[]", "", None, [], "null"])
-def test_no_tools_are_no_tools(nothing: Any) -> None:
+def test_empty_tools_are_no_tools(nothing: Any) -> None:
     row = {"conversations": [turn("human", "Hi"), turn("gpt", "Hello")], "tools": nothing}
     assert document(row).tools == ()
 
 
-def test_words_and_calls_that_follow_each_other_are_one_turn() -> None:
+def test_text_and_the_calls_that_follow_it_are_one_message() -> None:
     call = json.dumps({"name": "weather", "arguments": {"city": "Köln"}})
     turns = [turn("human", "Weather?"), turn("gpt", "Let me see."), turn("function_call", call), turn("function_call", call)]  # fmt: skip
     read = document({"conversations": [*turns, turn("observation", "rain"), turn("gpt", "It rains.")]})
@@ -133,7 +133,7 @@ def test_words_and_calls_that_follow_each_other_are_one_turn() -> None:
         ("[" * 100_000, "message 2: a tool call {name, arguments} is expected"),
     ],
 )
-def test_a_call_that_cannot_be_read_says_why(value: str, words: str) -> None:
+def test_an_unreadable_call_is_rejected_with_the_reason(value: str, words: str) -> None:
     with pytest.raises(BadRow) as problem:
         document({"conversations": [turn("human", "Weather?"), turn("function_call", value)]})
     assert words in str(problem.value)
@@ -187,7 +187,7 @@ def test_a_named_template_writes_tools_as_its_family_documents_them(name: str) -
     assert not {r for r in rendered.findings if "dropped" in r}
 
 
-def test_mistral_writes_ids_where_there_are_some_and_tools_before_the_last_question() -> None:
+def test_mistral_writes_the_datas_ids_and_puts_tools_before_the_last_question() -> None:
     called = {**CALLED, "tool_calls": [{**CALL, "id": "a1b2c3d4e"}]}
     answered = [{**ANSWERED[0], "content": '{"sky": "rain"}', "tool_call_id": "a1b2c3d4e"}, ANSWERED[1]]
     read = document({"messages": [ASKED, called, *answered, {"role": "user", "content": "And now?"}, called, *answered], "tools": [TOOL]})  # fmt: skip
@@ -201,7 +201,7 @@ def test_mistral_writes_ids_where_there_are_some_and_tools_before_the_last_quest
 
 
 @pytest.mark.parametrize("name", ["plain", "llama3", "gemma"])
-def test_what_a_template_leaves_out_is_noticed(name: str) -> None:
+def test_tools_that_a_template_drops_are_reported(name: str) -> None:
     renderer = make_renderer(tokenizer_with(TEMPLATES[name]), True)
     both = render(document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]}), renderer).findings
     assert {"tool_calls_dropped", "tools_dropped"} <= set(both)
@@ -211,7 +211,7 @@ def test_what_a_template_leaves_out_is_noticed(name: str) -> None:
     assert "tools_dropped" in schemas
 
 
-def test_llama_3_leaves_calls_out_and_the_named_template_writes_them_with_its_tokens(shared: Path) -> None:
+def test_llama_3_drops_calls_and_the_named_template_writes_them_with_its_tokens(shared: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
     read = document({"messages": [ASKED, CALLED, *ANSWERED], "tools": [TOOL]})
     assert {"tool_calls_dropped", "tools_dropped"} <= set(render(read, make_renderer(tokenizer, True)).findings)
@@ -225,7 +225,7 @@ def test_llama_3_leaves_calls_out_and_the_named_template_writes_them_with_its_to
     ]
 
 
-def test_words_beside_a_call_reasoning_and_empty_answers_are_not_lost_unnoticed() -> None:
+def test_dropped_text_beside_a_call_dropped_reasoning_and_empty_answers_are_reported() -> None:
     silent = TEMPLATES["chatml"].replace("+ message['content'] -}}\n        {%- for call", "-}}\n        {%- for call")
     beside = document({"messages": [ASKED, {**CALLED, "content": "Let me see."}, *ANSWERED], "tools": [TOOL]})
     assert "assistant_dropped" in render(beside, make_renderer(tokenizer_with(silent), True)).findings
@@ -287,7 +287,7 @@ def answers_by_prefix(tokenizer: Any, messages: list[dict[str, Any]], tools: Any
     return [text(i + 1, False).removeprefix(text(i, True)).rstrip("\n") for i in turns]
 
 
-def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained(
+def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
