@@ -1,10 +1,19 @@
 """Rows as conversations, prompts with completions, or plain text; the format is recognized from the columns."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.data.messages import BadRow, Message, Tool, describe_value, parse_json, parse_messages, parse_tools
+from finetune.data.messages import (
+    BadRow,
+    Message,
+    Tool,
+    describe_value,
+    list_columns,
+    parse_json,
+    parse_messages,
+    parse_tools,
+)
 from finetune.recipe.schema import DatasetSource
 
 Row = Mapping[str, Any]
@@ -237,12 +246,3 @@ def _string(columns: Columns, column: str, empty: bool = True) -> str:
 
 def _missing(columns: Columns, column: str) -> str:
     return "" if column in columns.row else f"; its columns are {list_columns(columns.row)}"
-
-
-def list_columns(columns: Iterable[str]) -> str:
-    r"""The names of columns in one line; one that would break the line is quoted.
-
-    >>> print(list_columns(["text", "a\nb"]))
-    text, 'a\nb'
-    """
-    return ", ".join(name if name.isprintable() else repr(name) for name in map(str, columns))

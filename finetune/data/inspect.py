@@ -15,7 +15,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.checks import check_longest_example
 from finetune.data.data_report import DataReport, SourceReport
 from finetune.data.examples import Example, Examples
-from finetune.data.formats import list_columns
+from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR, UserError

@@ -1,7 +1,7 @@
 """Messages, tool calls and tool schemas, brought into the form that chat templates read."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 Message = dict[str, Any]  # role, content and whatever else the chat template reads
@@ -93,6 +93,15 @@ def describe_value(value: Any) -> str:
     except RecursionError:
         text = "deeply nested values"
     return f"{text[:60]}... ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"
+
+
+def list_columns(columns: Iterable[str]) -> str:
+    r"""The names of columns in one line; one that would break the line is quoted.
+
+    >>> print(list_columns(["text", "a\nb"]))
+    text, 'a\nb'
+    """
+    return ", ".join(name if name.isprintable() else repr(name) for name in map(str, columns))
 
 
 def _parse_message(turn: Any, number: int) -> tuple[Message, bool]:
