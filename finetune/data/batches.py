@@ -181,7 +181,7 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
             given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
             less = ", a smaller max_length, or packing: false"
         raise UserError(
-            f"{recipe.path}: datasets: {counted(train.rows_per_epoch, 'row')}{given} cannot be dealt out to {world.size} "
+            f"{recipe.path}: datasets: {counted(train.rows_per_epoch, 'row')}{given} are too few for {world.size} "
             f"ranks; give more data or fewer ranks{less}"
         )
     epochs = recipe.optimization.num_train_epochs

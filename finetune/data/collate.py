@@ -121,7 +121,7 @@ def _trained_positions(labels: Ids) -> Tensor:
 
 def make_filler(packing: bool) -> MicroBatch:
     """ROUND_TOKENS tokens without a label, for a rank that has no row: it takes part in the step's collectives and adds
-    nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers once more."""
+    nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers again."""
     return MicroBatch(
         input_ids=torch.zeros(1, ROUND_TOKENS, dtype=torch.int64),
         labels=torch.full((1, ROUND_TOKENS), IGNORE_INDEX, dtype=torch.int64),

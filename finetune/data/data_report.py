@@ -1,4 +1,4 @@
-"""What data_report.json says: what was read of each source, what was lost, and what was found."""
+"""The reports behind data_report.json: the rows and tokens of each source, what is lost to max_length, and all findings."""
 
 from collections import Counter
 from collections.abc import Sequence

@@ -72,8 +72,8 @@ class Cuts:
 def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
     """The store's documents as examples of at most `max_length` tokens.
 
-    `overlength` None: plain text is split, for it goes on in the next row, and anything else is truncated. Labels are
-    kept as they stand in the document: the last token of a cut example still has its successor as label, so that
+    `overlength` None: plain text is split into several examples, and anything else is truncated. Labels are
+    those of the whole document: the last token of a cut example still has its successor as label, so that
     splitting loses no target. Raises `UserError` where a document is longer and `overlength` is `error`.
     """
     lengths = np.diff(store.starts)
@@ -88,10 +88,10 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     to_drop = overlong & (overlength == "drop")
     to_split = overlong & (store.is_text if overlength is None else overlength == "split")
     kept = np.flatnonzero(~to_drop)
-    pieces = np.where(to_split, -(-lengths // max_length), 1)[kept]
-    document = np.repeat(kept, pieces)
-    piece = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-    start = store.starts[:-1][document] + piece * max_length
+    parts = np.where(to_split, -(-lengths // max_length), 1)[kept]
+    document = np.repeat(kept, parts)
+    part = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
+    start = store.starts[:-1][document] + part * max_length
     length = np.minimum(store.starts[1:][document] - start, max_length).astype(np.int32)
     trained = store.trained[document].astype(np.int32)
     for i in np.flatnonzero(overlong[document]):

@@ -9,7 +9,7 @@ from finetune.data.messages import BadRow
 from finetune.errors import UserError
 
 CHUNK_BYTES = 2**20
-MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a corpus in one piece that belongs in several rows
+MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a whole corpus that belongs in several rows
 
 
 class RepeatedKeys(dict[str, Any]):
@@ -64,7 +64,7 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
     text = _Text(path, stream)
     text.at = text.buffer.index("[") + 1
     decoder, number = RowDecoder(), 1
-    while text.next() not in ("]", ""):
+    while text.peek() not in ("]", ""):
         while True:
             try:
                 row, end = decoder.row(text.buffer, text.at)
@@ -81,12 +81,12 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
         text.at = end
         yield number, row
         number += 1
-        if text.next() == ",":
+        if text.peek() == ",":
             text.at += 1
-        elif text.next() != "]":
+        elif text.peek() != "]":
             break
-    if text.next() != "]":
-        raise UserError(f"{path}:{number}: the array of rows has no end; the file is cut off or damaged there")
+    if text.peek() != "]":
+        raise UserError(f"{path}:{number}: the array of rows is never closed; the file is truncated or damaged there")
 
 
 class _Text:
@@ -98,7 +98,7 @@ class _Text:
         self.buffer, self.at = "", 0
         self._read()
 
-    def next(self) -> str:
+    def peek(self) -> str:
         """Moves `at` to the next character that is no white space, and returns it; empty at the end."""
         while True:
             self.at = _skip_space(self.buffer, self.at)
@@ -116,7 +116,7 @@ class _Text:
         return self._read()
 
     def _read(self) -> bool:
-        """Reads as much again as is kept, so that a long row is not parsed too often."""
+        """Reads as much as is buffered, so that a long row is not parsed too often."""
         self.buffer, self.at = self.buffer[self.at :], 0
         kept = len(self._decoder.getstate()[0])
         offset = self._stream.tell() - kept

@@ -20,7 +20,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
     examples, cuts = cut(store, data.max_length, data.overlength)
     kept = examples.take(np.flatnonzero(examples.trained > 0))
     stats = SourceStats.from_json(store.facts)
-    # In a block of a stream, a small source that began again would stand as its own copy.
+    # In a block of a stream, a small source that is read again would count as its own duplicate.
     duplicates = 0 if stats.stream else len(store.hashes) - len(np.unique(store.hashes))
     tally = stats.tally
     _note_lengths(tally, store, examples, cuts)
@@ -67,7 +67,7 @@ def _find_repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
 
 
 def mix_sources(parts: Sequence[Examples], sources: Sequence[DatasetSource], seed: int) -> Examples:
-    """All sources' examples, each as often as its weight says: 2 twice, 0.5 a half of them that the seed draws."""
+    """All sources' examples, each as often as its weight: 2 is twice, 0.5 is a half of them, drawn by the seed."""
     return join([_weigh(part, sources[i].weight, seed, i) for i, part in enumerate(parts)])
 
 
@@ -90,8 +90,8 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
         raise UserError(
-            f"eval_split_size: {size:g} of {total} rows is {count}, which leaves nothing to "
-            f"{'measure' if count == 0 else 'train'} on; eval_datasets names other rows to measure on"
+            f"eval_split_size: {size:g} of {total} rows is {count}, which leaves none to "
+            f"{'measure' if count == 0 else 'train'} on; set another size, or name other rows in eval_datasets"
         )
     held = np.zeros(total, bool)
     held[make_generator(seed, "held out").permutation(total)[:count]] = True

@@ -26,7 +26,7 @@ class PreparedData:
     def complete_recipe(self, recipe: Recipe) -> Recipe:
         """The recipe with what the data decides: without plain text, an `overlength` of null is `truncate`.
 
-        So a run over conversations resumes that began when this was every format's default.
+        A run over conversations from when this was every format's default resumes with it.
         """
         if recipe.data.overlength or not self.report.is_complete or "text" in self.report.formats:
             return recipe
@@ -59,7 +59,7 @@ def preview_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> tuple[Store
         return train, report
     stream = open_stream(recipe, tokenizer, world)
     examples, source = select_examples(stream.store(0), recipe.data.datasets[0], recipe.data)
-    stream.clear()  # what has been opened stays readable
+    stream.clear()  # an open store is memory-mapped, and needs no name
     train = make_train_batches(recipe, examples, tokenizer, world)
     return train, make_report(train, (source,))
 

@@ -64,7 +64,7 @@ def read_file(path: str) -> Iterator[NumberedRow]:
 
 
 @contextmanager
-def readable(path: str) -> Iterator[None]:
+def convert_os_errors(path: str) -> Iterator[None]:
     """Turns an `OSError` on `path` into a `UserError`."""
     try:
         yield
@@ -109,14 +109,16 @@ def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
             with Path(path).open("rb") as stream:
                 yield stream
     except EOFError:
-        raise UserError(f"{path}: the file is cut off: its gzip stream has no end; copy or download it again") from None
+        raise UserError(
+            f"{path}: the file is truncated: its gzip stream has no end; copy or download it again"
+        ) from None
     except (gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: not a sound gzip file: {error}; copy or download it again") from None
+        raise UserError(f"{path}: not a valid gzip file: {error}; copy or download it again") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
-def _lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
+def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
     """Lines that are not blank, with their numbers from 1; one that is too long is skipped without being held."""
     number = 0
     while line := stream.readline(MAX_ROW_BYTES):
@@ -137,14 +139,14 @@ def _lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
 
 def _read_text(path: str) -> Iterator[NumberedRow]:
     with _open_unpacked(path) as stream:
-        for number, line in _lines(stream):
+        for number, line in _read_lines(stream):
             yield number, line if isinstance(line, BadRow) else {"text": line}
 
 
 def _read_json(path: str) -> Iterator[NumberedRow]:
     """A row a line (JSON Lines), or one array of rows, or one object that holds it, by how the file begins."""
     with _open_unpacked(path) as stream:
-        first = next(_lines(stream), (0, ""))[1]
+        first = next(_read_lines(stream), (0, ""))[1]
         stream.seek(0)
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
         stream.seek(0)
@@ -158,7 +160,7 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
                 yield from enumerate(rows, 1)
                 return
             stream.seek(0)
-        for number, line in _lines(stream):
+        for number, line in _read_lines(stream):
             yield number, line if isinstance(line, BadRow) else parse_line(line, decoder)
 
 
@@ -176,7 +178,7 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
                 values = next(reader, None)
             except csv.Error as error:
                 if "unexpected end" in str(error):
-                    raise UserError(f"{path}:{number}: a quoted field that begins here never ends") from None
+                    raise UserError(f"{path}:{number}: a quoted field that begins here is never closed") from None
                 yield number, BadRow(f"not CSV: {error}")
                 continue
             if values is None:

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from finetune.data.packing import pack
 from finetune.recipe.schema import Recipe
 
-GROUP_STEPS = 64  # steps whose rows are sorted by length together where rows are not packed
+GROUP_STEPS = 64  # steps, among the rows of which unpacked rows are sorted by length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

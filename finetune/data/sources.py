@@ -16,7 +16,7 @@ import xxhash
 
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
-from finetune.data.readers import KINDS, file_kind, read_file, readable, remove_none_values
+from finetune.data.readers import KINDS, convert_os_errors, file_kind, read_file, remove_none_values
 from finetune.durable import CHECKSUM, checksum
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
@@ -36,28 +36,31 @@ class RowBatch:
 
 
 def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
-    """The rows of a source in their order, at most `batch_rows` at a time. Raises `UserError` where there are none, or a file cannot be read."""
-    splits = local_splits(source.path)
+    """The rows of a source in their order, at most `batch_rows` at a time.
+
+    Raises `UserError` where nothing is at its path, or a file cannot be read.
+    """
+    splits = find_splits(source.path)
     if splits is None:
         yield from _batch_rows(
-            source.path, enumerate(map(remove_none_values, hub_rows(source, streaming)), 1), batch_rows
+            source.path, enumerate(map(remove_none_values, load_hub_rows(source, streaming)), 1), batch_rows
         )
         return
-    for file, start, stop in _slices(source, splits):
+    for file, start, stop in _resolve_slices(source, splits):
         yield from _batch_rows(file, islice(read_file(file), start, stop), batch_rows)
 
 
-def local_splits(path: str) -> dict[str, tuple[str, ...]] | None:
+def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
     """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` where nothing is there."""
-    with readable(path):  # a folder on the way to it may be closed to us
+    with convert_os_errors(path):  # one of its parent folders may be unreadable
         if Path(path).is_dir():
             return _folder_splits(path)
         if Path(path).is_file():
             return {"train": (path,)}
         if Path(path).exists():
-            raise UserError(f"{path}: neither a file nor a folder, but a pipe or a device; write its rows into a file")
+            raise UserError(f"{path}: a pipe or a device, not a file or folder; write its rows into a file")
     if any(letter in path for letter in "*?["):
-        found = _glob(path)
+        found = _match_glob(path)
         if not found:
             raise UserError(f"{path}: no file matches")
         return {"train": found}
@@ -66,13 +69,13 @@ def local_splits(path: str) -> dict[str, tuple[str, ...]] | None:
     return None
 
 
-def files_of(source: DatasetSource) -> tuple[str, ...]:
+def list_files(source: DatasetSource) -> tuple[str, ...]:
     """The local files that a source's split names; empty for a hub name."""
-    splits = local_splits(source.path)
+    splits = find_splits(source.path)
     return () if splits is None else tuple(f for name in _split_names(source, splits) for f in splits[name])
 
 
-def _glob(pattern: str) -> tuple[str, ...]:
+def _match_glob(pattern: str) -> tuple[str, ...]:
     path = Path(pattern)
     first = next(i for i, part in enumerate(path.parts) if any(letter in part for letter in "*?["))
     folder = Path(*path.parts[:first])
@@ -101,7 +104,7 @@ def _folder_splits(path: str) -> dict[str, tuple[str, ...]]:
         if files:
             splits[str(split)] = tuple(sorted(arrow or files))
     if not splits:
-        raise UserError(f"{path}: the folder holds no data; known are {', '.join(KINDS)}, each with .gz too")
+        raise UserError(f"{path}: no data in this folder; known are {', '.join(KINDS)}, each with .gz too")
     return splits
 
 
@@ -110,11 +113,11 @@ def _split_names(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> l
     names = re.findall(r"(?:^|\+)\s*([\w.-]+)", source.split)
     for name in names:
         if name not in splits:
-            raise UserError(f"{source.path}: split {name}: there is no such split, only {', '.join(splits)}")
+            raise UserError(f"{source.path}: split {name}: no such split, only {', '.join(splits)}")
     return names
 
 
-def _slices(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, int, int | None]]:
+def _resolve_slices(source: DatasetSource, splits: dict[str, tuple[str, ...]]) -> Iterator[tuple[str, int, int | None]]:
     """(file, first row, row after the last) for every stretch that `split` names."""
     names = _split_names(source, splits)
     if "[" not in source.split:
@@ -143,7 +146,7 @@ def count_rows(file: str, modified_ns: int) -> int:
     return sum(1 for _ in read_file(file))
 
 
-def hub_rows(source: DatasetSource, streaming: bool) -> Any:
+def load_hub_rows(source: DatasetSource, streaming: bool) -> Any:
     """A data set of the hub, downloaded (or found in the Hugging Face cache), or streamed."""
     import datasets
 
@@ -151,7 +154,7 @@ def hub_rows(source: DatasetSource, streaming: bool) -> Any:
         return datasets.load_dataset(source.path, source.name, split=source.split, streaming=streaming)
     except Exception as error:  # whatever the hub client, the network or the library raise
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{source.path}: not here as a file or folder, and as a hub data set: {reason}") from None
+        raise UserError(f"{source.path}: no such file or folder, and not loaded as a hub data set: {reason}") from None
 
 
 def _batch_rows(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[RowBatch]:
@@ -161,13 +164,13 @@ def _batch_rows(file: str, rows: Iterator[NumberedRow], size: int) -> Iterator[R
 
 def hash_content(source: DatasetSource) -> dict[str, str]:
     """file -> a hash of its bytes; of a data set of the hub, its name -> the fingerprint that `datasets` gives it."""
-    files = {file: hash_file(file) for file in files_of(source)}
-    return files or {source.path: hub_rows(source, streaming=False)._fingerprint}
+    files = {file: hash_file(file) for file in list_files(source)}
+    return files or {source.path: load_hub_rows(source, streaming=False)._fingerprint}
 
 
 def hash_file(file: str) -> str:
     """A hash of a file's bytes. Raises `UserError` where it cannot be read."""
-    with readable(file):
+    with convert_os_errors(file):
         return str(checksum(Path(file))[CHECKSUM])
 
 
@@ -180,7 +183,7 @@ def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
     """
     content = []
     for source in sources:
-        paths = files_of(source)
+        paths = list_files(source)
         if not paths:
             return None
         samples = max(2, FINGERPRINT_BYTES // SAMPLE_BYTES // len(paths))
@@ -192,7 +195,7 @@ def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
 def _hash_samples(path: str, most: int) -> tuple[int, str]:
     """A file's size in bytes and a hash of at most `most` samples of it, the first and the last among them."""
     digest = xxhash.xxh3_128()
-    with readable(path), Path(path).open("rb") as file:
+    with convert_os_errors(path), Path(path).open("rb") as file:
         size = os.fstat(file.fileno()).st_size
         last = max(0, -(-size // SAMPLE_BYTES) - 1)  # number of the last sample
         count = min(last + 1, most)

@@ -1,12 +1,11 @@
 """Data that is read while training: tokenized block by block, each block shuffled and packed by itself.
 
 A block is a pure function of the recipe, so the state of the loader is the step here too. A short note of every block
-stays on disk; with it, a resumed run opens its block at once, and without it the blocks before are made again.
+stays on disk; with it, a resumed run opens its block at once, and without it the blocks before are rebuilt.
 """
 
 import json
 import os
-import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -26,11 +25,11 @@ from finetune.data.examples import Examples
 from finetune.data.mixture import select_examples
 from finetune.data.renderer import make_renderer
 from finetune.data.sampler import BatchConfig, make_generator
-from finetune.data.sources import RowBatch, fingerprint_samples, local_splits, read_rows
+from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, read_rows
 from finetune.data.token_cache import cache_folder, hash_inputs, open_or_write_store
 from finetune.data.token_store import Tokens, TokenStore
 from finetune.data.tokenize import SourceStats, tokenize_rows
-from finetune.durable import replace_file
+from finetune.durable import remove_tree, replace_file
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource, Recipe
 
@@ -45,7 +44,7 @@ class Note:
     runs: int  # read before the block, over all sources
     steps: int  # in the block
     examples: int
-    epoch: int  # how often every source had been read to its end before the block
+    epoch: int  # full passes over every source before the block
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,35 +74,37 @@ class StreamedBatches:
 
         `on_report` is called before the first batch of each block.
         """
-        report = replace(self.report, from_step=from_step)
+        report = StreamReport(self.report.max_length, self.report.eval_sources, from_step)
         block, step, examples = self._find(from_step)
-        leaving = Event()
+        canceled = Event()
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
-            coming = pool.submit(self.block, block, leaving)
+            next_block = pool.submit(self.block, block, canceled)
             try:
                 while step < self.steps:
-                    current, note, rows = coming.result()
+                    current, note, rows = next_block.result()
                     news = report.add(rows)
                     if on_report is not None:
                         on_report(report, news)
                     if step + note.steps < self.steps:
-                        coming = pool.submit(self.block, block + 1, leaving)
+                        next_block = pool.submit(self.block, block + 1, canceled)
                     for batch in islice(current.batches(max(from_step - step, 0)), self.steps - max(step, from_step)):
                         yield _renumber(batch, step, examples, note)
                     step, examples, block = step + note.steps, examples + note.examples, block + 1
                     self._forget(block - 2)
             finally:
-                leaving.set()
-                coming.cancel()
+                canceled.set()
+                next_block.cancel()
                 pool.shutdown()
                 self.clear()
 
-    def block(self, number: int, leaving: Event | None = None) -> tuple[StoredBatches, Note, SourceReport]:
-        """A block's batches, numbered from 0, and the report of its rows. Local rank 0 makes its tokens; the others wait, unless `leaving` is set.
+    def block(self, number: int, canceled: Event | None = None) -> tuple[StoredBatches, Note, SourceReport]:
+        """A block's batches, numbered from 0, and the report of its rows.
+
+        Local rank 0 writes its tokens; the others wait, unless `canceled` is set.
 
         Raises `UserError` for rows that cannot be read and for fatal findings.
         """
-        store = self.store(number, leaving)
+        store = self.store(number, canceled)
         stats = SourceStats.from_json(store.facts)
         examples, report = select_examples(store, self.data.datasets[0], self.data)
         stop = [finding for finding in report.findings if finding.is_fatal]
@@ -120,18 +121,18 @@ class StreamedBatches:
             replace_file(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
         return batches, note, report
 
-    def store(self, number: int, leaving: Event | None = None) -> TokenStore:
+    def store(self, number: int, canceled: Event | None = None) -> TokenStore:
         """The tokens of a block."""
         folder = self.folder / f"block-{number:06}"
-        return open_or_write_store(folder, self.world.local_rank, lambda stats: self._tokens(number, stats), leaving)
+        return open_or_write_store(folder, self.world.local_rank, lambda stats: self._tokens(number, stats), canceled)
 
     def clear(self) -> None:
         """Removes this launch's blocks; their notes stay."""
         if self.world.local_rank == 0:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_tree(self.folder, ignore_errors=True)
 
     def _make_batches(self, examples: Examples, number: int) -> StoredBatches:
-        # The number of the block in place of the epoch: each block is shuffled in its own way.
+        # The number of the block in place of the epoch: each block has its own order.
         seed = int(make_generator(self.config.seed, "block", number).integers(2**62))
         return make_batches(
             examples,
@@ -146,7 +147,7 @@ class StreamedBatches:
         runs = 0 if number == 0 else self._note(number - 1).runs
         passes: list[int] = []  # at each run of the block
 
-        def of_block() -> Iterator[tuple[DatasetSource, RowBatch]]:
+        def read_block() -> Iterator[tuple[DatasetSource, RowBatch]]:
             rows = 0
             for source, batch, passed in interleave_sources(self.data.datasets, self.config.seed, runs):
                 passes.append(passed)
@@ -155,7 +156,7 @@ class StreamedBatches:
                 if rows >= BLOCK_ROWS:
                     return
 
-        yield from tokenize_rows(of_block(), self.data, self.tokenizer, stats)
+        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats)
         stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _find(self, step: int) -> tuple[int, int, int]:
@@ -168,7 +169,7 @@ class StreamedBatches:
             block, first, examples = block + 1, first + note.steps, examples + note.examples
 
     def _note(self, number: int) -> Note:
-        """The note of a block. Where there is none, or it is not what was written, the block is made again."""
+        """The note of a block. Where there is none, or it is damaged, the block is rebuilt."""
         try:
             checksum, _, text = self._note_file(number).read_text(encoding="utf-8").partition("\n")
         except (FileNotFoundError, UnicodeDecodeError):
@@ -181,9 +182,9 @@ class StreamedBatches:
         return self.folder.parent / f"block-{number:06}.json"
 
     def _forget(self, number: int) -> None:
-        """Removes a block that every rank has opened. A rank that still reads it keeps it, being memory-mapped."""
+        """Removes a block that every rank has opened. A rank that still reads it keeps it: it is memory-mapped."""
         if number >= 0 and self.world.local_rank == 0:
-            shutil.rmtree(self.folder / f"block-{number:06}", ignore_errors=True)
+            remove_tree(self.folder / f"block-{number:06}", ignore_errors=True)
 
 
 def open_stream(
@@ -216,9 +217,9 @@ def open_stream(
 def interleave_sources(
     sources: tuple[DatasetSource, ...], seed: int, skip: int = 0
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
-    """(source, some of its rows, how often every source has been read to its end), endlessly.
+    """(source, some of its rows, full passes over every source so far), endlessly.
 
-    Which source comes next is drawn by weight; one that ends begins again. The first `skip` draws are skipped.
+    Which source comes next is drawn by weight; one that ends is read again from its start. The first `skip` draws are skipped.
     """
     random = make_generator(seed, "interleave")
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]
@@ -233,7 +234,7 @@ def interleave_sources(
             readers[i] = read_rows(sources[i], streaming=True, batch_rows=RUN_ROWS)
             batch = next(readers[i], None)
             if batch is None:
-                raise UserError(f"{sources[i].path}: there is no row in it")
+                raise UserError(f"{sources[i].path}: it has no rows")
         drawn += 1
         if drawn > skip:
             yield sources[i], batch, min(passes)
@@ -241,7 +242,7 @@ def interleave_sources(
 
 def _describe(source: DatasetSource) -> Any:
     """A source and, where it is local, its files with size and time: their content would take too long to hash."""
-    splits = local_splits(source.path) or {}
+    splits = find_splits(source.path) or {}
     files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
     return asdict(source), files
 

@@ -36,15 +36,15 @@ def open_cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_r
     Raises `UserError` on every rank where the data cannot be read.
     """
     content = hash_content(source)
-    folder = cache_folder(data) / _key(source, content, data, tokenizer)
+    folder = cache_folder(data) / cache_key(source, content, data, tokenizer)
     return open_or_write_store(folder, local_rank, lambda stats: _tokens(source, content, data, tokenizer, stats))
 
 
 def open_or_write_store(
-    folder: Path, local_rank: int, tokens: Callable[[SourceStats], Iterator[Tokens]], leaving: Event | None = None
+    folder: Path, local_rank: int, tokens: Callable[[SourceStats], Iterator[Tokens]], canceled: Event | None = None
 ) -> TokenStore:
     """The store in `folder`. Local rank 0 writes it from `tokens` where it is missing or damaged; the node's other ranks
-    wait for that, unless `leaving` is set.
+    wait for that, unless `canceled` is set.
 
     Raises `UserError` on every rank where it cannot be written.
     """
@@ -58,7 +58,7 @@ def open_or_write_store(
         publish_store(folder, tokens)
         return open_store(folder)
     while True:
-        wait_for(folder, leaving)
+        wait_for_store(folder, canceled)
         try:
             return open_store(folder)
         except DamagedStore:  # local rank 0 finds the same and replaces it
@@ -66,28 +66,24 @@ def open_or_write_store(
 
 
 def cache_folder(data: Data) -> Path:
-    """Where tokenized sources are kept."""
+    """The folder of tokenized sources."""
     if data.dataset_cache_dir is not None:
         return Path(data.dataset_cache_dir).expanduser()
     return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / "tokens"
 
 
-def cache_key(source: DatasetSource, data: Data, tokenizer: Any) -> str:
+def cache_key(source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any) -> str:
     """A name for everything that makes the tokens: the rows' content, the tokenizer, the template, the options."""
-    return _key(source, hash_content(source), data, tokenizer)
-
-
-def _key(source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any) -> str:
     return hash_inputs(
         data, tokenizer, {k: v for k, v in asdict(source).items() if k != "weight"}, list(content.items())
     )
 
 
-def hash_inputs(data: Data, tokenizer: Any, *made_of: Any) -> str:
-    """A name for what the tokenizer and the options make of rows described by `made_of`."""
+def hash_inputs(data: Data, tokenizer: Any, *rows: Any) -> str:
+    """A name for the tokens of `rows` (whatever describes them) under the tokenizer and the options."""
     options = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
     template = tokenizer.chat_template or PLAIN
-    described = [VERSION, options, template, tokenizer.special_tokens_map, made_of]
+    described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
     return digest.hexdigest()
@@ -100,7 +96,7 @@ def _tokens(
     stats.content = list(content.values())
     yield from tokenize_rows(((source, batch) for batch in read_rows(source)), data, tokenizer, stats)
     if stats.rows_read == 0:
-        raise UserError(f"{source.path}: there is no row in it")
+        raise UserError(f"{source.path}: it has no rows")
     if stats.rows_read == stats.rows_skipped:
         raise UserError(f"{source.path}: every row was skipped; the first: {stats.skipped[0]}")
 
@@ -119,7 +115,7 @@ def publish_store(folder: Path, tokens: Callable[[SourceStats], Iterator[Tokens]
             stats = SourceStats()
             write_store(staging, tokens(stats), stats.as_json)
     except OSError as error:
-        problem = f"{folder.parent}: the tokens cannot be kept here: {error.strerror or error}; set dataset_cache_dir"
+        problem = f"{folder.parent}: cannot write the tokens: {error.strerror or error}; set dataset_cache_dir"
         _note_failure(failure, problem)
         raise UserError(problem) from None
     except UserError as error:
@@ -127,14 +123,14 @@ def publish_store(folder: Path, tokens: Callable[[SourceStats], Iterator[Tokens]
         raise
 
 
-def wait_for(folder: Path, leaving: Event | None = None) -> None:
-    """Waits until local rank 0 of this node has written the folder, or has noted why it cannot, or `leaving` is set."""
+def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
+    """Waits until local rank 0 of this node has written the folder, or has noted why it cannot, or `canceled` is set."""
     failure, started = _failure_file(folder), psutil.Process().create_time()
     while not folder.exists():
         if failure.exists() and failure.stat().st_mtime >= started:
             raise UserError(failure.read_text())
-        if leaving is not None and leaving.is_set():
-            raise UserError(f"{folder}: no longer waited for")
+        if canceled is not None and canceled.is_set():
+            raise UserError(f"{folder}: the wait for it was canceled")
         time.sleep(POLL_SECONDS)
 
 

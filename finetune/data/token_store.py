@@ -20,7 +20,7 @@ FACTS = "facts.json"
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """A batch of documents as tokens, on the way to a store."""
+    """A batch of documents as tokens, to be written into a store."""
 
     input_ids: NDArray[np.int32]  # [tokens], document after document
     labels: NDArray[np.int32]  # [tokens]: the id of the next token of the document, or IGNORE_INDEX

@@ -90,7 +90,7 @@ def test_real_files_need_only_their_path(prepare: Prepare, shared: Path, file: s
     assert source.rows_read == len(json.loads(raw) if file.endswith(".json") else raw.splitlines())
     assert source.rows_skipped == 0
     assert report.examples + report.held_out_examples == source.examples
-    if file.startswith("c4"):  # plain text goes on in the next row
+    if file.startswith("c4"):  # plain text is split
         assert source.tokens_lost == 0 and source.examples > source.documents
     else:
         untrained = sum(f.rows for f in source.findings if f.name == "truncated_untrained")
@@ -98,7 +98,7 @@ def test_real_files_need_only_their_path(prepare: Prepare, shared: Path, file: s
     assert not [finding for finding in report.findings if finding.severity == "fatal"]
     batch = next(prepared.train.batches())
     assert batch.trained_tokens > 0
-    # Whatever stood in the file, one BOS begins the text, and its end is trained where it was not cut off.
+    # Whatever the file holds, one BOS begins the text, and its end is trained where it was not cut off.
     bos, special = prepared.tokenizer.bos_token_id, set(prepared.tokenizer.all_special_ids)
     for example_id in range(0, report.examples, 40):
         example = prepared.train.examples[example_id]
@@ -250,11 +250,11 @@ def test_files_globs_folders_splits_and_slices(prepare: Prepare, tmp_path: Path)
     assert rows(folder, "train[:10%]+test[-1:]") == [*first[:2], "test:4"]
     assert rows(folder / "train-*.jsonl") == first + second
     assert rows(folder / "test.jsonl", "train[50%:]") == ["test:3", "test:4"]
-    with pytest.raises(UserError, match="split validation: there is no such split, only train, test"):
+    with pytest.raises(UserError, match="split validation: no such split, only train, test"):
         rows(folder, "validation")
-    with pytest.raises(UserError, match="the folder holds no data"):
+    with pytest.raises(UserError, match="no data in this folder"):
         rows(folder / "more")
-    with pytest.raises(UserError, match=r"nobody/nothing: not here as a file or folder, and as a hub data set: "):
+    with pytest.raises(UserError, match=r"nobody/nothing: no such file or folder, and not loaded as a hub data set: "):
         rows("nobody/nothing")
 
 
@@ -278,7 +278,7 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_
     with pytest.raises(UserError, match=r"every row was skipped; the first: .*a\.jsonl:1: not JSON"):
         prepare([{"path": str(path)}], on_bad_row="skip")
     path.write_text("")
-    with pytest.raises(UserError, match="there is no row in it"):
+    with pytest.raises(UserError, match="it has no rows"):
         prepare([{"path": str(path)}])
 
 
@@ -350,12 +350,12 @@ def test_findings_that_do_not_stop_it(prepare: Prepare, tmp_path: Path) -> None:
 
 def test_data_that_is_too_little_says_so(prepare: Prepare, tmp_path: Path) -> None:
     path = str(write_lines(tmp_path / "a.jsonl", [chat("Q", "A"), chat("R", "B")]))
-    with pytest.raises(UserError, match=r"1 row \(2 examples packed by max_length 64\) cannot be dealt out to 2 ranks"):
+    with pytest.raises(UserError, match=r"1 row \(2 examples packed by max_length 64\) are too few for 2 ranks"):
         prepare([{"path": path}], size=2)
     assert prepare([{"path": path}], size=2, packing=False).train.rows_per_epoch == 2
-    with pytest.raises(UserError, match="2 rows cannot be dealt out to 3 ranks"):
+    with pytest.raises(UserError, match="2 rows are too few for 3 ranks"):
         prepare([{"path": path}], size=3, packing=False)
-    with pytest.raises(UserError, match="eval_split_size: 2 of 2 rows is 2, which leaves nothing to train on"):
+    with pytest.raises(UserError, match="eval_split_size: 2 of 2 rows is 2, which leaves none to train on"):
         prepare([{"path": path}], eval_split_size=2)
 
 

@@ -125,7 +125,7 @@ def test_a_bad_row_is_an_error_on_every_rank_when_it_is_reached(stream: Stream, 
     with pytest.raises(UserError, match=r"a\.jsonl:101: not JSON"):
         list(stream().batches())
     (tmp_path / "b.jsonl").write_text("")
-    with pytest.raises(UserError, match=r"b\.jsonl: there is no row in it"):
+    with pytest.raises(UserError, match=r"b\.jsonl: it has no rows"):
         list(stream().batches())
 
 

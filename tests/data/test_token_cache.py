@@ -7,10 +7,11 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from finetune.data.sources import hash_file
+from finetune.data.sources import hash_content, hash_file
 from finetune.data.token_cache import cache_key, open_cached_store
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
@@ -18,7 +19,7 @@ from finetune.recipe.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
 from tests.ranks import launch_ranks, start_ranks
 
-# Each rank tokenizes or waits, as in a run, and says what it found; no process group is there to help.
+# Each rank tokenizes or waits, as in a run, and prints what it found; no process group is there to help.
 RANK = """
 import os, sys, time
 from finetune.data import token_cache as cache
@@ -43,7 +44,7 @@ try:
     store = open_cached_store(DatasetSource(path=path), Data(dataset_cache_dir=folder), make_tokenizer(), rank)
     print("made" if made else "found", len(store.rows), int(store.input_ids.sum()), type(store.input_ids).__name__)
 except UserError as error:
-    print("told", error)
+    print("failed", error)
 """
 
 
@@ -70,7 +71,7 @@ def test_one_rank_makes_it_the_others_wait_and_all_read_the_same(rows: Path, tmp
     bad.write_text('{"text": "a"}\nnot json\n')
     outputs = launch_ranks(script, [str(bad), str(cache), "slow"], ranks=2).check().outputs
     assert outputs[0] == outputs[1]
-    assert outputs[0].startswith(f"told {bad}:2: not JSON")
+    assert outputs[0].startswith(f"failed {bad}:2: not JSON")
 
     killed = start_ranks(script, [str(rows), str(tmp_path / "cache2"), "dies"], ranks=1)
     deadline = time.monotonic() + 60
@@ -138,6 +139,10 @@ def test_what_a_living_process_is_making_is_left_alone(rows: Path, tmp_path: Pat
     assert theirs.exists()
 
 
+def key_of(source: DatasetSource, data: Data, tokenizer: Any) -> str:
+    return cache_key(source, hash_content(source), data, tokenizer)
+
+
 def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: Path) -> None:
     tokenizer, other = make_tokenizer(), make_tokenizer()
     other.add_tokens(["row"])
@@ -145,43 +150,43 @@ def test_everything_that_makes_the_tokens_is_in_the_key_and_nothing_else(rows: P
     templated.chat_template = "{{ messages[0].content }}"
     source = DatasetSource(path=str(rows))
     keys = [
-        cache_key(source, Data(), tokenizer),
-        cache_key(source, Data(), other),
-        cache_key(source, Data(), templated),
-        cache_key(source, Data(assistant_only_loss=False), tokenizer),
-        cache_key(source, Data(on_bad_row="skip"), tokenizer),
-        cache_key(DatasetSource(path=str(rows), split="train[:5]"), Data(), tokenizer),
-        cache_key(DatasetSource(path=str(rows), type="text"), Data(), tokenizer),
+        key_of(source, Data(), tokenizer),
+        key_of(source, Data(), other),
+        key_of(source, Data(), templated),
+        key_of(source, Data(assistant_only_loss=False), tokenizer),
+        key_of(source, Data(on_bad_row="skip"), tokenizer),
+        key_of(DatasetSource(path=str(rows), split="train[:5]"), Data(), tokenizer),
+        key_of(DatasetSource(path=str(rows), type="text"), Data(), tokenizer),
     ]
     assert len(set(keys)) == len(keys)
     same = [
-        cache_key(DatasetSource(path=str(rows), weight=2.0), Data(), make_tokenizer()),
-        cache_key(source, Data(max_length=7, packing=False, overlength="drop", dataset_num_proc=3), tokenizer),
+        key_of(DatasetSource(path=str(rows), weight=2.0), Data(), make_tokenizer()),
+        key_of(source, Data(max_length=7, packing=False, overlength="drop", dataset_num_proc=3), tokenizer),
     ]
     assert set(same) == {keys[0]}
     before, stamp = hash_file(str(rows)), rows.stat()
     rows.write_text(rows.read_text().replace("row 7 ", "row 8 "))
-    os.utime(rows, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: only the content tells
+    os.utime(rows, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))  # same size, same time: only the content differs
     assert hash_file(str(rows)) != before
-    assert cache_key(source, Data(), tokenizer) not in keys
+    assert key_of(source, Data(), tokenizer) not in keys
 
 
-def test_a_folder_that_cannot_be_written_is_told(rows: Path, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_an_error(rows: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
-    with pytest.raises(UserError, match=r"the tokens cannot be kept here: .*; set dataset_cache_dir"):
+    with pytest.raises(UserError, match=r"cannot write the tokens: .*; set dataset_cache_dir"):
         open_cached_store(
             DatasetSource(path=str(rows)), Data(dataset_cache_dir=str(tmp_path / "file" / "x")), make_tokenizer(), 0
         )
 
 
-def test_what_the_system_will_not_let_us_read_is_told(tmp_path: Path) -> None:
+def test_what_the_system_does_not_let_us_read_is_an_error(tmp_path: Path) -> None:
     """A file without permission fails alike, but not for root, who may run these tests."""
     (unreadable := tmp_path / "a.jsonl").symlink_to("/proc/self/mem")
     os.mkfifo(pipe := tmp_path / "b.jsonl")
     too_long = "c" * 300 + ".jsonl"
     for path, problem in (
         (unreadable, r"a\.jsonl: cannot be read: Input/output error"),
-        (pipe, r"b\.jsonl: neither a file nor a folder, but a pipe or a device"),
+        (pipe, r"b\.jsonl: a pipe or a device, not a file or folder"),
         (too_long, r"c\.jsonl: cannot be read: File name too long"),
     ):
         with pytest.raises(UserError, match=problem):

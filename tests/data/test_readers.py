@@ -1,4 +1,4 @@
-"""Hostile and broken files: an error with file and row, or a bad row in its place; never a traceback, nothing else lost."""
+"""Hostile and broken files: an error with file and row, or a bad row in its place; never a traceback, and no other row lost."""
 
 import gzip
 import json
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from finetune.data.json_rows import MAX_ROW_BYTES, RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.readers import read_file
-from finetune.data.sources import local_splits
+from finetune.data.sources import find_splits
 from finetune.errors import UserError
 
 JSON_VALUES = st.recursive(
@@ -70,7 +70,7 @@ def test_any_bytes_at_all_give_rows_bad_rows_or_one_error(
         assert str(path) in str(error)
 
 
-def test_damaged_lines_are_told_with_their_number_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_damaged_lines_are_bad_rows_with_their_number_and_the_others_are_kept(tmp_path: Path) -> None:
     lines = [
         b'{"text": "first"}',
         b"not json",
@@ -92,7 +92,7 @@ def test_damaged_lines_are_told_with_their_number_and_the_others_are_kept(tmp_pa
         assert words in (problems[number] or "")
 
 
-def test_a_line_of_100_mb_is_passed_over_without_being_held(tmp_path: Path) -> None:
+def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
     path = written(tmp_path, "rows.jsonl", b'{"text": "a"}\n{"text": "' + b"x" * 100_000_000 + b'"}\n{"text": "b"}\n')
     assert numbers_and_problems(path) == [
         (1, None),
@@ -104,22 +104,22 @@ def test_a_line_of_100_mb_is_passed_over_without_being_held(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20], "the file is cut off"),
-        ("none.jsonl.gz", b'{"text": "a"}', "not a sound gzip file"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20], "the file is truncated"),
+        ("none.jsonl.gz", b'{"text": "a"}', "not a valid gzip file"),
         ("cut.json", b'[{"text": "a"}, {"text": "b"', ":2: not JSON"),
-        ("open.json", b'[{"text": "a"}, {"text": "b"}', ":3: the array of rows has no end"),
+        ("open.json", b'[{"text": "a"}, {"text": "b"}', ":3: the array of rows is never closed"),
         ("wrong.json", b'[{"text": "a"}, {"text": nope}, {"text": "c"}]', ":2: not JSON"),
         ("deep.json", b"[" * 100_000, ":1: nested too deeply"),
         ("object.json", b'{\n"a": 1}', "one JSON object; a list of rows"),
         ("bytes.json", b'[{"text": "\xff"}]', "not UTF-8"),
-        ("quote.csv", b'prompt,completion\na,b\n"c,d\ne,f\n', ":3: a quoted field that begins here never ends"),
+        ("quote.csv", b'prompt,completion\na,b\n"c,d\ne,f\n', ":3: a quoted field that begins here is never closed"),
         ("bytes.csv", b"prompt,completion\na,\xff\n", ":2: not UTF-8"),
         ("none.parquet", b"PAR1 this is not", "cannot be read as parquet"),
         ("none.arrow", b"nothing of the kind", "cannot be read as arrow"),
         ("rows.xlsx", b"", "unknown kind of file"),
     ],
 )
-def test_a_damaged_file_is_an_error_for_its_rows_would_be_lost(
+def test_a_damaged_file_is_an_error_since_its_rows_would_be_lost(
     tmp_path: Path, name: str, content: bytes, words: str
 ) -> None:
     path = written(tmp_path, name, content)
@@ -175,7 +175,7 @@ def test_repetitive_text_is_no_bomb(tmp_path: Path) -> None:
     assert sum(1 for _ in read_file(str(path))) == 500_000
 
 
-def test_rows_of_an_array_that_is_read_in_stretches(tmp_path: Path) -> None:
+def test_rows_of_an_array_that_is_read_in_parts(tmp_path: Path) -> None:
     rows = [{"text": "é" * (i * 7919 % 300_000)} for i in range(20)]
     path = written(
         tmp_path,
@@ -184,7 +184,7 @@ def test_rows_of_an_array_that_is_read_in_stretches(tmp_path: Path) -> None:
     )
     assert [row for _, row in read_file(str(path))] == rows
     cut = written(tmp_path, "b.json", path.read_bytes()[:3_000_000])
-    with pytest.raises(UserError, match=r"b\.json:\d+: (not JSON|the array of rows has no end)"):
+    with pytest.raises(UserError, match=r"b\.json:\d+: (not JSON|the array of rows is never closed)"):
         list(read_file(str(cut)))
     late = written(tmp_path, "c.json", path.read_bytes()[:-4] + b"\xff")
     with pytest.raises(UserError, match=rf"not UTF-8: invalid start byte at byte {path.stat().st_size - 3}"):
@@ -207,7 +207,7 @@ def test_a_name_with_a_glob_in_it_is_the_file_itself(tmp_path: Path) -> None:
     (neighbor := tmp_path / "d1").mkdir()
     written(folder, "train.jsonl", b'{"text": "own"}\n')
     written(neighbor, "train.jsonl", b'{"text": "neighbor"}\n')
-    assert local_splits(str(folder)) == {"train": (str(folder / "train.jsonl"),)}
+    assert find_splits(str(folder)) == {"train": (str(folder / "train.jsonl"),)}
 
 
 def test_columns_and_keys_of_one_name_are_marked(tmp_path: Path) -> None:
