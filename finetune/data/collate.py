@@ -46,13 +46,13 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`; from pinned memory the copy does not wait."""
-        return self._with(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pin_memory(self) -> "MicroBatch":
         """The same in pinned host memory."""
-        return self._with(lambda tensor: tensor.pin_memory())
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
 
-    def _with(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
         return replace(
             self,
             input_ids=change(self.input_ids),
@@ -86,7 +86,7 @@ def _pack(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
         input_ids=torch.from_numpy(input_ids)[None],
         labels=torch.from_numpy(labels)[None],
         position_ids=torch.from_numpy(positions)[None],
-        trained_positions=_trained_positions(labels),
+        trained_positions=_find_trained_positions(labels),
         cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         max_document_length=int(lengths.max()),
         example_ids=tuple(ids.tolist()),
@@ -105,14 +105,14 @@ def _pad(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
         input_ids=torch.from_numpy(input_ids),
         labels=torch.from_numpy(labels),
         position_ids=torch.arange(longest).repeat(len(ids), 1),
-        trained_positions=_trained_positions(labels),
+        trained_positions=_find_trained_positions(labels),
         cu_seq_lens=None,
         max_document_length=longest,
         example_ids=tuple(ids.tolist()),
     )
 
 
-def _trained_positions(labels: Ids) -> Tensor:
+def _find_trained_positions(labels: Ids) -> Tensor:
     """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]

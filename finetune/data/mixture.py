@@ -112,13 +112,13 @@ def _number(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.i
 
 def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Finding]:
     """A finding where the text of a held-out example is trained on too."""
-    leaked = np.flatnonzero(np.isin(_hashes(held_out), np.unique(_hashes(training))))
+    leaked = np.flatnonzero(np.isin(_collect_hashes(held_out), np.unique(_collect_hashes(training))))
     tally = Tally()
     tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked])
     return tally.list_findings(of=len(held_out))
 
 
-def _hashes(examples: Examples) -> NDArray[np.uint64]:
+def _collect_hashes(examples: Examples) -> NDArray[np.uint64]:
     hashes = np.zeros(len(examples), np.uint64)
     for number, store in enumerate(examples.stores):
         of_store = examples.store == number

@@ -36,7 +36,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packing:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}")
     narrow = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
     order = np.argsort((capacity - lengths).astype(narrow), kind="stable")
-    moves = _moves(np.bincount(lengths, minlength=capacity + 1), capacity)
+    moves = _plan_moves(np.bincount(lengths, minlength=capacity + 1), capacity)
     # Each move puts `each` documents into each of `rows` rows from `first` on; spelled out, document by document:
     first, rows, each = moves.T
     counts = rows * each
@@ -48,7 +48,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packing:
     return Packing(order[by_row].astype(np.int64), np.concatenate(([0], np.cumsum(row_sizes))))
 
 
-def _moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
+def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """int64[moves, 3]: (first row, rows, documents put into each of them), for documents from the longest on.
 
     Rows with the same free space are kept as ranges of row numbers. The fullest rows with room, `free` tokens each,

@@ -58,8 +58,8 @@ def preview_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> tuple[Store
         train, _, report = _read_stored(recipe, tokenizer, world)
         return train, report
     stream = open_stream(recipe, tokenizer, world)
-    examples, source = select_examples(stream.store(0), recipe.data.datasets[0], recipe.data)
-    stream.clear()  # an open store is memory-mapped, and needs no name
+    examples, source = select_examples(stream.open_block_store(0), recipe.data.datasets[0], recipe.data)
+    stream.remove_blocks()  # an open store is memory-mapped, and needs no name
     train = make_train_batches(recipe, examples, tokenizer, world)
     return train, make_report(train, (source,))
 

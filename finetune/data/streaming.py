@@ -75,10 +75,10 @@ class StreamedBatches:
         `on_report` is called before the first batch of each block.
         """
         report = StreamReport(self.report.max_length, self.report.eval_sources, from_step)
-        block, step, examples = self._find(from_step)
+        block, step, examples = self._find_block(from_step)
         canceled = Event()
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
-            next_block = pool.submit(self.block, block, canceled)
+            next_block = pool.submit(self.open_block, block, canceled)
             try:
                 while step < self.steps:
                     current, note, rows = next_block.result()
@@ -86,25 +86,25 @@ class StreamedBatches:
                     if on_report is not None:
                         on_report(report, news)
                     if step + note.steps < self.steps:
-                        next_block = pool.submit(self.block, block + 1, canceled)
+                        next_block = pool.submit(self.open_block, block + 1, canceled)
                     for batch in islice(current.batches(max(from_step - step, 0)), self.steps - max(step, from_step)):
                         yield _renumber(batch, step, examples, note)
                     step, examples, block = step + note.steps, examples + note.examples, block + 1
-                    self._forget(block - 2)
+                    self._remove_block(block - 2)
             finally:
                 canceled.set()
                 next_block.cancel()
                 pool.shutdown()
-                self.clear()
+                self.remove_blocks()
 
-    def block(self, number: int, canceled: Event | None = None) -> tuple[StoredBatches, Note, SourceReport]:
+    def open_block(self, number: int, canceled: Event | None = None) -> tuple[StoredBatches, Note, SourceReport]:
         """A block's batches, numbered from 0, and the report of its rows.
 
         Local rank 0 writes its tokens; the others wait, unless `canceled` is set.
 
         Raises `UserError` for rows that cannot be read and for fatal findings.
         """
-        store = self.store(number, canceled)
+        store = self.open_block_store(number, canceled)
         stats = SourceStats.from_json(store.facts)
         examples, report = select_examples(store, self.data.datasets[0], self.data)
         stop = [finding for finding in report.findings if finding.is_fatal]
@@ -121,12 +121,14 @@ class StreamedBatches:
             replace_file(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
         return batches, note, report
 
-    def store(self, number: int, canceled: Event | None = None) -> TokenStore:
+    def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
         """The tokens of a block."""
         folder = self.folder / f"block-{number:06}"
-        return open_or_write_store(folder, self.world.local_rank, lambda stats: self._tokens(number, stats), canceled)
+        return open_or_write_store(
+            folder, self.world.local_rank, lambda stats: self._tokenize_block(number, stats), canceled
+        )
 
-    def clear(self) -> None:
+    def remove_blocks(self) -> None:
         """Removes this launch's blocks; their notes stay."""
         if self.world.local_rank == 0:
             remove_tree(self.folder, ignore_errors=True)
@@ -143,8 +145,8 @@ class StreamedBatches:
             self.tokenizer.pad_token_id,
         )
 
-    def _tokens(self, number: int, stats: SourceStats) -> Iterator[Tokens]:
-        runs = 0 if number == 0 else self._note(number - 1).runs
+    def _tokenize_block(self, number: int, stats: SourceStats) -> Iterator[Tokens]:
+        runs = 0 if number == 0 else self._read_note(number - 1).runs
         passes: list[int] = []  # at each run of the block
 
         def read_block() -> Iterator[tuple[DatasetSource, RowBatch]]:
@@ -159,29 +161,29 @@ class StreamedBatches:
         yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats)
         stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
-    def _find(self, step: int) -> tuple[int, int, int]:
+    def _find_block(self, step: int) -> tuple[int, int, int]:
         """(the block that step `step` is in, its first step, examples before it)."""
         block = first = examples = 0
         while True:
-            note = self._note(block)
+            note = self._read_note(block)
             if step < first + note.steps:
                 return block, first, examples
             block, first, examples = block + 1, first + note.steps, examples + note.examples
 
-    def _note(self, number: int) -> Note:
+    def _read_note(self, number: int) -> Note:
         """The note of a block. Where there is none, or it is damaged, the block is rebuilt."""
         try:
             checksum, _, text = self._note_file(number).read_text(encoding="utf-8").partition("\n")
         except (FileNotFoundError, UnicodeDecodeError):
-            return self.block(number)[1]
+            return self.open_block(number)[1]
         if checksum != xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
-            return self.block(number)[1]
+            return self.open_block(number)[1]
         return Note(**json.loads(text))
 
     def _note_file(self, number: int) -> Path:
         return self.folder.parent / f"block-{number:06}.json"
 
-    def _forget(self, number: int) -> None:
+    def _remove_block(self, number: int) -> None:
         """Removes a block that every rank has opened. A rank that still reads it keeps it: it is memory-mapped."""
         if number >= 0 and self.world.local_rank == 0:
             remove_tree(self.folder / f"block-{number:06}", ignore_errors=True)

@@ -37,7 +37,9 @@ def open_cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_r
     """
     content = hash_content(source)
     folder = cache_folder(data) / cache_key(source, content, data, tokenizer)
-    return open_or_write_store(folder, local_rank, lambda stats: _tokens(source, content, data, tokenizer, stats))
+    return open_or_write_store(
+        folder, local_rank, lambda stats: _tokenize_source(source, content, data, tokenizer, stats)
+    )
 
 
 def open_or_write_store(
@@ -89,7 +91,7 @@ def hash_inputs(data: Data, tokenizer: Any, *rows: Any) -> str:
     return digest.hexdigest()
 
 
-def _tokens(
+def _tokenize_source(
     source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, stats: SourceStats
 ) -> Iterator[Tokens]:
     """One source's rows as tokens."""

@@ -203,7 +203,7 @@ def test_plain_text_is_split_unless_the_recipe_says_otherwise(prepare: Prepare, 
     both = prepare([{"path": str(text)}, {"path": str(mixed)}])
     assert [source.tokens_lost > 0 for source in both.report.sources] == [False, True]
     stream = prepare([{"path": str(text)}], streaming=True, max_steps=1)
-    assert len(next(stream.train.batches()).micro_batches) and stream.train.block(0)[2].tokens_lost == 0
+    assert len(next(stream.train.batches()).micro_batches) and stream.train.open_block(0)[2].tokens_lost == 0
 
 
 def test_overlength_may_be_an_error_that_names_the_row(prepare: Prepare, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_what_is_skipped_and_cut_is_reported_once_and_counted(stream: Stream, tm
     assert any(line.startswith("warning: skipped: in 1 of ") and line.endswith("a.jsonl:71)") for line in lines)
     assert any(line.startswith("warning: truncated: in ") and "a.jsonl:81" in line for line in lines)
     kept = reports[-1].as_json()
-    blocks = [batches.block(number)[2] for number in range(len(news))]
+    blocks = [batches.open_block(number)[2] for number in range(len(news))]
     assert kept["rows_read"] == sum(block.rows_read for block in blocks) > 300
     assert kept["rows_skipped"] == sum(block.rows_skipped for block in blocks) >= 2
     assert kept["overlong"] == 2 * kept["rows_skipped"] and kept["tokens_lost"] > 0
