@@ -101,21 +101,20 @@ class _Unpacked(io.RawIOBase):
 @contextmanager
 def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
     """The file's bytes, unpacked. Whatever fails while they are read is a `UserError`."""
-    try:
-        if path.endswith(".gz"):
-            with gzip.open(path, "rb") as packed:
-                yield io.BufferedReader(_Unpacked(packed, path), 2**20)
-        else:
-            with Path(path).open("rb") as stream:
-                yield stream
-    except EOFError:
-        raise UserError(
-            f"{path}: the file is truncated: its gzip stream has no end; copy or download it again"
-        ) from None
-    except (gzip.BadGzipFile, zlib.error) as error:
-        raise UserError(f"{path}: not a valid gzip file: {error}; copy or download it again") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    with convert_os_errors(path):
+        try:
+            if path.endswith(".gz"):
+                with gzip.open(path, "rb") as packed:
+                    yield io.BufferedReader(_Unpacked(packed, path), 2**20)
+            else:
+                with Path(path).open("rb") as stream:
+                    yield stream
+        except EOFError:
+            raise UserError(
+                f"{path}: the file is truncated: its gzip stream has no end; copy or download it again"
+            ) from None
+        except (gzip.BadGzipFile, zlib.error) as error:
+            raise UserError(f"{path}: not a valid gzip file: {error}; copy or download it again") from None
 
 
 def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:

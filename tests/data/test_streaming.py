@@ -148,6 +148,7 @@ def test_what_is_skipped_and_cut_is_reported_once_and_counted(stream: Stream, tm
     assert any(re.search(r"^.*: \d\.\d% of the tokens are lost to max_length: ", line) for line in lines)
     assert any(line.startswith("warning: skipped: in 1 of ") and line.endswith("a.jsonl:71)") for line in lines)
     assert any(line.startswith("warning: truncated: in ") and "a.jsonl:81" in line for line in lines)
+    assert not batches.report.counts  # of what is known before anything is read; a second start counts from 0
     kept = reports[-1].as_json()
     blocks = [batches.open_block(number)[2] for number in range(len(news))]
     assert kept["rows_read"] == sum(block.rows_read for block in blocks) > 300
