@@ -26,7 +26,7 @@ import torch  # noqa: E402
 import yaml  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
-from finetune.checkpoint import manifest as folder  # noqa: E402
+from finetune.checkpoint import retention  # noqa: E402
 from finetune.checkpoint.save import Saver  # noqa: E402
 from finetune.distributed.accelerate_config import Sharding  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
@@ -66,7 +66,7 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
         kind: Saver(root, model, optimizer, world, read_recipe(str(recipe_file), [f"async_save={kind}"]), tokenizer())
         for kind in ("false", "true")
     }
-    size = savers["false"].rehearse(steps=1)
+    size = savers["false"].check_save(steps=1)
     train_step(model, optimizer, savers["true"])
     savers["true"].save(Progress(step=1))  # the first one allocates what the others reuse
     savers["true"].finish()
@@ -77,7 +77,7 @@ def measure(root: Path, megabytes: int, rounds: int) -> dict[str, Any]:
             stall += train_step(model, optimizer, saver)
             seconds["async stall" if saver.is_async else "sync"].append(stall)
             saver.finish()
-    assert folder.newest_valid(root) == folder.step_folder(root, 1 + 2 * rounds)
+    assert retention.find_newest_valid(root) == retention.step_folder(root, 1 + 2 * rounds)
     leave(world)
     middle = {kind: median(values) for kind, values in seconds.items()}
     return {

@@ -51,7 +51,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = prepare_data(recipe, tokenizer, world)
     recipe = data.complete_recipe(recipe)
-    found = inputs.fingerprints(recipe, tokenizer, data, world)
+    found = inputs.fingerprint_inputs(recipe, tokenizer, data, world)
     if finished.is_finished(folder, recipe, found, world):
         return leave(world)
     with beforehand.out_of_memory_answered(recipe, world):

@@ -1,4 +1,4 @@
-"""`finetune checkpoints RUN`: what a run has left, whether it is sound, and what can be done with it."""
+"""`finetune checkpoints RUN`: the checkpoints of a run, whether they are sound, and the commands that use them."""
 
 import argparse
 import json
@@ -7,7 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint.json_files import read_object
+from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest
+from finetune.checkpoint.retention import checkpoints_folder, list_checkpoints
 from finetune.errors import UserError
 from finetune.export.publish import bring_back_exports
 from finetune.units import counted, disk_size
@@ -16,8 +18,8 @@ EXIT_DAMAGED = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Listed:
-    """One checkpoint as a person wants to see it. `problems` are sentences; without any it is sound as far as was looked."""
+class Summary:
+    """One checkpoint in the list. `problems` are sentences; an empty list means sound, as far as was checked."""
 
     path: str
     step: int
@@ -37,25 +39,25 @@ def checkpoints_command(options: argparse.Namespace) -> int:
     """Lists the checkpoints of `options.run`; with `options.verify` reads every byte. Returns 1 where one is damaged."""
     run = Path(options.run)
     bring_back_exports(run)
-    found = list_checkpoints(run, checksums=options.verify)
+    found = summarize_checkpoints(run, checksums=options.verify)
     if options.json:
-        print(json.dumps([asdict(listed) for listed in found], indent=1))
+        print(json.dumps([asdict(summary) for summary in found], indent=1))
     else:
-        for line in shown(run, found, options.verify):
+        for line in format_list(run, found, options.verify):
             print(line)
-    return EXIT_DAMAGED if any(listed.problems for listed in found) else 0
+    return EXIT_DAMAGED if any(summary.problems for summary in found) else 0
 
 
-def list_checkpoints(run: Path, *, checksums: bool) -> list[Listed]:
+def summarize_checkpoints(run: Path, *, checksums: bool) -> list[Summary]:
     """The published checkpoints of a run, in order of step. Raises `UserError` where there are none."""
-    published = folder.published(run)
+    published = list_checkpoints(run)
     if not published:
         where = "has no checkpoints yet" if run.is_dir() else "no such folder; name a run's, such as runs/quickstart"
         raise UserError(f"{run}: {where}")
-    return [_listed(step, path, folder.problems_of(path, checksums=checksums)) for step, path in published]
+    return [_summarize(step, path, find_problems(path, checksums=checksums)) for step, path in published]
 
 
-def shown(run: Path, found: list[Listed], verified: bool) -> list[str]:
+def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:
     """The list for a terminal, the newest last, and what comes next."""
     sound = "verified" if verified else "whole (--verify reads every byte)"
     lines = []
@@ -68,7 +70,7 @@ def shown(run: Path, found: list[Listed], verified: bool) -> list[str]:
         lines.append(
             f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on {counted(one.ranks or 0, 'rank')}; {sound}"
         )
-    for path in sorted(folder.checkpoints_of(run).glob("damaged-*")):
+    for path in sorted(checkpoints_folder(run).glob("damaged-*")):
         lines.append(f"{path.name}: did not verify when the run resumed below it; remove it when you need the room")
     usable = [one for one in found if not one.problems]
     if not usable:
@@ -77,17 +79,17 @@ def shown(run: Path, found: list[Listed], verified: bool) -> list[str]:
     made = f"a PEFT adapter and the model merged with {newest.base_model}" if newest.is_adapter else newest.architecture
     return [
         *lines,
-        f"resume:  the run's own command goes on after step {newest.step:,}, in any layout and on any number of ranks",
+        f"resume:  the run's own command continues after step {newest.step:,}, in any layout and on any number of ranks",
         f"export:  finetune export {shlex.quote(newest.path)} --output DIR   ({made})",
     ]
 
 
-def _listed(step: int, path: Path, problems: list[str]) -> Listed:
+def _summarize(step: int, path: Path, problems: list[str]) -> Summary:
     if problems:
-        return Listed(path=str(path), step=step, problems=problems)
-    manifest = folder.read_manifest(path)
-    state, config = _json(path / folder.STATE), _json(path / folder.MODEL / "config.json")
-    return Listed(
+        return Summary(path=str(path), step=step, problems=problems)
+    manifest = read_manifest(path)
+    state, config = _json(path / STATE), _json(path / MODEL / "config.json")
+    return Summary(
         path=str(path),
         step=step,
         problems=[],
@@ -99,13 +101,12 @@ def _listed(step: int, path: Path, problems: list[str]) -> Listed:
         tokens=state.get("tokens"),
         architecture=next(iter(config.get("architectures") or ()), None),
         base_model=state.get("base_model"),
-        is_adapter=(path / folder.MODEL / "adapter_config.json").exists(),
+        is_adapter=(path / MODEL / "adapter_config.json").exists(),
     )
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        return read_object(path)[0]
+    except (OSError, ValueError):
         return {}
-    return content if isinstance(content, dict) else {}

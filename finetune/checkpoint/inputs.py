@@ -1,6 +1,6 @@
 """Fingerprints of what a run reads beside its recipe: the same recipe over other files would be a different run.
 
-They stand in state.json. A resumed run compares them, and an export compares that of the LoRA base.
+They are kept in state.json. A resumed run compares them, and an export compares that of the LoRA base.
 """
 
 import json
@@ -12,9 +12,9 @@ from typing import Any
 import xxhash
 
 from finetune import durable
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint.manifest import MODEL, find_checkpoint_of, find_problems
 from finetune.data.prepare import PreparedData
-from finetune.distributed.collective import Ranks
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.hub import find_local_folder
@@ -22,46 +22,40 @@ from finetune.recipe.schema import Recipe
 from finetune.safetensors_io.tensors import read_folder
 
 CONFIG_FILE = "config.json"
-BOOKKEEPING = {
-    "transformers_version",
-    "_name_or_path",
-    "torch_dtype",
-    "dtype",
-    "use_cache",
-}  # change no result of a run
+BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
 
-# name -> (the recipe's keys that name it, what is said where it has changed and they have not)
+# name -> (the recipe's keys that name it, the message where its content has changed and those keys have not)
 INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "datasets": (("datasets", "streaming"), "datasets: the files are named as before, but what they hold has changed"),
+    "datasets": (("datasets", "streaming"), "datasets: the same files are named, but their content has changed"),
     "chat_template": (
         ("chat_template", "tokenizer_name_or_path", "model_name_or_path"),
-        "chat_template: it is named as before, but its text has changed",
+        "chat_template: the same name is given, but its text has changed",
     ),
     "tokenizer": (
         ("tokenizer_name_or_path", "model_name_or_path", "model_revision"),
-        "tokenizer: it is named as before, but its vocabulary, merges or special tokens have changed",
+        "tokenizer: the same name is given, but its vocabulary, merges or special tokens have changed",
     ),
     "config": (
         ("model_name_or_path", "model_revision"),
-        "model_name_or_path: it is named as before, but its config.json has changed",
+        "model_name_or_path: the same name is given, but its config.json has changed",
     ),
     "base": (
         ("model_name_or_path", "model_revision"),
-        "model_name_or_path: it is named as before, but its weights have changed, on which the adapters stand",
+        "model_name_or_path: the same name is given, but its weights, on which the adapters were trained, have changed",
     ),
 }
 
 
-def fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData, world: World) -> dict[str, str]:
+def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    The weights of the base are read whole, where adapters are trained on them; a full model's are in its checkpoint.
+    For LoRA, every byte of the base's weights is read; those of a full model are in its checkpoint.
     """
-    found: dict[str, str] = Ranks(world, None).main(lambda: _fingerprints(recipe, tokenizer, data))
+    found: dict[str, str] = RankGroup(world, None).main(lambda: _read_fingerprints(recipe, tokenizer, data))
     return found
 
 
-def changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], changed_keys: list[str]) -> list[str]:
+def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], changed_keys: list[str]) -> list[str]:
     """A sentence for each input that differs, but for those that a key of `changed_keys` (`key: then -> now`) explains.
 
     What either does not know (another version wrote it, or a hub's data set is streamed) is not compared.
@@ -79,19 +73,19 @@ def refuse_damaged_model(recipe: Recipe) -> None:
     """Raises `UserError` where `model_name_or_path` is a checkpoint of a run that does not verify: the weights are read once here,
     since no checksum is compared while a model is loaded."""
     name = recipe.model.model_name_or_path
-    checkpoint = folder.checkpoint_at(Path(name)) if name is not None else None
-    if checkpoint is not None and (problems := folder.problems_of(checkpoint, parts=[folder.MODEL])):
+    checkpoint = find_checkpoint_of(Path(name)) if name is not None else None
+    if checkpoint is not None and (problems := find_problems(checkpoint, parts=[MODEL])):
         raise UserError(f"model_name_or_path: {name}: damaged: {'; '.join(problems)}; name another checkpoint")
 
 
-def base_fingerprint(base: Path) -> str:
+def hash_base(base: Path) -> str:
     """A hash of all bytes of the weights in the folder `base`, at the speed of its disk."""
     paths = sorted({piece.path for tensor in read_folder(base).values() for piece in tensor.pieces})
     with ThreadPoolExecutor(max_workers=4) as pool:
         return _hash([[path.name, entry] for path, entry in zip(paths, pool.map(durable.checksum, paths), strict=True)])
 
 
-def _fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> dict[str, str]:
+def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> dict[str, str]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     found = {
@@ -105,7 +99,7 @@ def _fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> dict[st
         config = json.loads((base / CONFIG_FILE).read_bytes())
         found["config"] = _hash({key: value for key, value in config.items() if key not in BOOKKEEPING})
         if recipe.lora.use_peft:
-            found["base"] = base_fingerprint(base)
+            found["base"] = hash_base(base)
     return {name: text for name, text in found.items() if text is not None}
 
 

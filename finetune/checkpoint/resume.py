@@ -1,4 +1,4 @@
-"""Going on from a checkpoint, in any layout and on any number of ranks."""
+"""Resuming from a checkpoint, in any layout and on any number of ranks."""
 
 import json
 from collections.abc import Mapping
@@ -8,13 +8,21 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint import manifest as folder
-from finetune.checkpoint import shards as state
-from finetune.checkpoint.inputs import changed_inputs
+from finetune.checkpoint.inputs import find_changed_inputs
 from finetune.checkpoint.json_files import read_state
-from finetune.checkpoint.save import plain_optimizer, plain_recipe
+from finetune.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, find_problems, read_manifest
+from finetune.checkpoint.retention import find_newest_valid, list_checkpoints, rename_damaged
+from finetune.checkpoint.save import recipe_as_json, unwrap_optimizer
+from finetune.checkpoint.shards import (
+    get_model_state,
+    get_optimizer_state,
+    read_shards,
+    select_tensors,
+    set_model_state,
+    set_optimizer_state,
+)
 from finetune.constants import global_batch_size
-from finetune.distributed.collective import Ranks
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.progress import Progress
@@ -30,23 +38,22 @@ def resume(
     world: World,
     inputs: Mapping[str, str] | None = None,
 ) -> Progress:
-    """Goes on from where `resume_from_checkpoint` says, or begins. All ranks call it.
+    """Resumes as `resume_from_checkpoint` says, or starts at step 0. All ranks call it.
 
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
-    recipe, or what it names (`inputs`: their `fingerprints`).
+    recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
     """
-    found = Ranks(world, None).main(lambda: _found(recipe, run_folder, world.size, inputs or {}))
+    found = RankGroup(world, None).main(lambda: _find_and_compare(recipe, run_folder, world.size, inputs or {}))
     return Progress() if found is None else load(Path(found), model, optimizer, world)
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
-    """The checkpoint from which a run in `run_folder` goes on; None, where it begins. It has been verified.
+    """The verified checkpoint from which a run in `run_folder` resumes; None where it starts at step 0.
 
-    `resume_from`: auto, none, or the path of a checkpoint or of a run. A path outside `run_folder` is only where the
-    run begins: once it has checkpoints of its own it goes on from those, so that a preempted job can be started again
-    by the same command.
+    `resume_from`: auto, none, or the path of a checkpoint or of a run. A path outside `run_folder` is only the start of
+    the run: once it has checkpoints of its own it resumes from those, so that the same command restarts a preempted job.
     """
-    own = folder.published(run_folder)
+    own = list_checkpoints(run_folder)
     if resume_from == "none":
         if own:
             raise UserError(
@@ -55,18 +62,18 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
             )
         return None
     if resume_from == "auto" or (own and not _is_within(Path(resume_from), run_folder)):
-        return _newest(run_folder) if own else None
+        return _find_newest(run_folder) if own else None
     path = Path(resume_from)
     if not path.is_dir():
         raise UserError(f"resume_from_checkpoint: {path}: no such folder; give a checkpoint's, a run's, or auto")
-    if not (path / folder.MANIFEST).exists() and folder.published(path):
-        return _newest(path)
-    if problems := folder.problems_of(path):
+    if not (path / MANIFEST).exists() and list_checkpoints(path):
+        return _find_newest(path)
+    if problems := find_problems(path):
         raise UserError(f"resume_from_checkpoint: {path}: does not verify: {'; '.join(problems)}")
-    later = [step for step, _ in own if step > folder.read_manifest(path).step]
+    later = [step for step, _ in own if step > read_manifest(path).step]
     if later:
         raise UserError(
-            f"resume_from_checkpoint: {path}: the run went on from here to step {later[-1]}; set another output_dir, "
+            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; set another output_dir, "
             "or remove the later checkpoints"
         )
     return path
@@ -75,14 +82,14 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
 def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
     """Fills the model and the optimizer from `checkpoint`, which has been verified. All ranks call it, each reads its part.
 
-    Raises `UserError` where the checkpoint is of another model.
+    Raises `UserError` where the checkpoint was saved from a different model.
     """
-    weights, moments = state.model_state(model), state.optimizer_state(model, plain_optimizer(optimizer))
+    weights, moments = get_model_state(model), get_optimizer_state(model, unwrap_optimizer(optimizer))
     with torch.no_grad():
-        state.read_into(weights, folder.MODEL, checkpoint)
-        state.read_into(state.tensors_of(moments), folder.OPTIMIZER, checkpoint)
-    state.set_model(model, weights)
-    state.set_optimizer(model, plain_optimizer(optimizer), moments)
+        read_shards(weights, MODEL, checkpoint)
+        read_shards(select_tensors(moments), OPTIMIZER, checkpoint)
+    set_model_state(model, weights)
+    set_optimizer_state(model, unwrap_optimizer(optimizer), moments)
     progress = read_progress(checkpoint)
     if progress.scaler and world.accelerator.scaler is not None:
         world.accelerator.scaler.load_state_dict(progress.scaler)
@@ -95,7 +102,7 @@ def read_progress(checkpoint: Path) -> Progress:
     return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
 
-def changed_keys(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
+def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs between two recipes with every key filled in, as `key: then -> now`.
 
     First what decides the course of a run (the schema marks it), then the rest. A key that `then` does not know had its
@@ -112,31 +119,31 @@ def changed_keys(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], 
     return deciding, other
 
 
-def _found(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]) -> str | None:
+def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapping[str, str]) -> str | None:
     checkpoint = find_checkpoint(recipe.checkpoint.resume_from_checkpoint, run_folder)
     if checkpoint is None:
         return None
     _compare(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
-        for damaged in folder.set_aside_after(run_folder, folder.read_manifest(checkpoint).step):
+        for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
             print(f"{damaged}: kept under this name for you to look at; remove it when you need the room")
     return str(checkpoint)
 
 
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
-    deciding, other = changed_keys(then["recipe"], plain_recipe(recipe))
+    deciding, other = compare_recipes(then["recipe"], recipe_as_json(recipe))
     before, after = then["global_batch_size"], global_batch_size(recipe.batch, ranks)
     if before != after:
         deciding.append(
             f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any number of ranks)"
         )
     inputs_then = then.get("inputs", {}) | {"datasets": then.get("data_fingerprint")}
-    deciding += changed_inputs(inputs_then, inputs, deciding)
+    deciding += find_changed_inputs(inputs_then, inputs, deciding)
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(
             [
-                f"{checkpoint}: the recipe has changed since, so that the run would not be the one that was begun:",
+                f"{checkpoint}: the recipe has changed since this checkpoint, so the resumed run would be a different one:",
                 *(f"  {change}" for change in deciding),
                 "set it back, set another output_dir, or set allow_changed_recipe: true",
             ]
@@ -145,14 +152,14 @@ def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, 
         print(f"resuming with a changed recipe: {change}")
 
 
-def _newest(run_folder: Path) -> Path:
-    told: list[str] = []
-    newest = folder.newest_valid(run_folder, told.append)
+def _find_newest(run_folder: Path) -> Path:
+    passed_over: list[str] = []
+    newest = find_newest_valid(run_folder, passed_over.append)
     if newest is None:
         raise UserError.of(
-            [f"{run_folder}: none of its checkpoints verifies; set another output_dir to begin anew:", *told]
+            [f"{run_folder}: none of its checkpoints verifies; set another output_dir to start over:", *passed_over]
         )
-    for line in told:
+    for line in passed_over:
         print(line)
     return newest
 

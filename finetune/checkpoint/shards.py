@@ -1,6 +1,6 @@
-"""The tensors of a training run as pieces: the part of each that this rank holds, under the layout-free name of the whole.
+"""The state of model and optimizer as shards: the part of each tensor that this rank holds, under the name of the whole.
 
-The pieces of all ranks cover every tensor exactly once, whatever the layout, so that a checkpoint written by any number
+The shards of all ranks cover every tensor exactly once, whatever the layout, so that a checkpoint written by any number
 of ranks in any layout is read by any other. The files are those of `torch.distributed.checkpoint`'s
 HuggingFaceStorageWriter(save_distributed=True); its reader opens them too.
 """
@@ -8,12 +8,13 @@ HuggingFaceStorageWriter(save_distributed=True); its reader opens them too.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -25,48 +26,52 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.checkpoint.quantized_moments import dequantized, host_memory, is_quantized, quantize_into
+from finetune.checkpoint.snapshot import dequantize, is_quantized, quantize_into
+from finetune.distributed.collective import RankGroup
+from finetune.distributed.parallelize import tied_names, unwrap
 from finetune.errors import UserError
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import read_folder, read_slice
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _TRAINABLE = StateDictOptions(ignore_frozen_params=True)
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_SUMMED_AT_ONCE = 1 << 20  # elements: bounds the int64 temporaries of a checksum to 24 MiB
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorShard:
     """A box of a tensor, held by this rank."""
 
     part: str  # model or optimizer
     name: str
     shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]  # of the piece's first element in the whole
+    offsets: tuple[int, ...]  # of the shard's first element in the whole
     tensor: torch.Tensor
-    is_first_copy: bool  # False where a rank before this one holds the same piece
+    is_first_copy: bool  # False where a rank before this one holds the same values
 
 
-def model_state(model: torch.nn.Module) -> dict[str, Any]:
+def get_model_state(model: torch.nn.Module) -> dict[str, Any]:
     """The trained parameters by transformers' names, each where it lives; a tied tensor under one name only."""
     state: dict[str, Any] = get_model_state_dict(model, options=_TRAINABLE)
-    for name in _tied(model):
+    for name in tied_names(unwrap(model)):
         state.pop(name, None)
     return state
 
 
-def optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on; and `param_groups.…`, which are no tensors."""
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return state
 
 
-def tensors_of(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def select_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """The entries of a flat state that are tensors."""
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor | ShardedTensor)}
 
 
-def pieces_of(state: Mapping[str, torch.Tensor], part: str) -> list[Piece]:
-    """This rank's pieces of all tensors, in order of name. The tensors are those of `state`, not copies.
+def list_shards(state: Mapping[str, torch.Tensor], part: str) -> list[TensorShard]:
+    """This rank's shards of all tensors, in order of name. The tensors are those of `state`, not copies.
 
     Tensors that every rank holds whole (DDP, scalars) are dealt out over the ranks by size, so that all write alike.
     """
@@ -81,16 +86,16 @@ def pieces_of(state: Mapping[str, torch.Tensor], part: str) -> list[Piece]:
     found = []
     for name, tensor in sorted(state.items()):
         if isinstance(tensor, DTensor):
-            found += _pieces_of_dtensor(part, name, tensor)
+            found += _shards_of_dtensor(part, name, tensor)
         elif isinstance(tensor, ShardedTensor):
-            found += _pieces_of_sharded_tensor(part, name, tensor)
+            found += _shards_of_sharded_tensor(part, name, tensor)
         else:
             shape = tuple(tensor.shape)
-            found.append(Piece(part, name, shape, (0,) * len(shape), tensor.detach(), writers[name] == rank))
+            found.append(TensorShard(part, name, shape, (0,) * len(shape), tensor.detach(), writers[name] == rank))
     return found
 
 
-def _pieces_of_dtensor(part: str, name: str, tensor: DTensor) -> list[Piece]:
+def _shards_of_dtensor(part: str, name: str, tensor: DTensor) -> list[TensorShard]:
     local = tensor.to_local().detach()
     if local.numel() == 0 and tensor.numel() > 0:
         return []
@@ -101,110 +106,109 @@ def _pieces_of_dtensor(part: str, name: str, tensor: DTensor) -> list[Piece]:
         for index, placement in zip(coordinate, tensor.placements, strict=True)
         if isinstance(placement, Replicate)
     )
-    return [Piece(part, name, tuple(tensor.shape), tuple(offsets), local, first)]
+    return [TensorShard(part, name, tuple(tensor.shape), tuple(offsets), local, first)]
 
 
-def _pieces_of_sharded_tensor(part: str, name: str, tensor: Any) -> list[Piece]:
-    first = 0 in dist.get_process_group_ranks(
-        tensor._process_group
-    )  # hybrid sharding: each group of ranks holds it all
+def _shards_of_sharded_tensor(part: str, name: str, tensor: Any) -> list[TensorShard]:
+    # Under hybrid sharding each group of ranks holds the whole tensor.
+    first = 0 in dist.get_process_group_ranks(tensor._process_group)
     return [
-        Piece(part, name, tuple(tensor.size()), tuple(shard.metadata.shard_offsets), shard.tensor.detach(), first)
+        TensorShard(part, name, tuple(tensor.size()), tuple(shard.metadata.shard_offsets), shard.tensor.detach(), first)
         for shard in tensor.local_shards()
         if shard.tensor.numel()
     ]
 
 
-def moment(device: torch.device) -> Any:
-    """The point in a GPU's queue at which all that was asked for until now is done; None on the CPU, where it is done."""
-    return torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
-
-
-def copied_to_host(pieces: list[Piece], copies: dict[str, torch.Tensor], now: Any, device: torch.device) -> list[Piece]:
-    """The pieces with their tensors, as they are at the moment `now`, copied into `copies`.
-
-    Those are made at the first call and reused by the next. On a GPU the copies have a queue of their own.
-    """
-    # A new thread's device is the first, whatever the loop's is.
-    stream = None if now is None else torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    copied = []
-    with torch.cuda.stream(stream):
-        if stream is not None:
-            stream.wait_event(now)
-        for piece in pieces:
-            name, tensor = f"{piece.part}/{piece.name}", piece.tensor
-            copy = copies.get(name)
-            if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
-                copy = copies[name] = host_memory(tensor)
-            copy.copy_(tensor, non_blocking=True)
-            copied.append(replace(piece, tensor=copy))
-    if stream is not None:
-        stream.synchronize()
-    return copied
-
-
-def file_chunks(pieces: list[Piece]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of these pieces, a tensor at a time: copied from its device, or made fp32 of 8 bits, when its turn comes."""
-    offsets = json.dumps({piece.name: {"saved_offsets": list(piece.offsets)} for piece in pieces})
+def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
+    """A safetensors file of these shards, a tensor at a time: copied from its device, or made fp32 of 8 bits, when its turn comes."""
+    offsets = json.dumps({shard.name: {"saved_offsets": list(shard.offsets)} for shard in shards})
     yield header_bytes(
-        ((piece.name, piece.tensor.dtype, tuple(piece.tensor.shape)) for piece in pieces),
+        ((shard.name, shard.tensor.dtype, tuple(shard.tensor.shape)) for shard in shards),
         {"DCP_SHARDING_INFO": offsets, "DCP_VERSION": "1.0", "format": "pt"},
     )
-    for piece in pieces:
-        if piece.tensor.numel():
-            plain = dequantized(piece.tensor) if is_quantized(piece.tensor) else piece.tensor
+    for shard in shards:
+        if shard.tensor.numel():
+            plain = dequantize(shard.tensor) if is_quantized(shard.tensor) else shard.tensor
             yield plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def read_into(state: Mapping[str, torch.Tensor], part: str, checkpoint: Path) -> None:
+def read_shards(state: Mapping[str, torch.Tensor], part: str, checkpoint: Path) -> None:
     """Fills this rank's pieces of `state` from the checkpoint's `part`, whose tensors must be the same by name and shape.
 
     Raises `UserError`, before anything is read, where they are not.
     """
-    pieces, stored = pieces_of(state, part), read_folder(checkpoint / part)
+    shards, stored = list_shards(state, part), read_folder(checkpoint / part)
     missing, left = sorted(state.keys() - stored.keys()), sorted(stored.keys() - state.keys())
     if missing or left:
-        named = f"has no {missing[0]}" if missing else f"has {left[0]}, which this model has not"
-        raise UserError(f"{checkpoint}: is of another model: it {named} ({len(missing)} missing, {len(left)} too many)")
-    for piece in pieces:
-        if stored[piece.name].shape != piece.shape:
+        named = f"it lacks {missing[0]}" if missing else f"this model has no {left[0]}"
+        raise UserError(
+            f"{checkpoint}: saved from a different model: {named} ({len(missing)} missing, {len(left)} unexpected)"
+        )
+    for shard in shards:
+        if stored[shard.name].shape != shard.shape:
             raise UserError(
-                f"{checkpoint}: is of another model: {piece.name} has shape {stored[piece.name].shape}, here {piece.shape}"
+                f"{checkpoint}: saved from a different model: {shard.name} has shape {stored[shard.name].shape}, here {shard.shape}"
             )
-    for piece in pieces:
-        box = tuple(slice(o, o + n) for o, n in zip(piece.offsets, piece.tensor.shape, strict=True))
-        values = read_slice(stored[piece.name], box)
-        if is_quantized(piece.tensor):
-            quantize_into(piece.tensor, values)
+    for shard in shards:
+        box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
+        values = read_slice(stored[shard.name], box)
+        if is_quantized(shard.tensor):
+            quantize_into(shard.tensor, values)
         else:
-            piece.tensor.copy_(values)
+            shard.tensor.copy_(values)
 
 
-def set_model(model: torch.nn.Module, state: dict[str, Any]) -> None:
-    """Puts `state` (of `model_state`, filled in) into the model."""
-    tied = {name: state[source] for name, source in _tied(model).items() if source in state}
+def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Loads `state` (of `get_model_state`, filled in) into the model."""
+    tied = {name: state[source] for name, source in tied_names(unwrap(model)).items() if source in state}
     # The frozen ones too: FSDP1 warns of every parameter that it is not given.
     set_model_state_dict(model, get_model_state_dict(model) | state | tied)
 
 
-def set_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Puts `state` (of `optimizer_state`, filled in) into the optimizer."""
+def set_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Loads `state` (of `get_optimizer_state`, filled in) into the optimizer."""
     set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
 
 
 def count_parameters(model: torch.nn.Module) -> int:
     """The whole model's parameters over all ranks, tied ones once."""
     state: dict[str, Any] = get_model_state_dict(model)
-    return sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in _tied(model))
+    return sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in tied_names(unwrap(model)))
 
 
-def plain_model(model: torch.nn.Module) -> Any:
-    """The transformers model inside DDP's and FSDP1's wrappers."""
-    while isinstance(inner := getattr(model, "module", None), torch.nn.Module):
-        model = inner
-    return model
+def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:
+    """Raises `UserError` on all ranks where two that hold the same part of the state do not hold the same values.
+
+    `shards`: all of this rank's, first copies or not. One digest a rank crosses the wire.
+    """
+    group_size = ranks.world.shard_group_size
+    if ranks.world.size == group_size:  # one replica
+        return
+    sums = {f"{shard.part}/{shard.name}": int(weighted_sum(shard.tensor)) for shard in shards}
+    digests = ranks.all(lambda: xxhash.xxh3_64_hexdigest(json.dumps(sums).encode()))
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[rank % group_size]]
+    if not different:
+        return
+    by_rank = ranks.all(lambda: sums)
+    rank, first = different[0], different[0] % group_size
+    unequal = [name for name, value in by_rank[rank].items() if value != by_rank[first].get(name)]
+    raise UserError(
+        f"step {step} is not saved: ranks {first} and {rank} hold replicas of the model, but {len(unequal)} of "
+        f"{len(by_rank[rank])} tensors are not equal, {unequal[0]} the first; start the run again to resume from an "
+        "earlier checkpoint, and if it happens again, test the memory of these ranks, or report a bug"
+    )
 
 
-def _tied(model: torch.nn.Module) -> dict[str, str]:
-    """Names of parameters that are another one, and whose."""
-    return dict(getattr(plain_model(model), "all_tied_weights_keys", None) or {})
+def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of each element's bits times an odd number by its position, modulo 2**64 (0-dim int64, on the device).
+
+    Integers add up to the same in any order, so that it is the same on every device; one changed element always shows.
+    """
+    plain = dequantize(tensor) if is_quantized(tensor) else tensor
+    bits = plain.contiguous().reshape(-1).view(_INTEGERS[plain.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for start in range(0, bits.numel(), _SUMMED_AT_ONCE):
+        part = bits[start : start + _SUMMED_AT_ONCE]
+        weights = torch.arange(start, start + part.numel(), device=bits.device) * 2 + 1
+        total += (part * weights).sum()
+    return total

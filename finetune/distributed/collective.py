@@ -15,7 +15,7 @@ from finetune.units import disk_size
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class RankGroup:
     """The ranks, talking over a process group of their own: what a background thread says does not cross the loop's words."""
 
     world: World

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 
 from finetune.distributed.accelerate_config import Sharding
@@ -72,13 +73,12 @@ def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
     return tuple(sorted(large - {type(model.get_output_embeddings()).__name__}))
 
 
-def unwrap(model: nn.Module) -> nn.Module:
-    """The transformers model inside a wrapper of DDP or FSDP1."""
+def unwrap(model: nn.Module) -> Any:
+    """The transformers model inside the wrappers of DDP and FSDP1."""
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
-    if isinstance(model, nn.parallel.DistributedDataParallel | Fsdp1):
-        inner: nn.Module = model.module
-        return inner
+    while isinstance(model, nn.parallel.DistributedDataParallel | Fsdp1):
+        model = model.module
     return model
 
 
@@ -180,7 +180,7 @@ def _fsdp2(model: nn.Module, values: Values, world: World, classes: tuple[str, .
 def _materialize(model: nn.Module, values: Values, parameters_on: torch.device, buffers_on: torch.device) -> None:
     """Gives meta parameters memory, and fills each from `values`: of a sharded one, only this rank's slices are read."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # real: rotary frequencies are computed
-    tied = _tied_names(model)
+    tied = tied_names(model)
     model.to_empty(device=parameters_on)
     for name, first in tied.items():  # to_empty gives each name a tensor of its own
         parent, _, leaf = name.rpartition(".")
@@ -195,14 +195,11 @@ def _materialize(model: nn.Module, values: Values, parameters_on: torch.device, 
                 local.copy_(values(name, local_slices(parameter)))
 
 
-def _tied_names(model: nn.Module) -> dict[str, str]:
-    """The names under which an earlier parameter stands again -> that parameter's first name."""
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """The second names of tied parameters -> the first; both as transformers names them, in every layout."""
     first: dict[nn.Parameter, str] = {}
-    return {
-        name: first[parameter]
-        for name, parameter in model.named_parameters(remove_duplicate=False)
-        if first.setdefault(parameter, name) != name
-    }
+    names = ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False))
+    return {name: first[parameter] for name, parameter in names if first.setdefault(parameter, name) != name}
 
 
 def _fsdp1(model: nn.Module, values: Values, world: World, classes: tuple[str, ...]) -> nn.Module:

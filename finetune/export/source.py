@@ -26,7 +26,7 @@ from finetune.export.progress import progress_bar
 from finetune.export.target import CONFIG_FILE, stored_dtype
 from finetune.hub import download_file, find_local_folder
 from finetune.safetensors_io.header import read_json
-from finetune.safetensors_io.tensors import StoredTensor, read_folder
+from finetune.safetensors_io.tensors import StoredTensor, main_dtype, read_folder
 
 FSDP_FOLDER, FSDP_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]  # of a hub repository
@@ -93,19 +93,20 @@ def find_base(name: str, revision: str | None = None, *, with_weights: bool = Fa
 
 def _checkpoint_of(path: Path, tell: Callable[[str], object]) -> Path | None:
     """The checkpoint of ours that `path` is or holds; None where it is nothing of ours."""
-    from finetune.checkpoint import manifest as folder
+    from finetune.checkpoint.manifest import find_checkpoint_of
+    from finetune.checkpoint.retention import find_newest_valid, list_checkpoints
 
-    checkpoint = folder.checkpoint_at(path)
+    checkpoint = find_checkpoint_of(path)
     if checkpoint is not None:
         if problems := _problems_of(checkpoint):
             raise UserError(f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run")
         return checkpoint
-    if path.name == "checkpoints" and folder.published(path.parent):
+    if path.name == "checkpoints" and list_checkpoints(path.parent):
         path = path.parent
-    if not folder.published(path):
+    if not list_checkpoints(path):
         return None
     passed_over: list[str] = []
-    newest = folder.newest_valid(path, passed_over.append, verify=_problems_of)
+    newest = find_newest_valid(path, passed_over.append, verify=_problems_of)
     if newest is None:
         raise UserError.of([f"{path}: no checkpoint of this run is whole", *passed_over])
     for line in passed_over:
@@ -115,19 +116,19 @@ def _checkpoint_of(path: Path, tell: Callable[[str], object]) -> Path | None:
 
 def _problems_of(checkpoint: Path) -> list[str]:
     """What is wrong with the model in a checkpoint of ours, every byte of which is read."""
-    from finetune.checkpoint import manifest as folder
+    from finetune.checkpoint.manifest import MODEL, find_problems
 
-    total_bytes = sum(path.stat().st_size for path in (checkpoint / folder.MODEL).rglob("*") if path.is_file())
+    total_bytes = sum(path.stat().st_size for path in (checkpoint / MODEL).rglob("*") if path.is_file())
     with progress_bar(f"checking {checkpoint.name}", total_bytes) as advance:
-        return folder.problems_of(checkpoint, parts=[folder.MODEL], advance=advance)
+        return find_problems(checkpoint, parts=[MODEL], advance=advance)
 
 
 def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
-    from finetune.checkpoint import manifest as folder
     from finetune.checkpoint.json_files import read_state
+    from finetune.checkpoint.manifest import MODEL, STATE
 
-    model = checkpoint / folder.MODEL
-    state = read_state(checkpoint, folder.STATE)
+    model = checkpoint / MODEL
+    state = read_state(checkpoint, STATE)
     name = base_model or state.get("base_model")
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
@@ -144,10 +145,10 @@ def _of_same_base(source: Source, given: str | None, tell: Callable[[str], objec
 
     Raises `UserError` where they were not; where the user named that base with --base-model, `tell` hears of it.
     """
-    from finetune.checkpoint.inputs import base_fingerprint
+    from finetune.checkpoint.inputs import hash_base
 
     then = source.state.get("inputs", {}).get("base")
-    if source.adapter is None or source.base is None or then is None or base_fingerprint(source.base) == then:
+    if source.adapter is None or source.base is None or then is None or hash_base(source.base) == then:
         return source
     said = f"{source.base}: these are not the weights that the adapters of {source.path} were trained on"
     if given is None:
@@ -201,11 +202,7 @@ def _base_dtype(base: Path | None) -> torch.dtype | None:
     if base is None:
         return None
     try:
-        sizes: dict[torch.dtype, int] = {}
-        for tensor in read_folder(base).values():
-            if tensor.dtype.is_floating_point:
-                sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.byte_count
-        return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None
+        return main_dtype(base)
     except UserError:
         return stored_dtype(_json_object(base / CONFIG_FILE)) if (base / CONFIG_FILE).exists() else None
 

@@ -211,3 +211,12 @@ def _check_disjoint(name: str, pieces: list[Piece]) -> None:
                     f"{name}: both {other.path} and {piece.path} hold it; remove the file that is not of this model"
                 )
         live.append(piece)
+
+
+def main_dtype(folder: Path) -> torch.dtype | None:
+    """The floating-point dtype of most bytes in a folder's weights; None where there are none. Raises as `read_folder`."""
+    sizes: dict[torch.dtype, int] = {}
+    for tensor in read_folder(folder).values():
+        if tensor.dtype.is_floating_point:
+            sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.byte_count
+    return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None

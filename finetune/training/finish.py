@@ -4,7 +4,7 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from finetune.checkpoint.manifest import step_folder
+from finetune.checkpoint.retention import step_folder
 from finetune.distributed.world import leave
 from finetune.divergence import find_divergence, losses_of
 from finetune.errors import Preempted

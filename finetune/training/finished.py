@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint.manifest import published, recipe_sha256
-from finetune.checkpoint.save import plain_recipe
-from finetune.distributed.collective import Ranks
+from finetune.checkpoint.manifest import hash_recipe
+from finetune.checkpoint.retention import list_checkpoints
+from finetune.checkpoint.save import recipe_as_json
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.durable import replace_file
 from finetune.recipe.schema import Recipe
@@ -25,7 +26,7 @@ def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], world: 
 
     All ranks call it; rank 0 looks, and prints where the results are.
     """
-    done: bool = Ranks(world, None).main(lambda: _is_finished(folder, recipe, inputs))
+    done: bool = RankGroup(world, None).main(lambda: _is_finished(folder, recipe, inputs))
     if done and world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results(folder))
@@ -39,7 +40,7 @@ def results(folder: Path) -> str:
 
 
 def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str]) -> bool:
-    steps = [step for step, _ in published(folder)]
+    steps = [step for step, _ in list_checkpoints(folder)]
     exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
     if not steps or not all((folder / name).is_dir() for name in exports):
         return False
@@ -51,4 +52,4 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str]) -> boo
 
 
 def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
-    return {"step": step, "recipe_sha256": recipe_sha256(plain_recipe(recipe)), "inputs": dict(inputs)}
+    return {"step": step, "recipe_sha256": hash_recipe(recipe_as_json(recipe)), "inputs": dict(inputs)}

@@ -39,7 +39,7 @@ def train(run: TrainingRun, progress: Progress) -> Progress:
     guard = guard_of(run.optimizer, recipe.optimization, world)
     saver = Saver(run.folder, run.model, run.optimizer, world, recipe, run.tokenizer, run.inputs)
     with run.log, run.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
-        saver.rehearse(steps)
+        saver.check_save(steps)
         run.model.train()
         window = Window(world.device)
         for batch, waited in _timed(_batches(run, progress)):

@@ -13,9 +13,9 @@ import yaml
 
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
-from finetune.checkpoint.lock import hold
+from finetune.checkpoint.retention import lock_run
 from finetune.distributed.accelerate_config import as_accelerate_file
-from finetune.distributed.collective import Ranks
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.export.publish import bring_back, bring_back_exports
@@ -46,14 +46,14 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     refuse_missing(recipe.run.report_to)
     check_optimizer(recipe.optimization, world.sharding)
     folder = run_folder(recipe)
-    Ranks(world, None).main(lambda: _open(folder, recipe))
+    RankGroup(world, None).main(lambda: _open(folder, recipe))
     return folder
 
 
 def _open(folder: Path, recipe: Recipe) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        hold(folder)
+        lock_run(folder)
         bring_back_exports(folder)
     except OSError as error:
         raise _unwritable(folder, error) from None

@@ -14,7 +14,7 @@ from finetune.data.checks import check_longest_example
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData
-from finetune.distributed.collective import Ranks
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap, wrapped_units
 from finetune.distributed.world import World
 from finetune.durable import replace_file
@@ -107,7 +107,7 @@ def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, pro
             write_data_report(folder, data.report.as_json())
         log = MetricsLog(folder / "metrics.jsonl", data.train.steps, progress.step, tracker)
 
-    Ranks(world, None).main(start)
+    RankGroup(world, None).main(start)
     return log
 
 

@@ -27,13 +27,12 @@ from typing import Any
 import transformers.models.llama.modeling_llama  # noqa: F401
 from transformers import AutoTokenizer
 
-from finetune.checkpoint import lock
-from finetune.checkpoint import manifest as folder
 from finetune.checkpoint import resume as resuming
+from finetune.checkpoint import retention, shards
 from finetune.checkpoint import save as saving
-from finetune.checkpoint import shards as state
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import join, leave
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
 from tests.checkpoint.tiny_run import build, digest, train_step
@@ -75,7 +74,7 @@ def kill_and_resume(root: Path, kills: int, ranks: int, seed: int, seconds: floa
         life = Life(root, root / f"run{runs}", ranks, chance.random() < 0.5, expected)
         victims = tuple(range(ranks)) if chance.random() < 0.5 else (chance.randrange(ranks),)
         outcome = life.run(chance.uniform(0.0, 0.5), victims, chance.choice(PHASES))
-        steps = [step for step, _ in folder.published(life.run_folder)]
+        steps = [step for step, _ in retention.list_checkpoints(life.run_folder)]
         if outcome == "fault" or (saved and (not steps or max(steps) < saved)):
             raise SystemExit(f"life {lives}: step {saved} was saved, {steps} are left\n{life.told()}")
         saved = life.saved() or saved
@@ -168,13 +167,15 @@ class Life:
         recipe = self._recipe()
         world = join(Sharding(layout="fsdp2", use_cpu=True), timeout_seconds=30.0)
         if world.is_main:
-            lock.hold(self.run_folder)
+            retention.lock_run(self.run_folder)
         model, optimizer = build(str(self.root / "model"), False, world)
         tokenizer = AutoTokenizer.from_pretrained(self.root / "model")
         progress = resuming.resume(recipe, self.run_folder, model, optimizer, world)
 
         def compare(step: int) -> None:
-            tensors = state.model_state(model) | state.tensors_of(state.optimizer_state(model, optimizer.optimizer))
+            tensors = shards.get_model_state(model) | shards.select_tensors(
+                shards.get_optimizer_state(model, optimizer.optimizer)
+            )
             value, name = digest(tensors), f"{step} {rank}"
             if self.reference is None:
                 self._tell(f"state {name} {value}")
@@ -188,7 +189,7 @@ class Life:
         with saving.Saver(self.run_folder, model, optimizer, world, recipe, tokenizer) as saver:
             for step in range(progress.step, STEPS):
                 train_step(step, model, optimizer, world, saver)
-                saver.save(saving.Progress(step=step + 1))
+                saver.save(Progress(step=step + 1))
                 if not saver.is_async and world.is_main:
                     self._tell(f"saved {step + 1}")
                 compare(step + 1)
@@ -220,9 +221,9 @@ class Life:
             return call
 
         self.phases[rank] = 0
-        saving.Saver._staged = marked(saving.Saver._staged, "staging")  # type: ignore[method-assign]
-        folder.publish = marked(folder.publish, "publishing")
-        folder.prune = marked(folder.prune, "pruning")
+        saving.Saver._stage = marked(saving.Saver._stage, "staging")  # type: ignore[method-assign]
+        saving.publish = marked(saving.publish, "publishing")
+        saving.prune = marked(saving.prune, "pruning")
 
 
 if __name__ == "__main__":

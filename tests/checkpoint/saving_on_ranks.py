@@ -15,9 +15,8 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from finetune import durable
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import manifest, retention, shards
 from finetune.checkpoint import save as saving
-from finetune.checkpoint import shards as state
 from finetune.checkpoint.resume import load
 from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
@@ -48,12 +47,12 @@ class Run:
         return Saver(self.folder, self.model, self.optimizer, self.world, recipe, self.tokenizer)
 
     def digest(self) -> str:
-        moments = state.optimizer_state(self.model, self.optimizer.optimizer)
-        return digest(state.model_state(self.model) | state.tensors_of(moments))
+        moments = shards.get_optimizer_state(self.model, self.optimizer.optimizer)
+        return digest(shards.get_model_state(self.model) | shards.select_tensors(moments))
 
     def steps(self) -> list[int]:
         self.world.barrier()
-        found = [step for step, _ in folder.published(self.folder)]
+        found = [step for step, _ in retention.list_checkpoints(self.folder)]
         self.world.barrier()
         return found
 
@@ -66,17 +65,17 @@ def scenario(function: Callable[[Run], None]) -> Callable[[Run], None]:
 @scenario
 def an_async_save_has_copied_the_state_before_the_update(run: Run) -> None:
     """Also where the copy is slow: the update waits for it."""
-    real = state.copied_to_host
+    real = saving.copy_to_host
 
-    def slow(*arguments: Any) -> list[state.Piece]:
+    def slow(*arguments: Any) -> list[shards.TensorShard]:
         time.sleep(0.5)
         return real(*arguments)
 
-    state.copied_to_host = slow
+    saving.copy_to_host = slow
     try:
         an_async_save_holds_the_state_of_its_own_step(run)
     finally:
-        state.copied_to_host = real
+        saving.copy_to_host = real
 
 
 @scenario
@@ -89,17 +88,19 @@ def an_async_save_holds_the_state_of_its_own_step(run: Run) -> None:
             run.train(step + 100, saver)  # changes every tensor while the save is being written
             assert run.digest() != then
             saver.finish()
-            assert load(folder.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world).step == step + 1
+            assert (
+                load(retention.step_folder(run.folder, step + 1), run.model, run.optimizer, run.world).step == step + 1
+            )
             assert run.digest() == then
 
 
 @scenario
 def a_rehearsal_leaves_nothing_behind(run: Run) -> None:
     other = Run(run.root, "other", run.world)
-    run.saver().rehearse(steps=10)
+    run.saver().check_save(steps=10)
     run.world.barrier()
     assert not run.optimizer.optimizer.state
-    assert list(folder.checkpoints_of(run.folder).iterdir()) == []
+    assert list(retention.checkpoints_folder(run.folder).iterdir()) == []
     run.train(0)
     other.train(0)
     assert run.digest() == other.digest()
@@ -109,7 +110,7 @@ def a_rehearsal_leaves_nothing_behind(run: Run) -> None:
 def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> None:
     run.train(0)
     run.saver().save(Progress(step=1))
-    sound = folder.step_folder(run.folder, 1)
+    sound = retention.step_folder(run.folder, 1)
     written = [path.relative_to(sound) for path in sorted(sound.rglob("*")) if path.is_file()]
     assert len([name for name in written if name.suffix == ".safetensors"]) == 2 * run.world.size
     for call, number in (("write", errno.ENOSPC), ("fsync", errno.EIO)):
@@ -129,29 +130,29 @@ def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> Non
                     else:
                         raise AssertionError(f"{call} of {name} failed, and nobody said so")
                 assert run.steps() == [1]
-                assert folder.problems_of(sound) == []
+                assert manifest.find_problems(sound) == []
     run.saver().save(Progress(step=2))  # the disk is well again
     assert run.steps() == [1, 2]
-    assert folder.newest_valid(run.folder) == folder.step_folder(run.folder, 2)
+    assert retention.find_newest_valid(run.folder) == retention.step_folder(run.folder, 2)
 
 
 @scenario
 def all_wait_for_a_slow_rank(run: Run) -> None:
-    real, seconds = saving.write_pieces, float(sys.argv[2])
+    real, seconds = saving.write_shards, float(sys.argv[2])
 
-    def slow(staging: Path, pieces: list[state.Piece], world: World) -> dict[str, dict[str, Any]]:
+    def slow(staging: Path, pieces: list[shards.TensorShard], world: World) -> dict[str, dict[str, Any]]:
         time.sleep(seconds * world.rank)
         return real(staging, pieces, world)
 
-    saving.write_pieces = slow
+    saving.write_shards = slow
     try:
         begun = time.monotonic()
         run.train(0)
         run.saver().save(Progress(step=1))
         assert time.monotonic() - begun >= seconds
-        assert folder.newest_valid(run.folder) == folder.step_folder(run.folder, 1)
+        assert retention.find_newest_valid(run.folder) == retention.step_folder(run.folder, 1)
     finally:
-        saving.write_pieces = real
+        saving.write_shards = real
 
 
 @scenario

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import manifest, retention
 from tests.checkpoint import faults
 from tests.checkpoint.faults import STEPS
 from tests.checkpoint.lives import Ended, Life, Moment
@@ -100,7 +100,7 @@ class Story:
             steps = sorted(self.sound)
             victims = steps if self.chance.random() < 0.05 else steps[1:] if len(steps) > 1 else []
             for step in self.chance.sample(victims, self.chance.randint(min(1, len(victims)), len(victims))):
-                kind = faults.damage_checkpoint(folder.step_folder(self.run_folder, step), self.chance)
+                kind = faults.damage_checkpoint(retention.step_folder(self.run_folder, step), self.chance)
                 done.append(f"damaged: {kind}")
                 self.sound.discard(step)
                 self.damaged.add(step)
@@ -165,10 +165,10 @@ class Story:
 
     def _compare(self, ended: Ended) -> None:
         """Every checkpoint that is there is the reference's, and what was sound is there still, or a later one."""
-        there = dict(folder.published(self.run_folder))
+        there = dict(retention.list_checkpoints(self.run_folder))
         now = set()
         for step, path in there.items():
-            problems = folder.problems_of(path)
+            problems = manifest.find_problems(path)
             if problems and step in self.damaged:
                 continue
             if problems:
@@ -198,7 +198,7 @@ def make_reference(setup: faults.Setup) -> Reference:
     if set(ended.codes) != {0}:
         raise Lost(f"the reference ended with {ended.codes}\n{ended.log[-4000:]}")
     run_folder = setup.root / name
-    checkpoints = {step: tensors(path) for step, path in folder.published(run_folder)}
+    checkpoints = {step: tensors(path) for step, path in retention.list_checkpoints(run_folder)}
     assert sorted(checkpoints) == list(range(1, STEPS + 1)), ended.log
     return Reference(
         checkpoints, losses(run_folder), exported(run_folder), sorted(setup.cache.iterdir()), time.monotonic() - started
@@ -207,7 +207,7 @@ def make_reference(setup: faults.Setup) -> Reference:
 
 def tensors(checkpoint: Path) -> dict[str, Any]:
     """The checksums of a checkpoint's tensor files."""
-    entries = folder.read_manifest(checkpoint).files
+    entries = manifest.read_manifest(checkpoint).files
     return {name: entry for name, entry in entries.items() if name.endswith(".safetensors")}
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.json_files import read_state
 from finetune.cli import main as finetune
 from finetune.export import publish as publishing
@@ -130,45 +130,45 @@ def an_edited_template_tokenizer_or_config_is_refused() -> None:
     succeeds(start("full"))
     recipe = (ROOT / "full" / "recipe.yaml").read_bytes()
     with edited(TEMPLATE, lambda text: text.replace(b"<|end|>", b" <|end|>")):
-        is_refused(start("full", learning_rate=1.0), "chat_template: it is named as before, but its text has changed")
+        is_refused(start("full", learning_rate=1.0), "chat_template: the same name is given, but its text has changed")
         assert (ROOT / "full" / "recipe.yaml").read_bytes() == recipe, "of the run that is there"
     with edited(MODEL / "tokenizer.json", swapped_letters):
-        is_refused(start("full"), "tokenizer: it is named as before, but its vocabulary")
+        is_refused(start("full"), "tokenizer: the same name is given, but its vocabulary")
     with edited(MODEL / "config.json", lambda text: text.replace(b'"rms_norm_eps": 1e-06', b'"rms_norm_eps": 1e-05')):
-        is_refused(start("full"), "model_name_or_path: it is named as before, but its config.json has changed")
+        is_refused(start("full"), "model_name_or_path: the same name is given, but its config.json has changed")
     text = succeeds(resume("full"))
     assert "changed" not in text and f"resumed at step {STEPS}" in text
     with edited(TEMPLATE, lambda text: text.replace(b"<|end|>", b" <|end|>")):
         text = succeeds(start("full", allow_changed_recipe=True))
-        assert "resuming with a changed recipe: chat_template: it is named as before" in text
+        assert "resuming with a changed recipe: chat_template: the same name is given" in text
 
 
 def a_stream_in_another_order_is_refused() -> None:
     succeeds(start("stream", streaming=True))
     with edited(CHAT, reversed_lines):
-        is_refused(start("stream", streaming=True), "datasets: the files are named as before, but what they hold")
+        is_refused(start("stream", streaming=True), "datasets: the same files are named, but their content")
     CHAT.touch()  # a copy is no other stream
     assert "changed" not in succeeds(resume("stream", streaming=True))
 
 
 def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
     succeeds(start("lora", use_peft=True))
-    checkpoint = folder.step_folder(ROOT / "lora", STEPS)
+    checkpoint = retention.step_folder(ROOT / "lora", STEPS)
     assert set(read_state(checkpoint)["inputs"]) == {"base", "chat_template", "config", "tokenizer"}
     weights = MODEL / "model.safetensors"
     with edited(weights, lambda _: (OTHER / "model.safetensors").read_bytes()):
-        is_refused(start("lora", use_peft=True), "but its weights have changed, on which the adapters stand")
+        is_refused(start("lora", use_peft=True), "but its weights, on which the adapters were trained, have changed")
         is_refused(export(checkpoint), f"{MODEL}: these are not the weights that the adapters of {checkpoint} were")
         is_refused(export(ROOT / "lora"), "restore them, or name a folder with --base-model")
         text = succeeds(export(checkpoint, "--base-model", OTHER))
         assert "merged with them all the same, since --base-model names them" in text
     shutil.copytree(MODEL, ROOT / "moved")
     assert "all the same" not in succeeds(export(checkpoint, "--base-model", ROOT / "moved"))
-    succeeds(export(checkpoint / folder.MODEL))
+    succeeds(export(checkpoint / manifest.MODEL))
 
 
 def a_damaged_checkpoint_is_no_model_and_no_export() -> None:
-    model = folder.step_folder(ROOT / "full", STEPS) / folder.MODEL
+    model = retention.step_folder(ROOT / "full", STEPS) / manifest.MODEL
     with edited(next(model.glob("*.safetensors")), flipped):
         is_refused(start("next", model_name_or_path=str(model)), "does not match its checksum; name another checkpoint")
         is_refused(export(model), "does not match its checksum; export another checkpoint of the run")

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 
 from finetune import durable
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import manifest, retention
 from finetune.cli import main, read_arguments
 from tests.checkpoint.plain_state import state_of
 
 
-def write_checkpoint(run_folder: Path, step: int, content: bytes = b"weights", **manifest: Any) -> Path:
+def write_checkpoint(run_folder: Path, step: int, content: bytes = b"weights", **changed: Any) -> Path:
     """A published checkpoint of one file in each part."""
-    staging = folder.staging_folder(run_folder, step)
-    folder.make_staging(staging)
+    staging = retention.staging_folder(run_folder, step)
+    retention.make_staging(staging)
     names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
     written = {name: durable.write_file(staging / name, [content, str(step).encode()]) for name in names}
-    written[folder.STATE] = durable.write_file(staging / folder.STATE, [state_of(step)])
+    written[manifest.STATE] = durable.write_file(staging / manifest.STATE, [state_of(step)])
     facts: dict[str, Any] = {"step": step, "layout": "single", "ranks": 1, "recipe_sha256": "", "packages": {}}
-    folder.complete(staging, folder.Manifest(files=written, **facts | manifest))
-    return folder.publish(run_folder, staging, step)
+    manifest.complete(staging, manifest.Manifest(files=written, **facts | changed))
+    return retention.publish(run_folder, staging, step)
 
 
 def test_the_newest_is_the_highest_step_whatever_the_clock_says(tmp_path: Path) -> None:
@@ -31,9 +31,9 @@ def test_the_newest_is_the_highest_step_whatever_the_clock_says(tmp_path: Path) 
     for step in (30, 10, 20):
         checkpoint = write_checkpoint(tmp_path, step)
         os.utime(checkpoint, (0, 1_000_000 - step))
-    assert folder.newest_valid(tmp_path) == folder.step_folder(tmp_path, 30)
-    folder.prune(tmp_path, newest=30, keep=2)
-    assert [step for step, _ in folder.published(tmp_path)] == [20, 30]
+    assert retention.find_newest_valid(tmp_path) == retention.step_folder(tmp_path, 30)
+    retention.prune(tmp_path, newest=30, keep=2)
+    assert [step for step, _ in retention.list_checkpoints(tmp_path)] == [20, 30]
 
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
@@ -44,34 +44,34 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
             changed = bytearray(original)
             changed[position] ^= 1
             path.write_bytes(changed)
-            assert folder.problems_of(checkpoint), f"{path.name}: byte {position}"
+            assert manifest.find_problems(checkpoint), f"{path.name}: byte {position}"
         path.write_bytes(original)
-    assert folder.problems_of(checkpoint) == []
+    assert manifest.find_problems(checkpoint) == []
 
 
 def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1)
     newer = write_checkpoint(tmp_path, 2)
-    (newer / folder.STATE).unlink()
+    (newer / manifest.STATE).unlink()
     told: list[str] = []
-    assert folder.newest_valid(tmp_path, told.append) == folder.step_folder(tmp_path, 1)
+    assert retention.find_newest_valid(tmp_path, told.append) == retention.step_folder(tmp_path, 1)
     assert told == [f"{newer}: passed over: state.json is missing"]
 
 
 def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path, 7)
     read: list[int] = []
-    assert folder.problems_of(checkpoint, parts=[folder.MODEL], advance=read.append) == []
+    assert manifest.find_problems(checkpoint, parts=[manifest.MODEL], advance=read.append) == []
     assert sum(read) == sum(
-        path.stat().st_size for path in [*(checkpoint / "model").iterdir(), checkpoint / folder.STATE]
+        path.stat().st_size for path in [*(checkpoint / "model").iterdir(), checkpoint / manifest.STATE]
     )
 
 
 def test_the_manifest_of_another_checkpoint_is_refused(tmp_path: Path) -> None:
     one, other = write_checkpoint(tmp_path / "a", 5), write_checkpoint(tmp_path / "b", 5, content=b"others!")
-    (one / folder.MANIFEST).write_bytes((other / folder.MANIFEST).read_bytes())
-    assert any("does not match its checksum" in problem for problem in folder.problems_of(one))
-    assert json.loads((other / folder.MANIFEST).read_text())["step"] == 5
+    (one / manifest.MANIFEST).write_bytes((other / manifest.MANIFEST).read_bytes())
+    assert any("does not match its checksum" in problem for problem in manifest.find_problems(one))
+    assert json.loads((other / manifest.MANIFEST).read_text())["step"] == 5
 
 
 def test_the_list_prints_a_command_that_can_be_pasted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from finetune import durable
-from finetune.checkpoint import manifest as folder
-from finetune.checkpoint.cli import list_checkpoints
+from finetune.checkpoint import manifest, retention
+from finetune.checkpoint.cli import summarize_checkpoints
 from finetune.checkpoint.resume import resume
 from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
@@ -92,29 +92,29 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
     recipe = read_recipe(str(recipe_file))
     model, optimizer = build(str(model_folder), False, world)
     Saver(run_folder, model, optimizer, world, recipe, make_tokenizer()).save(Progress(step=3))
-    checkpoint = folder.step_folder(run_folder, 3)
+    checkpoint = retention.step_folder(run_folder, 3)
     hostile = pickle.dumps(Payload(marker))
     refused = set()
     for path in [p for p in sorted(checkpoint.rglob("*")) if p.is_file()]:
-        good, manifest = path.read_bytes(), (checkpoint / folder.MANIFEST).read_bytes()
+        good, original = path.read_bytes(), (checkpoint / manifest.MANIFEST).read_bytes()
         path.write_bytes(hostile)
-        if path.name != folder.MANIFEST:
+        if path.name != manifest.MANIFEST:
             vouch_for(checkpoint, path)
-            found = ["state.json is damaged"] if path.name == folder.STATE else []
-            assert folder.problems_of(checkpoint) == found, "the enemy's checksums are right"
+            found = ["state.json is damaged"] if path.name == manifest.STATE else []
+            assert manifest.find_problems(checkpoint) == found, "the enemy's checksums are right"
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        list_checkpoints(run_folder, checksums=True)
+        summarize_checkpoints(run_folder, checksums=True)
         try:
             resume(recipe, run_folder, model, optimizer, world)
         except UserError as error:
             refused.add(path.name.split("-")[0])
             assert path.name in str(error)
             assert all(bool((before[name] == p).all()) for name, p in model.named_parameters()), "nothing was loaded"
-        (checkpoint / folder.MANIFEST).write_bytes(manifest)
+        (checkpoint / manifest.MANIFEST).write_bytes(original)
         path.write_bytes(good)
         assert not marker.exists(), f"{path.name} ran code"
-    assert refused == {"pieces", folder.STATE, folder.MANIFEST}, "the others are read by nobody here"
-    (checkpoint / folder.MODEL / ".metadata").write_bytes(hostile)  # what torch's own format would unpickle
+    assert refused == {"pieces", manifest.STATE, manifest.MANIFEST}, "the others are read by nobody here"
+    (checkpoint / manifest.MODEL / ".metadata").write_bytes(hostile)  # what torch's own format would unpickle
     with pytest.raises(UserError, match="does not belong to it"):
         resume(recipe, run_folder, model, optimizer, world)
     pickle.loads(hostile)  # noqa: S301
@@ -123,19 +123,19 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
 
 def vouch_for(checkpoint: Path, path: Path) -> None:
     """A manifest with the right size and checksum of the changed file."""
-    content = json.loads((checkpoint / folder.MANIFEST).read_text())
+    content = json.loads((checkpoint / manifest.MANIFEST).read_text())
     content["files"][path.relative_to(checkpoint).as_posix()] = durable.checksum(path)
     del content["checksum"]
     plain = json.dumps(content, sort_keys=True, indent=1)
     content["checksum"] = hashlib.sha256(plain.encode()).hexdigest()
-    (checkpoint / folder.MANIFEST).write_text(json.dumps(content, sort_keys=True, indent=1))
+    (checkpoint / manifest.MANIFEST).write_text(json.dumps(content, sort_keys=True, indent=1))
 
 
 def test_a_manifest_that_names_files_elsewhere_is_refused(tmp_path: Path) -> None:
-    staging = folder.staging_folder(tmp_path, 1)
-    folder.make_staging(staging)
+    staging = retention.staging_folder(tmp_path, 1)
+    retention.make_staging(staging)
     (tmp_path / "elsewhere").write_bytes(b"")
     names = {"../../elsewhere": durable.checksum(tmp_path / "elsewhere")}
-    manifest = folder.Manifest(step=1, layout="single", ranks=1, recipe_sha256="", packages={}, files=names)
-    folder.write_manifest(staging, manifest)
-    assert folder.problems_of(staging) == ["manifest.json names a file outside the checkpoint: '../../elsewhere'"]
+    outside = manifest.Manifest(step=1, layout="single", ranks=1, recipe_sha256="", packages={}, files=names)
+    with pytest.raises(UserError, match=r"manifest.json names a file outside the checkpoint: '../../elsewhere'"):
+        manifest.complete(staging, outside)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from finetune import durable
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import manifest, retention
 from tests.checkpoint.plain_state import state_of
 
 KEEP = 2
@@ -91,15 +91,15 @@ class Disk:
 
 def write_checkpoint(run_folder: Path, step: int, content: bytes) -> None:
     """One save as a world of one does it: stage, complete, publish, prune."""
-    staging = folder.staging_folder(run_folder, step)
-    folder.make_staging(staging)
+    staging = retention.staging_folder(run_folder, step)
+    retention.make_staging(staging)
     names = ["model/pieces-00000-of-00001.safetensors", "optimizer/pieces-00000-of-00001.safetensors"]
     written = {name: durable.write_file(staging / name, [content, name.encode()]) for name in names}
-    written[folder.STATE] = durable.write_file(staging / folder.STATE, [state_of(step)])
-    manifest = folder.Manifest(step=step, layout="single", ranks=1, recipe_sha256="", packages={}, files=written)
-    folder.complete(staging, manifest)
-    folder.publish(run_folder, staging, step)
-    folder.prune(run_folder, step, keep=KEEP)
+    written[manifest.STATE] = durable.write_file(staging / manifest.STATE, [state_of(step)])
+    described = manifest.Manifest(step=step, layout="single", ranks=1, recipe_sha256="", packages={}, files=written)
+    manifest.complete(staging, described)
+    retention.publish(run_folder, staging, step)
+    retention.prune(run_folder, step, keep=KEEP)
 
 
 @dataclass(frozen=True)
@@ -140,15 +140,15 @@ def test_no_published_checkpoint_is_ever_lost(
         root = tmp_path / str(kill)
         story.begin(root)
         ended = story.run_until(kill, root, monkeypatch, power_cut)
-        folder.tidy(root)  # what the next start does first
-        found = {step: folder.problems_of(path) for step, path in folder.published(root)}
+        retention.remove_leftovers(root)  # what the next start does first
+        found = {step: manifest.find_problems(path) for step, path in retention.list_checkpoints(root)}
         assert not any(found.values()), f"killed at operation {kill}: {found}"
         ever = {*story.before, *found} | ({story.step} if ended else set())
         assert set(sorted(ever)[-KEEP:]) <= found.keys(), f"killed at operation {kill}: only {list(found)} are left"
-        left = {path.name for path in folder.checkpoints_of(root).glob("*")}
+        left = {path.name for path in retention.checkpoints_folder(root).glob("*")}
         assert left == {f"step-{step:08d}" for step in found}, f"killed at operation {kill}: {left}"
         write_checkpoint(root, 9, b"the run goes on")
-        assert folder.newest_valid(root) == folder.step_folder(root, 9)
+        assert retention.find_newest_valid(root) == retention.step_folder(root, 9)
         if ended:
             print(f"killed at each of {kill - 1} operations")
             return
@@ -161,6 +161,6 @@ def test_the_disk_of_these_tests_loses_what_was_not_synced(tmp_path: Path, monke
         patch.setattr(durable, "sync_folder", lambda path: None)
         disk = Disk(tmp_path, 1000, patch)
         write_checkpoint(tmp_path, story.step, b"newer")
-    assert folder.newest_valid(tmp_path) == folder.step_folder(tmp_path, story.step)
+    assert retention.find_newest_valid(tmp_path) == retention.step_folder(tmp_path, story.step)
     disk.power_cut()
-    assert folder.newest_valid(tmp_path) is None
+    assert retention.find_newest_valid(tmp_path) is None

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import manifest, retention
 from tests.conftest import make_chat, make_model
 from tests.ranks import ROOT, Finished, launch_ranks, start_ranks
 
@@ -72,7 +72,7 @@ def stopped_at(place: Place, step: int, name: str) -> Path:
     """A copy of the whole run as it was when the checkpoint of `step` was its newest."""
     run_folder = place.root / name
     shutil.copytree(place.root / "whole", run_folder)
-    for later in [path for number, path in folder.published(run_folder) if number > step]:
+    for later in [path for number, path in retention.list_checkpoints(run_folder) if number > step]:
         shutil.rmtree(later)
     return run_folder
 
@@ -85,7 +85,7 @@ def metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 def tensors(run_folder: Path, step: int) -> dict[str, Any]:
     """The checksums of every tensor file of a checkpoint."""
-    entries = folder.read_manifest(folder.step_folder(run_folder, step)).files
+    entries = manifest.read_manifest(retention.step_folder(run_folder, step)).files
     return {name: entry for name, entry in entries.items() if name.endswith(".safetensors")}
 
 
@@ -93,7 +93,7 @@ def kill_after(step: int, run_folder: Path, begin: list[str], ranks: int) -> Non
     """Starts a run and kills all its ranks once the checkpoint of `step` is there."""
     running = start_ranks(RUN, begin, ranks=ranks)
     deadline = time.monotonic() + 120
-    while not folder.step_folder(run_folder, step).exists():
+    while not retention.step_folder(run_folder, step).exists():
         assert all(p.poll() is None for p in running.processes) and time.monotonic() < deadline, running.output(0)
         time.sleep(0.01)
     running.kill()
@@ -145,7 +145,7 @@ def test_a_run_goes_on_in_any_layout_and_on_any_number_of_ranks(place: Place, la
 def test_what_any_layout_has_written_goes_on_as_fsdp2(place: Place, layout: str, ranks: int) -> None:
     name = f"from-{layout}{ranks}"
     place.run(name, layout, ranks).check()
-    for later in [path for step, path in folder.published(place.root / name) if step > SAVED]:
+    for later in [path for step, path in retention.list_checkpoints(place.root / name) if step > SAVED]:
         shutil.rmtree(later)
     place.run(name, "fsdp2", 2).check()
     for one, other in zip(metrics(place.root / name), metrics(place.root / "whole"), strict=True):
@@ -178,20 +178,20 @@ def test_what_a_recipe_may_change_on_the_way(place: Place) -> None:
     refused = place.run("changed", "single", 1, max_steps=longer, learning_rate=1e-4)
     (place.root / "chat.jsonl").write_text(rows)
     assert refused.returncodes == (2,)
-    assert "datasets: the files are named as before, but what they hold has changed" in refused.outputs[0]
+    assert "datasets: the same files are named, but their content has changed" in refused.outputs[0]
     elsewhere = [{"path": str(make_chat(place.root / "other.jsonl", rows=20))}]
     refused = place.run("changed", "single", 1, max_steps=longer, learning_rate=1e-4, datasets=elsewhere)
     assert refused.returncodes == (2,)
     was, now = json.dumps(str(place.root / "chat.jsonl")), json.dumps(elsewhere[0]["path"])
     assert f"\n  datasets[0].path: {was} -> {now}\n" in refused.outputs[0], "what differs, and nothing else"
-    assert "named as before" not in refused.outputs[0]
+    assert "the same files are named" not in refused.outputs[0]
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over_without_a_network(place: Place) -> None:
     """The network is away, too: what is local is never asked for over it."""
     run_folder = stopped_at(place, STEPS, "damaged")
-    newest = folder.step_folder(run_folder, STEPS)
-    weights = next((newest / folder.MODEL).glob("*.safetensors"))
+    newest = retention.step_folder(run_folder, STEPS)
+    weights = next((newest / manifest.MODEL).glob("*.safetensors"))
     content = bytearray(weights.read_bytes())
     content[-1] ^= 1
     weights.write_bytes(content)
@@ -218,7 +218,9 @@ def test_a_resumed_run_is_at_its_first_step_as_soon_as_a_fresh_one(place: Place)
                 time.sleep(0.01)
             seconds[kind].append(time.monotonic() - begun)
             running.kill()
-            for later in [path for step, path in folder.published(place.root / "late") if step > STEPS - SAVED]:
+            for later in [
+                path for step, path in retention.list_checkpoints(place.root / "late") if step > STEPS - SAVED
+            ]:
                 shutil.rmtree(later)
     fresh, resumed = median(seconds["fresh"]), median(seconds["resumed"])
     print(f"fresh {fresh:.2f} s, resumed {resumed:.2f} s, ratio {resumed / fresh:.2f}")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from finetune import durable
-from finetune.checkpoint import manifest as folder
-from finetune.checkpoint.cli import list_checkpoints, shown
+from finetune.checkpoint import manifest, retention
+from finetune.checkpoint.cli import format_list, summarize_checkpoints
 from finetune.checkpoint.resume import resume
 from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
@@ -54,19 +54,19 @@ class Run:
 
     def start(self) -> int:
         """The step at which the next start resumes."""
-        folder.tidy(self.folder)
+        retention.remove_leftovers(self.folder)
         return resume(self._recipe(None), self.folder, self.model, self.optimizer, self.world).step
 
     def damage(self, *steps: int) -> None:
         """Flips a byte of the weights: the sizes stay right."""
         for step in steps:
-            weights = next((folder.step_folder(self.folder, step) / folder.MODEL).glob("*.safetensors"))
+            weights = next((retention.step_folder(self.folder, step) / manifest.MODEL).glob("*.safetensors"))
             content = bytearray(weights.read_bytes())
             content[-1] ^= 1
             weights.write_bytes(content)
 
     def names(self) -> list[str]:
-        return sorted(path.name for path in folder.checkpoints_of(self.folder).iterdir() if path.name[0] != ".")
+        return sorted(path.name for path in retention.checkpoints_folder(self.folder).iterdir() if path.name[0] != ".")
 
 
 @pytest.fixture
@@ -82,7 +82,7 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: p
     run.save(6, limit=2)  # a signal came at step 6
     assert run.names() == ["damaged-00000008", "damaged-00000012", "step-00000004", "step-00000006"]
     assert run.start() == 6
-    listed = shown(run.folder, list_checkpoints(run.folder, checksums=True), verified=True)
+    listed = format_list(run.folder, summarize_checkpoints(run.folder, checksums=True), verified=True)
     assert [line.split(":")[0] for line in listed if line.startswith("damaged-")] == run.names()[:2]
     run.save(8, 12, limit=2)
     run.damage(12)
@@ -100,7 +100,7 @@ def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:
 
 def test_later_checkpoints_that_are_not_known_to_be_sound_are_neither_counted_nor_removed(run: Run) -> None:
     run.save(2, 4, 10)
-    assert folder.prune(run.folder, newest=4, keep=1) == []
+    assert retention.prune(run.folder, newest=4, keep=1) == []
     assert run.names() == ["step-00000004", "step-00000010"]
 
 
@@ -108,11 +108,11 @@ def test_an_old_step_that_is_a_link_is_pruned_and_what_it_leads_to_stays(run: Ru
     run.save(1)
     elsewhere = run.root / "another disk" / "step-00000001"
     elsewhere.parent.mkdir()
-    folder.step_folder(run.folder, 1).rename(elsewhere)
-    folder.step_folder(run.folder, 1).symlink_to(elsewhere)
+    retention.step_folder(run.folder, 1).rename(elsewhere)
+    retention.step_folder(run.folder, 1).symlink_to(elsewhere)
     run.save(2, limit=1)
     assert run.names() == ["step-00000002"]
-    assert (elsewhere / folder.MANIFEST).exists()
+    assert (elsewhere / manifest.MANIFEST).exists()
     assert run.start() == 2
 
 
@@ -135,7 +135,7 @@ def test_what_cannot_be_removed_is_reported_and_stops_neither_the_save_nor_the_n
         assert "step-00000001: an old checkpoint that could not be removed: Directory not empty" in said
         assert run.start() == 2
     assert run.start() == 2
-    assert not list(folder.checkpoints_of(run.folder).glob(".pruned-*"))
+    assert not list(retention.checkpoints_folder(run.folder).glob(".pruned-*"))
 
 
 MANIFESTS: dict[str, Any] = {
@@ -163,19 +163,19 @@ STATES = {
 @pytest.mark.parametrize("forged", [*MANIFESTS, *(f"state: {name}" for name in STATES), "deep"])
 def test_a_forged_checkpoint_is_passed_over_for_the_one_before_it(run: Run, forged: str) -> None:
     run.save(1, 2)
-    newest = folder.step_folder(run.folder, 2)
-    content = json.loads((newest / folder.MANIFEST).read_text())
+    newest = retention.step_folder(run.folder, 2)
+    content = json.loads((newest / manifest.MANIFEST).read_text())
     del content["checksum"]
     if forged == "deep":
-        (newest / folder.MANIFEST).write_bytes(DEEP)
+        (newest / manifest.MANIFEST).write_bytes(DEEP)
     elif forged in MANIFESTS:
         change = MANIFESTS[forged]
-        (newest / folder.MANIFEST).write_bytes(signed(content | change) if isinstance(change, dict) else b"[]")
+        (newest / manifest.MANIFEST).write_bytes(signed(content | change) if isinstance(change, dict) else b"[]")
     else:
-        (newest / folder.STATE).write_bytes(STATES[forged.removeprefix("state: ")])
-        content["files"][folder.STATE] = durable.checksum(newest / folder.STATE)
-        (newest / folder.MANIFEST).write_bytes(signed(content))
-    listed = list_checkpoints(run.folder, checksums=True)
+        (newest / manifest.STATE).write_bytes(STATES[forged.removeprefix("state: ")])
+        content["files"][manifest.STATE] = durable.checksum(newest / manifest.STATE)
+        (newest / manifest.MANIFEST).write_bytes(signed(content))
+    listed = summarize_checkpoints(run.folder, checksums=True)
     assert [bool(one.problems) for one in listed] == [False, True]
     assert run.start() == 1
     assert run.names() == ["damaged-00000002", "step-00000001"]

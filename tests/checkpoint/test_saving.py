@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.checkpoint import lock
+from finetune.checkpoint import retention
 from tests.conftest import make_chat, make_model
 from tests.ranks import ROOT, environment, launch_ranks
 
@@ -36,7 +36,7 @@ def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
 
 
 def test_a_second_run_in_one_folder_is_refused(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
-    lock.hold(tmp_path / "run")  # as this process's own run would
+    retention.lock_run(tmp_path / "run")  # as this process's own run would
     before = sorted((tmp_path / "run").rglob("*"))
     refused = launch_ranks(RUN, ["--recipe", str(tiny_recipe())], ranks=1)
     assert refused.returncodes == (2,)

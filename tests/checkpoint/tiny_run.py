@@ -66,18 +66,18 @@ def train_step(step: int, model: Any, optimizer: Any, world: World, saver: Saver
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of this rank's pieces of all tensors, bit for bit."""
-    from finetune.checkpoint.quantized_moments import dequantized, is_quantized
-    from finetune.checkpoint.shards import pieces_of
+    from finetune.checkpoint.shards import list_shards
+    from finetune.checkpoint.snapshot import dequantize, is_quantized
 
     whole = xxhash.xxh3_128()
-    for piece in pieces_of(tensors, "model"):
-        plain = dequantized(piece.tensor) if is_quantized(piece.tensor) else piece.tensor
+    for piece in list_shards(tensors, "model"):
+        plain = dequantize(piece.tensor) if is_quantized(piece.tensor) else piece.tensor
         whole.update(plain.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()
 
 
 def main() -> None:
-    from finetune.checkpoint.shards import model_state, optimizer_state, tensors_of
+    from finetune.checkpoint.shards import get_model_state, get_optimizer_state, select_tensors
 
     given = json.loads(sys.argv[1])
     recipe = read_recipe(given["recipe"])
@@ -88,13 +88,13 @@ def main() -> None:
     progress = resume(recipe, run_folder, model, optimizer, world)
     print("resumed", progress.step)
     with Saver(run_folder, model, optimizer, world, recipe, tokenizer) as saver:
-        saver.rehearse(given["steps"])
+        saver.check_save(given["steps"])
         for step in range(progress.step, given["steps"]):
             print(step, repr(train_step(step, model, optimizer, world, saver)), flush=True)
             if step + 1 in given["save_at"]:
                 saver.save(Progress(step=step + 1))
-    print("model", digest(model_state(model)))
-    print("optimizer", digest(tensors_of(optimizer_state(model, optimizer.optimizer))))
+    print("model", digest(get_model_state(model)))
+    print("optimizer", digest(select_tensors(get_optimizer_state(model, optimizer.optimizer))))
     leave(world)
 
 

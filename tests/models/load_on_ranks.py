@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from finetune.checkpoint.manifest import published
+from finetune.checkpoint.retention import list_checkpoints
 from finetune.checkpoint.save import Saver
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
@@ -156,7 +156,7 @@ def goes_on(job: dict[str, Any], world: World) -> dict[str, Any]:
     trained, optimizer, _ = ours(str(recipe.model.model_name_or_path), world, steps=1)
     with Saver(Path(job["folder"]), trained, optimizer, world, recipe, tokenizer) as saver:
         saver.save(Progress(step=1))
-    ((_, checkpoint),) = published(Path(job["folder"]))
+    ((_, checkpoint),) = list_checkpoints(Path(job["folder"]))
     before = {name: parameter.full_tensor().detach() for name, parameter in trained.named_parameters()}  # type: ignore[operator]
     same = {}
     for name in (checkpoint, checkpoint / "model"):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.checkpoint.quantized_moments import dequantized, host_memory, is_quantized, quantize_into
+from finetune.checkpoint.snapshot import allocate_on_host, dequantize, is_quantized, quantize_into
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
 from finetune.optim.build import build_optimizer, check_optimizer
@@ -43,14 +43,14 @@ def test_what_is_saved_is_quantized_to_the_same_codes_and_scales(signed: bool) -
     first, second = (torchao.OptimState8bit.zeros(given.shape, signed) for _ in range(2))
     first.copy_(given)
     assert len(first.codes.unique()) == 256  # every code is tried
-    saved = dequantized(first)
+    saved = dequantize(first)
     quantize_into(second, saved)
     assert torch.equal(second.codes, first.codes) and torch.equal(second.scale, first.scale)
     largest = given.view(-1, 256).abs().amax(-1, keepdim=True)
     between_codes = 1.001 * first.qmap.diff().max()
     assert ((saved - given).view(-1, 256).abs() <= between_codes * largest.clip(1e-12)).all()
 
-    behind = host_memory(first)
+    behind = allocate_on_host(first)
     behind.copy_(first)
     first.codes.zero_()
     assert torch.equal(behind.codes, second.codes) and torch.equal(behind.scale, second.scale)

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from finetune.checkpoint import save as saving
-from finetune.checkpoint import shards as state
+from finetune.checkpoint import shards
 from finetune.distributed.accelerate_config import read_sharding
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from tests.checkpoint.tiny_run import digest
@@ -44,12 +45,12 @@ def watch_saves(case: dict[str, Any], rank: int, seen: Path) -> None:
     """Has this rank write down what it holds at each save, and suffer the case's fault."""
     save = saving.Saver.save
 
-    def watched(self: saving.Saver, progress: saving.Progress) -> None:
-        moments = state.tensors_of(state.optimizer_state(self.model, self.optimizer))
+    def watched(self: saving.Saver, progress: Progress) -> None:
+        moments = shards.select_tensors(shards.get_optimizer_state(self.model, self.optimizer))
         if case["fault"] == "flipped" and progress.step == case["step"] and rank == case["ranks"] - 1:
             flip_one_bit(next(tensor for name, tensor in moments.items() if name.endswith("q_proj.weight.exp_avg")))
         with seen.open("a") as file:
-            print(progress.step, digest(state.model_state(self.model) | moments), file=file)
+            print(progress.step, digest(shards.get_model_state(self.model) | moments), file=file)
         save(self, progress)
         if case["fault"] == "killed" and progress.step == case["step"]:
             os.kill(os.getpid(), signal.SIGKILL)

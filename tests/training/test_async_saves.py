@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.checkpoint import shards as state
+from finetune.checkpoint import save as saving
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
@@ -25,13 +25,13 @@ def test_a_slow_copy_is_not_overtaken_by_the_next_update(
     tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved = {}
-    copied = state.copied_to_host
+    copied = saving.copy_to_host
 
     def slowly_copied(*arguments: Any) -> Any:
         time.sleep(0.5)
         return copied(*arguments)
 
-    monkeypatch.setattr(state, "copied_to_host", slowly_copied)
+    monkeypatch.setattr(saving, "copy_to_host", slowly_copied)
     for name, asynchronous in (("in-the-loop", False), ("behind-it", True)):
         keys = {"async_save": asynchronous, "save_steps": 1, "save_total_limit": 9, "export_at_end": False}
         recipe = tiny_recipe(name, max_steps=3, output_dir=str(tmp_path / name), **keys)

@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune.checkpoint import manifest as folder
+from finetune.checkpoint import manifest, retention
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from finetune.training.signals import ECHO_SECONDS
 from finetune.training.watchdog import EXIT_HUNG
@@ -58,19 +58,19 @@ def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callabl
     recipe = tiny_recipe(max_steps=FOR_EVER, export_at_end=False, async_save=True)
     with running(recipe) as started:
         os.kill(started.processes[1].pid, signal.SIGUSR1)
-        wait_for(lambda: bool(folder.published(tmp_path / "run")), started)
-        [(saved, _)] = folder.published(tmp_path / "run")
+        wait_for(lambda: bool(retention.list_checkpoints(tmp_path / "run")), started)
+        [(saved, _)] = retention.list_checkpoints(tmp_path / "run")
         wait_for(lambda: has_made(saved + 1, started), started)
         os.kill(started.processes[1].pid, signal.SIGTERM)
         ended = started.wait(PATIENCE_SECONDS)
     assert ended.returncodes == (EXIT_PREEMPTED, EXIT_PREEMPTED), ended.outputs
     assert "SIGTERM: saving after this step, then stopping; once more to stop at once" in ended.outputs[1]
-    last, newest = folder.published(tmp_path / "run")[-1]
+    last, newest = retention.list_checkpoints(tmp_path / "run")[-1]
     assert (
         f"stopped by a signal after step {last} of {FOR_EVER}, which is saved; the same command goes on"
         in ended.outputs[0]
     )
-    assert folder.problems_of(newest) == []
+    assert manifest.find_problems(newest) == []
     with running(recipe, last + 1) as again:
         assert f"resumed at step {last}" in again.output(0)
 
@@ -89,8 +89,8 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, tiny_recip
     launcher.wait()
     assert len(ranks) == 2
     assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank goes on alone"
-    [(_, saved)] = folder.published(tmp_path / "run")
-    assert folder.problems_of(saved) == []
+    [(_, saved)] = retention.list_checkpoints(tmp_path / "run")
+    assert manifest.find_problems(saved) == []
     assert "which is saved; the same command goes on" in (tmp_path / "output").read_text()
 
 
@@ -156,8 +156,8 @@ def test_a_step_that_is_not_finite_is_refused_before_the_update(
     named = text.split("loss nan, examples ")[1].split(")")[0]
     assert "5" in named.split(", "), "the id of the example"
     assert "rank 0: loss nan" in text or "rank 1: loss nan" in text
-    for _, checkpoint in folder.published(tmp_path / "run"):
-        for file in (checkpoint / folder.MODEL).glob("*.safetensors"):
+    for _, checkpoint in retention.list_checkpoints(tmp_path / "run"):
+        for file in (checkpoint / manifest.MODEL).glob("*.safetensors"):
             for name, tensor in load_file(file).items():
                 assert "embed_tokens" in name or torch.isfinite(tensor).all(), "no update was made from it"
 

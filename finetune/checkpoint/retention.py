@@ -1,0 +1,202 @@
+"""The checkpoints of one run: their folders' names, which is the newest that verifies, and which are kept.
+
+    runs/<run_name>/checkpoints/
+      step-00000100/        manifest.json (written last), model/, optimizer/, state.json
+      .staging-00000200/    being written; never read
+      .replaced-00000100/   a list_checkpoints step that is about to be replaced by a newer one of the same number
+      .pruned-00000050/     about to be removed
+      damaged-00000150/     did not verify when the run resumed below it; kept for a person to look at
+
+A checkpoint gets its name by one rename, after all its bytes are on disk.
+"""
+
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from finetune import durable
+from finetune.checkpoint.manifest import NAME, PARTS, find_problems
+from finetune.constants import ITEMSIZE
+from finetune.errors import UserError
+from finetune.export.publish import SPARE_BYTES
+from finetune.hub import find_local_folder
+from finetune.recipe.schema import Recipe
+from finetune.safetensors_io.tensors import main_dtype
+from finetune.units import counted, disk_size
+
+_REPLACED = re.compile(r"\.replaced-([0-9]{8,})")
+
+
+def checkpoints_folder(run_folder: Path) -> Path:
+    """The folder in which a run keeps its checkpoints."""
+    return run_folder / "checkpoints"
+
+
+def step_folder(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands once it is list_checkpoints.
+
+    >>> step_folder(Path("runs/math"), 100).as_posix()
+    'runs/math/checkpoints/step-00000100'
+    """
+    return checkpoints_folder(run_folder) / f"step-{step:08d}"
+
+
+def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
+    """(step, folder) of every folder that has a checkpoint's name, in order of step. Not verified."""
+    folder = checkpoints_folder(run_folder)
+    found = [(NAME.fullmatch(path.name), path) for path in folder.iterdir()] if folder.is_dir() else []
+    return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
+
+
+def lock_run(run_folder: Path) -> None:
+    """Locks the folder for this process until it ends, and removes what a killed run left: of two runs in one folder, each
+    would prune the other's checkpoints.
+
+    Rank 0 calls this before anything is written. Raises `UserError` where another process has the folder.
+    """
+    checkpoints = checkpoints_folder(run_folder)
+    durable.make_folder(checkpoints)
+    try:
+        durable.lock_folder(checkpoints, ".lock")  # the descriptor stays open until the process ends
+    except durable.FolderInUse as holder:
+        raise UserError(f"{run_folder}: {holder} is writing here; wait for it, or set another output_dir") from None
+    remove_leftovers(run_folder)
+
+
+def find_newest_valid(
+    run_folder: Path,
+    log: Callable[[str], object] = lambda _: None,
+    *,
+    verify: Callable[[Path], list[str]] = find_problems,
+) -> Path | None:
+    """The checkpoint with the highest step that verifies, or None. Each damaged one above it is passed to `log`.
+
+    `verify(checkpoint)` returns what is wrong with one, as `find_problems` does.
+    """
+    for _, checkpoint in reversed(list_checkpoints(run_folder)):
+        problems = verify(checkpoint)
+        if not problems:
+            return checkpoint
+        log(f"{checkpoint}: passed over: {'; '.join(problems)}")
+    return None
+
+
+def staging_folder(run_folder: Path, step: int) -> Path:
+    """Where the checkpoint of `step` is written, on the filesystem where it will be list_checkpoints."""
+    return checkpoints_folder(run_folder) / f".staging-{step:08d}"
+
+
+def make_staging(staging: Path) -> None:
+    """Makes an empty staging folder."""
+    durable.empty_folder(staging)
+    for part in PARTS:
+        durable.make_folder(staging / part)
+
+
+def publish(run_folder: Path, staging: Path, step: int) -> Path:
+    """Gives a completed staging folder its name, in one rename. Only one process of a run may do this.
+
+    A checkpoint of the same step is replaced; `remove_leftovers` restores it where the process is killed in between.
+    """
+    target = step_folder(run_folder, step)
+    durable.publish_folder(target, staging, checkpoints_folder(run_folder) / f".replaced-{step:08d}")
+    return target
+
+
+def prune(
+    run_folder: Path,
+    newest: int,
+    keep: int | None,
+    keep_every_steps: int | None = None,
+    best_step: int | None = None,
+) -> list[str]:
+    """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
+
+    `newest` has just been list_checkpoints, so it is known to be sound and is always one of those that are kept. Later ones and
+    folders that do not look whole are neither counted nor removed; checkpoints whose step divides by `keep_every_steps`,
+    and that of `best_step`, are kept beside the others. Returns a sentence for each that could not be removed.
+    """
+    if keep is None:
+        return []
+    older = [
+        (s, path) for s, path in list_checkpoints(run_folder) if s < newest and not find_problems(path, checksums=False)
+    ]
+    problems = []
+    for step, path in older[: max(0, len(older) - (keep - 1))]:
+        if step == best_step or (keep_every_steps and step % keep_every_steps == 0):
+            continue
+        leaving = checkpoints_folder(run_folder) / f".pruned-{step:08d}"
+        try:
+            durable.remove_tree(leaving)
+            durable.rename(path, leaving)
+            durable.remove_tree(leaving)
+        except OSError as error:
+            problems.append(f"{path}: an old checkpoint that could not be removed: {error.strerror or error}")
+    return problems
+
+
+def rename_damaged(run_folder: Path, step: int) -> list[Path]:
+    """Renames every checkpoint after `step` to damaged-N, and returns the new names. Only for the process that has the lock.
+
+    Called when the run resumes at `step`, since none of them verified: under a checkpoint's name they would count in
+    `save_total_limit` and be verified again at every start.
+    """
+    renamed = []
+    for number, path in list_checkpoints(run_folder):
+        if number <= step:
+            continue
+        target, copies = path.with_name(f"damaged-{number:08d}"), 1
+        while target.exists() or target.is_symlink():
+            copies += 1
+            target = path.with_name(f"damaged-{number:08d}-{copies}")
+        durable.rename(path, target)
+        renamed.append(target)
+    return renamed
+
+
+def remove_leftovers(run_folder: Path) -> None:
+    """Removes what a killed process left, and restores a checkpoint that it was replacing. Only for the process that has the lock.
+
+    What cannot be removed stays: it is no checkpoint, and no reason not to start.
+    """
+    folder = checkpoints_folder(run_folder)
+    for path in sorted(folder.iterdir()) if folder.is_dir() else []:
+        replaced = _REPLACED.fullmatch(path.name)
+        if replaced is not None:
+            durable.recover_replaced(step_folder(run_folder, int(replaced[1])), path)
+        elif path.name.startswith((".staging-", ".pruned-")):
+            durable.remove_tree(path, ignore_errors=True)
+
+
+def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_bytes: int, parameters: int) -> None:
+    """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write there.
+
+    That is one checkpoint more than are kept, since an old one is removed after the new one is published; and the export,
+    in the dtype that `finetune export` will choose, with the space that it keeps free.
+    """
+    keys = recipe.checkpoint
+    saves = math.ceil(steps / keys.save_steps) if keys.save_steps else 1
+    kept = saves if keys.save_total_limit is None else min(saves, keys.save_total_limit + 1)
+    new = max(1, kept - len(list_checkpoints(run_folder)))
+    export = parameters * ITEMSIZE[_export_dtype(recipe)] if keys.export_at_end else 0
+    spare = SPARE_BYTES if export else 0
+    needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
+    if needed > free:
+        fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
+        raise UserError(
+            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} and an export of "
+            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but {disk_size(free)} are free here; {fewer}make room, or set another output_dir"
+        )
+
+
+def _export_dtype(recipe: Recipe) -> str:
+    """The dtype of the exported weights: the recipe's `export_dtype`, else that of the base model's files."""
+    if recipe.checkpoint.export_dtype is not None:
+        return recipe.checkpoint.export_dtype
+    name = recipe.model.model_name_or_path
+    base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
+    dtype = main_dtype(base) if base is not None else None
+    name = str(dtype).removeprefix("torch.") if dtype is not None else recipe.model.dtype
+    return name if name in ITEMSIZE else "bfloat16"
