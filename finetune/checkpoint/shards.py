@@ -28,6 +28,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.checkpoint.snapshot import dequantize, is_quantized, quantize_into
 from finetune.distributed.collective import RankGroup
+from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.parallelize import tied_names, unwrap
 from finetune.errors import UserError
 from finetune.safetensors_io.header import header_bytes
@@ -61,7 +62,8 @@ def get_model_state(model: torch.nn.Module) -> dict[str, Any]:
 
 def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on; and `param_groups.…`, which are no tensors."""
-    state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
+    with optimizer_state_without_pickles():
+        state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return state
 
 

@@ -1,20 +1,21 @@
-"""Parallelism as one function over a finished model. The model knows nothing of it."""
+"""Sharding or replicating a finished model over the ranks, and what training then does differently for each layout."""
 
-import functools
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.distributed.accelerate_config import Sharding
-from finetune.distributed.world import World, set_timeouts
+from finetune.distributed.fsdp1 import shard_as_fsdp1
+from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.units import counted
 
 Slices = tuple[slice, ...]
 Values = Callable[[str, Slices], torch.Tensor]
@@ -22,7 +23,7 @@ Values = Callable[[str, Slices], torch.Tensor]
 
 
 def parallelize(model: nn.Module, values: Values, world: World) -> nn.Module:
-    """Spreads `model`, whose parameters are on meta, over the ranks, and fills every rank's own shards from `values`.
+    """Distributes `model`, which is on meta, over the ranks, and fills every rank's own shards from `values`.
 
     Returns the model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
     Raises `UserError` where the layout names a class that the model does not have.
@@ -31,7 +32,9 @@ def parallelize(model: nn.Module, values: Values, world: World) -> nn.Module:
     if world.sharding.layout == "fsdp2":
         return _fsdp2(model, values, world, classes)
     if world.sharding.layout == "fsdp1":
-        return _fsdp1(model, values, world, classes)
+        sharded = shard_as_fsdp1(model, values, world, classes)
+        with _recipe_dtype_kept(world):
+            return world.accelerator.prepare_model(sharded)  # type: ignore[no-any-return]
     _materialize(model, values, world.device, world.device)
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
     buffers = [name for name, _ in model.named_buffers()]
@@ -41,7 +44,7 @@ def parallelize(model: nn.Module, values: Values, world: World) -> nn.Module:
 
 
 def wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
-    """The classes that become units of sharding: those the config names, else the model's own decoder layers.
+    """The classes that become units of sharding: those that the config names, else the model's own decoder layers.
 
     Raises `UserError` where the config names a class that no module of the model has.
     """
@@ -52,7 +55,7 @@ def wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     if missing and sharding.is_fsdp and sharding.wrapping == "TRANSFORMER_BASED_WRAP":
         raise UserError(
             f"{sharding.source}: wraps {', '.join(missing)}, but {type(model).__name__} is made of {', '.join(own)}; "
-            "name that class, or leave the key out and it is found"
+            "name that class, or remove the key, and the class is found"
         )
     if sharding.wrapping == "SIZE_BASED_WRAP":
         return _classes_of_size(model, sharding.min_num_params)
@@ -75,8 +78,6 @@ def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
 
 def unwrap(model: nn.Module) -> Any:
     """The transformers model inside the wrappers of DDP and FSDP1."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-
     while isinstance(model, nn.parallel.DistributedDataParallel | Fsdp1):
         model = model.module
     return model
@@ -84,29 +85,23 @@ def unwrap(model: nn.Module) -> Any:
 
 @contextmanager
 def inner_model_called(model: nn.Module, world: World) -> Iterator[None]:
-    """Around calls of `unwrap(model)` itself, such as `generate`, for which a wrapper's forward is not called.
+    """Around calls of `unwrap(model)` itself, such as `generate`, which bypass the wrapper's forward.
 
-    FSDP1 does there what the inner model then lacks: it gathers what the root itself holds (embedding, norm, head),
-    and casts what comes in.
+    Does what FSDP1's forward does: gathers the root's own parameters (embedding, norm, head) and casts the inputs.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-
     if not isinstance(model, Fsdp1):
         yield
         return
-    computing = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[world.sharding.mixed_precision]
+    compute_dtype = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}[world.sharding.mixed_precision]
     with (
         Fsdp1.summon_full_params(model, recurse=False, writeback=False),
-        torch.autocast(world.device.type, dtype=computing, enabled=computing is not None),
+        torch.autocast(world.device.type, dtype=compute_dtype, enabled=compute_dtype is not None),
     ):
         yield
 
 
 def wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
-    """How many modules of each class are units of their own: what the log says was sharded."""
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-
+    """How many modules of each class are units of sharding, for the log."""
     counts: dict[str, int] = {}
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -120,9 +115,9 @@ def wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
 
 
 def without_gradient_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """For the micro-batches before a step's last: DDP keeps its gradients to itself.
+    """For the micro-batches before the last of a step: DDP does not reduce their gradients.
 
-    FSDP reduces at every micro-batch all the same, since gradients kept whole would take the memory that it saves.
+    FSDP reduces at every micro-batch, since unsharded gradients would take the memory that it saves.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         context: AbstractContextManager[None] = model.no_sync()
@@ -135,8 +130,6 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
     Source: Pascanu et al. 2013, algorithm 1.
     """
-    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-
     bound = float("inf") if max_norm is None else max_norm
     if isinstance(model, Fsdp1):
         return model.clip_grad_norm_(bound)
@@ -148,8 +141,6 @@ def local_slices(tensor: torch.Tensor) -> Slices:
     """Which part of the whole tensor this rank holds; all of it where the tensor is not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
@@ -157,7 +148,7 @@ def local_slices(tensor: torch.Tensor) -> Slices:
 @contextmanager
 def _recipe_dtype_kept(world: World) -> Iterator[None]:
     """Where FSDP computes in mixed precision, Accelerate raises trained parameters to fp32. The recipe's `dtype` decides
-    here, as it does under DDP; the precision of computing is in the plugin's policy."""
+    here, as it does under DDP; the compute dtype is in the plugin's policy."""
     state = world.accelerator.state
     before, state._mixed_precision = state._mixed_precision, "no"
     try:
@@ -200,115 +191,3 @@ def tied_names(model: nn.Module) -> dict[str, str]:
     first: dict[nn.Parameter, str] = {}
     names = ((clean_tensor_name(name), parameter) for name, parameter in model.named_parameters(remove_duplicate=False))
     return {name: first[parameter] for name, parameter in names if first.setdefault(parameter, name) != name}
-
-
-def _fsdp1(model: nn.Module, values: Values, world: World, classes: tuple[str, ...]) -> nn.Module:
-    """FSDP1 flattens a unit after materializing it whole, so the units are filled one after another, each from its
-    own tensors, and no rank ever holds more than one of them beside its shards."""
-    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-    from torch.distributed.fsdp import ShardingStrategy
-
-    _refuse_frozen_unsharded(model, world)
-    plugin = world.accelerator.state.fsdp_plugin
-    names = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones, the first name
-    every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
-    tied: dict[torch.Tensor, nn.Parameter | None] = {p: None for p, uses in Counter(every).items() if uses > 1}
-
-    def fill(module: nn.Module) -> None:
-        for leaf, on_meta in list(module._parameters.items()):
-            if on_meta is None:
-                continue
-            parameter = tied.get(on_meta)
-            if parameter is None:
-                whole = torch.empty_like(on_meta, device=world.device)
-                whole.copy_(values(names[on_meta], local_slices(whole)))
-                parameter = nn.Parameter(whole, requires_grad=on_meta.requires_grad)
-            if on_meta in tied:  # one tensor under two names; any other must not be kept here, or a rank holds them all
-                tied[on_meta] = parameter
-            module._parameters[leaf] = parameter
-        for leaf, buffer in list(module._buffers.items()):
-            if buffer is not None:
-                module._buffers[leaf] = buffer.to(world.device)
-
-    with _torch_no_grad():
-        sharded = Fsdp1(
-            model,
-            device_mesh=_fsdp1_mesh(world),
-            sharding_strategy=ShardingStrategy[world.sharding.strategy],
-            auto_wrap_policy=_fsdp1_wrap_policy(model, world.sharding, classes),
-            mixed_precision=plugin.mixed_precision_policy,
-            cpu_offload=plugin.cpu_offload,
-            backward_prefetch=plugin.backward_prefetch,
-            forward_prefetch=plugin.forward_prefetch,
-            use_orig_params=True,
-            param_init_fn=fill,
-            device_id=world.device,
-        )
-    with _recipe_dtype_kept(world):
-        prepared: nn.Module = world.accelerator.prepare_model(sharded)
-    return prepared
-
-
-def _refuse_frozen_unsharded(model: nn.Module, world: World) -> None:
-    """Raises `UserError` for NO_SHARD with frozen parameters: torch keeps those as plain tensors there, which its own
-    assertions then miss in the first forward or in the state dict. One rank is NO_SHARD whatever the file asks for."""
-    unsharded = world.sharding.strategy == "NO_SHARD" or world.size == 1
-    if unsharded and not all(parameter.requires_grad for parameter in model.parameters()):
-        here = "NO_SHARD" if world.sharding.strategy == "NO_SHARD" else "on one rank FSDP1 is NO_SHARD, which"
-        other = (
-            "ddp, which is the same layout" if world.size > 1 else "accelerate_config: single, which is the same layout"
-        )
-        raise UserError(
-            f"{world.sharding.source}: {here} cannot hold the frozen parameters of LoRA; use {other}, or set fsdp_version: 2"
-        )
-
-
-@contextmanager
-def _torch_no_grad() -> Iterator[None]:
-    with torch.no_grad():
-        yield
-
-
-def _fsdp1_mesh(world: World) -> Any:
-    """The mesh is given, not guessed: on CPU torch would take one rank for a node, and HYBRID_SHARD would reduce
-    gradients over the wrong ranks without a word."""
-    from torch.distributed.device_mesh import init_device_mesh
-
-    if world.sharding.strategy != "HYBRID_SHARD":
-        return init_device_mesh(world.device.type, (world.size,))
-    shard = world.local_size
-    if shard == world.size or shard == 1:
-        raise UserError(
-            f"{world.sharding.source}: HYBRID_SHARD shards within a node and replicates over nodes, but this is "
-            f"{counted(world.size // shard, 'node')} of {counted(shard, 'rank')}; use FULL_SHARD, or FSDP2 with parallelism_config sizes"
-        )
-    mesh = init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
-    set_timeouts(world.collective_timeout)
-    return mesh
-
-
-def _fsdp1_wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...]) -> Any:
-    from torch.distributed.fsdp.wrap import (
-        _or_policy,
-        lambda_auto_wrap_policy,
-        size_based_auto_wrap_policy,
-        transformer_auto_wrap_policy,
-    )
-
-    if sharding.wrapping == "NO_WRAP":
-        layers: Any = None
-    elif sharding.wrapping == "SIZE_BASED_WRAP":
-        layers = functools.partial(size_based_auto_wrap_policy, min_num_params=sharding.min_num_params)
-    else:
-        layer_classes = {type(module) for module in model.modules() if type(module).__name__ in classes}
-        layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
-    if len({parameter.dtype for parameter in model.parameters()}) == 1:
-        return layers
-    # A flat parameter has one dtype: fp32 adapters are units of their own inside the layer of their bf16 base.
-    adapters = functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_adapter_leaf)
-    return functools.partial(_or_policy, policies=[policy for policy in (layers, adapters) if policy is not None])
-
-
-def _is_adapter_leaf(module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    return bool(own) and not list(module.children()) and all(parameter.requires_grad for parameter in own)

@@ -77,15 +77,19 @@ class World:
 
         A thread beside the loop gives a gloo `group` of its own.
         """
-        if not dist.is_initialized():
-            return [value]
-        raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([raw.numel()]), group)
-        longest = int(max(size.item() for size in sizes))
-        padded = [torch.empty(longest, dtype=torch.uint8) for _ in range(self.size)]
-        dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
-        return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
+        return gather_json(value, group) if dist.is_initialized() else [value]
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[Any]:
+    """Every rank's `value`, sent as JSON over tensors on `device`, in order of rank. All ranks of `group` call it."""
+    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([raw.numel()], device=device), group)
+    longest = int(max(size.item() for size in sizes))
+    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
+    return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
 
 
 def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:

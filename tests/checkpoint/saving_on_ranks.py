@@ -1,4 +1,4 @@
-"""What goes wrong while two ranks save, one scenario after another. Started by test_saving.py.
+"""What goes wrong while two ranks save, one scenario after another; no rank may send a pickle. Started by test_saving.py.
 
 saving_on_ranks.py ROOT SLOW_SECONDS        ROOT holds model/ and recipe.yaml
 """
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed import distributed_c10d
 from transformers import AutoTokenizer
 
 from finetune import durable
@@ -187,14 +188,21 @@ def count(flag: bool) -> Any:
     return torch.tensor(int(flag))
 
 
+def refuse_pickle(value: Any, *_: Any) -> Any:
+    raise AssertionError(f"a pickle is sent to other ranks: {value!r:.300}")
+
+
 def main() -> None:
-    world = join(Sharding(layout="fsdp2", use_cpu=True), timeout_seconds=60)
-    for number, function in enumerate(SCENARIOS):
-        begun = time.monotonic()
-        function(Run(Path(sys.argv[1]), f"run{number}", world))
-        world.barrier()
-        print(f"{function.__name__}: {time.monotonic() - begun:.1f} s", flush=True)
-    leave(world)
+    distributed_c10d._object_to_tensor = refuse_pickle  # of all_gather_object, broadcast_object_list and so on
+    layouts = {"fsdp2": SCENARIOS, "fsdp1": [an_async_save_holds_the_state_of_its_own_step]}
+    for layout, scenarios in layouts.items():
+        world = join(Sharding(layout=layout, use_cpu=True), timeout_seconds=60)
+        for number, function in enumerate(scenarios):
+            begun = time.monotonic()
+            function(Run(Path(sys.argv[1]), f"{layout}-run{number}", world))
+            world.barrier()
+            print(f"{layout}: {function.__name__}: {time.monotonic() - begun:.1f} s", flush=True)
+        leave(world)
 
 
 if __name__ == "__main__":
