@@ -5,7 +5,8 @@ import json
 import os
 import signal
 import sys
-from dataclasses import dataclass
+import threading
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.peers import this_process, watch_peers
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class World:
     sharding: Sharding
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
+    left: threading.Event = field(default_factory=threading.Event)  # set by `leave`: peers may end from then on
 
     @property
     def is_main(self) -> bool:
@@ -98,19 +101,25 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     Asserts what Accelerate would let pass without a word: that every launched rank is in the world, and that FSDP is
     on where it was asked for. Raises `UserError` for what this machine cannot do.
     """
-    _be_told_of_launchers_end()
+    _end_with_launcher()
     device = _device(sharding)
     _use_own_cores(device, sharding)
     if sharding.mixed_precision == "fp16" and device.type == "cpu":
         raise UserError(f"{sharding.source}: mixed_precision: fp16 does not train on a CPU; use bf16 or no")
-    # The watchdog, which shows every rank's stacks, looks on for SECONDS_FOR_CAUSE: only then may a collective give up.
-    timeout = timedelta(seconds=timeout_seconds + 2 * SECONDS_FOR_CAUSE)
+    # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
+    timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":
         _join_process_group(device, timeout)
     accelerator = _accelerator(sharding, device)
     set_timeouts(timeout)  # Accelerate has made a mesh for hybrid sharding
+    rank = accelerator.process_index
+    left = (
+        watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
+        if dist.is_initialized()
+        else threading.Event()
+    )
     world = World(
-        rank=accelerator.process_index,
+        rank=rank,
         size=accelerator.num_processes,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
         local_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -118,6 +127,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         sharding=sharding,
         accelerator=accelerator,
         collective_timeout=timeout,
+        left=left,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     assert world.size == launched, f"{launched} processes were launched, but Accelerate sees {world.size}"
@@ -131,15 +141,16 @@ def leave(world: World) -> None:
 
     if dist.is_initialized():
         world.barrier()
+        world.left.set()
         dist.destroy_process_group()
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
 
-def _be_told_of_launchers_end() -> None:
-    """Has Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent is gone, however it went.
+def _end_with_launcher() -> None:
+    """Makes Linux send this rank SIGTERM, on which a run saves and stops, when torchrun's agent has ended.
 
-    An agent that is killed outright ends no rank: they would train on, where nobody can see or stop them.
+    An agent that is killed with SIGKILL ends no rank: they would continue to train, where nobody can see or stop them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
@@ -250,7 +261,7 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
     return FullyShardedDataParallelPlugin(
         fsdp_version=version,
         cpu_offload=_cpu_offload(sharding),
-        # By size too is by class, once the model is there to be measured: see layouts.wrap_classes.
+        # By size too is by class, once the model exists and can be measured: see parallelize.wrap_classes.
         auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
         activation_checkpointing=False,  # the model's own is used: see models/activation_checkpointing.py

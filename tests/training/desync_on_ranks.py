@@ -23,6 +23,7 @@ import finetune.models.load
 import finetune.optim.build
 import finetune.training.finish  # noqa: F401
 from finetune.checkpoint import resume as resuming  # noqa: F401
+from finetune.data import token_cache
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import end_process, exit_code
 from finetune.recipe.reader import read_recipe
@@ -80,7 +81,13 @@ def fail(case: dict[str, Any], rank: int, mark: Path) -> None:
             faults[case["fault"]]()
         seed_dropout(seed, step, of)
 
+    def die_with_tokens(*_: object) -> None:
+        mark.touch()
+        faults["killed"]()
+
     loop.seed_dropout = seed_and_fail
+    if case["fault"] == "killed while tokenizing" and rank != FAULTY:  # rank 0, for whose files the other waits
+        token_cache.write_store = die_with_tokens
     fine_tune(read_recipe(case["recipe"], case["overrides"]), read_sharding(case["config"], None, os.environ))
 
 

@@ -13,7 +13,8 @@ from tests.ranks import run_command
 from tests.training.layouts import write_config
 
 TIMEOUT_SECONDS = 10
-CASES = [("full_shard", fault) for fault in ("raises", "exits", "killed", "sleeps")] + [("ddp", "raises")]
+CASES = [("full_shard", fault) for fault in ("raises", "exits", "killed", "sleeps", "killed while tokenizing")]
+CASES += [("ddp", "raises")]
 Case = Callable[[str, str], tuple[dict[str, Any], str]]
 
 
@@ -38,7 +39,10 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Case:
         {
             "recipe": str(recipe),
             "config": str(write_config(folder, layout)),
-            "overrides": [f"output_dir={folder}/{layout}-{fault}"],
+            "overrides": [
+                f"output_dir={folder}/{layout}-{fault}",
+                *([f"dataset_cache_dir={folder}/empty"] if "tokenizing" in fault else []),
+            ],
             "fault": fault,
             "log": str(folder / f"{layout}-{fault}.log"),
         }
