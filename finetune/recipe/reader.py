@@ -93,11 +93,20 @@ def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
     if problems:
         raise UserError.of(problems)
     values = checked.values
+    if isinstance(values.get("model_name_or_path"), str):
+        values["model_name_or_path"] = _model_folder(values["model_name_or_path"])
     sections = {
         section: schema(**{key: values[key] for key in keys_of(schema, section) if key in values})
         for section, schema in SECTIONS.items()
     }
     return Recipe(path=str(path), given=frozenset(values), **sections)
+
+
+def _model_folder(name: str) -> str:
+    """`name`, or the model/ in it where `name` is a checkpoint of a run (step-00000100)."""
+    model = Path(name) / "model"
+    is_checkpoint = (Path(name) / "manifest.json").is_file() and (model / "config.json").is_file()
+    return str(model) if is_checkpoint else name
 
 
 def as_written(recipe: Recipe) -> dict[str, Any]:

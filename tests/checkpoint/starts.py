@@ -172,7 +172,7 @@ def a_damaged_checkpoint_is_no_model_and_no_export() -> None:
     with edited(next(model.glob("*.safetensors")), flipped):
         is_refused(start("next", model_name_or_path=str(model)), "does not match its checksum; name another checkpoint")
         is_refused(export(model), "does not match its checksum; export another checkpoint of the run")
-    succeeds(start("next", model_name_or_path=str(model)))
+    succeeds(start("next", model_name_or_path=str(model.parent)))  # a checkpoint stands for its model/
     succeeds(export(model))
 
 

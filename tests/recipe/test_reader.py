@@ -67,6 +67,15 @@ def test_what_is_written_reads_back_as_the_same(tmp_path: Path) -> None:
     assert as_written(read_recipe(str(tmp_path / "again.yaml"))) == as_written(recipe)
 
 
+def test_a_checkpoint_as_the_model_is_its_model_folder(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "step-00000100"
+    (checkpoint / "model").mkdir(parents=True)
+    for name in ("manifest.json", "model/config.json"):
+        (checkpoint / name).write_text("{}")
+    recipe = read_recipe(None, [f"model_name_or_path={checkpoint}", "datasets=[{path: a/b}]"])
+    assert recipe.model.model_name_or_path == str(checkpoint / "model")
+
+
 def test_a_file_is_looked_for_here_and_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "beside").mkdir()
     (tmp_path / "beside" / "a.jsonl").touch()
