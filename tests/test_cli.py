@@ -79,7 +79,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: C
     )
     code, said = answer(*FINETUNE, "launch", "--num-processes", "2", "--config", "single")
     assert code == 2
-    assert "one process is asked for, but 2 were launched" in said
+    assert "this layout is for one process, but 2 were launched" in said
 
 
 def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig
 
 from finetune.cli import main
 from finetune.distributed.accelerate_config import read_sharding
-from finetune.distributed.parallelize import wrap_classes
+from finetune.distributed.parallelize import find_wrap_classes
 from finetune.models.build import build_on_meta, load_config
 from finetune.models.lora import add_adapters
 from finetune.recipe.reader import RECIPES, as_written, read_recipe, write_recipe
@@ -126,7 +126,7 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         assert trained == sum(recipe.lora.lora_r * (m.in_features + m.out_features) for m in linear)
         assert len(linear) == 7 * config.num_hidden_layers
-    assert wrap_classes(model, sharding) == (layer,)
+    assert find_wrap_classes(model, sharding) == (layer,)
     assert sum(type(module).__name__ == layer for module in model.modules()) == config.num_hidden_layers
 
 

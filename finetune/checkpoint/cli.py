@@ -71,7 +71,7 @@ def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:
             f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on {counted(one.ranks or 0, 'rank')}; {sound}"
         )
     for path in sorted(checkpoints_folder(run).glob("damaged-*")):
-        lines.append(f"{path.name}: did not verify when the run resumed below it; remove it when you need the room")
+        lines.append(f"{path.name}: did not verify when the run resumed from an older one; remove it to free space")
     usable = [one for one in found if not one.problems]
     if not usable:
         return [*lines, "none of them can be resumed or exported"]

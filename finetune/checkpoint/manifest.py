@@ -72,15 +72,13 @@ def find_problems(
     checkpoint: Path,
     *,
     checksums: bool = True,
-    mine: Callable[[int], bool] = lambda _: True,
     parts: Collection[str] = PARTS,
     advance: Callable[[int], object] = lambda _: None,
 ) -> list[str]:
     """What is wrong with a published checkpoint, one sentence each; nothing, where it can be relied on.
 
-    `checksums=False` looks at names and sizes only. `mine(index)` picks the files whose bytes are read, so that ranks
-    can share the work; `parts` are those that must be right, beside state.json. `advance` is called with each count of
-    bytes read, by several threads.
+    `checksums=False` compares names and sizes only. `parts` are those that must be right, beside state.json. `advance` is
+    called with each count of bytes read, by several threads.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -93,7 +91,7 @@ def find_problems(
     match = NAME.fullmatch(checkpoint.name)
     if match and int(match[1]) != manifest.step:
         return [f"{MANIFEST} is of step {manifest.step}"]
-    return list(_file_problems(checkpoint, manifest, checksums, mine, parts, advance)) or _state_problems(checkpoint)
+    return list(_file_problems(checkpoint, manifest, checksums, parts, advance)) or _state_problems(checkpoint)
 
 
 def _state_problems(checkpoint: Path) -> list[str]:
@@ -108,7 +106,6 @@ def _file_problems(
     checkpoint: Path,
     manifest: Manifest,
     checksums: bool,
-    mine: Callable[[int], bool],
     parts: Collection[str],
     advance: Callable[[int], object],
 ) -> Iterator[str]:
@@ -118,13 +115,13 @@ def _file_problems(
     for path in sorted(present - expected.keys()):
         yield f"{path.relative_to(checkpoint)} does not belong to it"
     to_read = []
-    for index, (path, entry) in enumerate(sorted(expected.items())):
+    for path, entry in sorted(expected.items()):
         name = path.relative_to(checkpoint)
         if path.is_symlink() or not path.is_file():
             yield f"{name} is missing"
         elif path.stat().st_size != entry["size"]:
             yield f"{name} has {path.stat().st_size:,} bytes, not {entry['size']:,}"
-        elif checksums and mine(index):
+        elif checksums:
             to_read.append((path, entry))
     with ThreadPoolExecutor(max_workers=4) as pool:
         for (path, _), problem in zip(to_read, pool.map(lambda item: _damage(advance, *item), to_read), strict=True):

@@ -126,7 +126,7 @@ def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapp
     _compare(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
         for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
-            print(f"{damaged}: kept under this name for you to look at; remove it when you need the room")
+            print(f"{damaged}: damaged, kept under this name; remove it to free space")
     return str(checkpoint)
 
 

@@ -187,7 +187,7 @@ def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_b
         fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
         raise UserError(
             f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} and an export of "
-            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but {disk_size(free)} are free here; {fewer}make room, or set another output_dir"
+            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but {disk_size(free)} are free here; {fewer}free space, or set another output_dir"
         )
 
 

@@ -88,7 +88,7 @@ class Saver:
             self._thread.join()  # a save that has started is published; the error that ended the loop is raised
 
     def save(self, progress: Progress) -> None:
-        """Publishes the checkpoint of `progress.step` and prunes older ones; an async save only begins to.
+        """Publishes the checkpoint of `progress.step` and prunes older ones; an async save returns before that.
 
         Raises `UserError` on every rank where any of them cannot write, or where replicas of the model are not equal;
         then nothing has been published or pruned.

@@ -135,7 +135,7 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
 
 
 def read_shards(state: Mapping[str, torch.Tensor], part: str, checkpoint: Path) -> None:
-    """Fills this rank's pieces of `state` from the checkpoint's `part`, whose tensors must be the same by name and shape.
+    """Fills this rank's shards of `state` from the checkpoint's `part`, whose tensors must be the same by name and shape.
 
     Raises `UserError`, before anything is read, where they are not.
     """

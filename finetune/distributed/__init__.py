@@ -1,4 +1,4 @@
-"""How a run is spread: the Accelerate YAML, read strictly, and the world of ranks it makes.
+"""Distributed training: the Accelerate config, the ranks, and the layouts FSDP2, FSDP1, DDP and single.
 
-Only this room knows Accelerate's state, environment and plugins.
+Only this package uses Accelerate's state, environment and plugins.
 """

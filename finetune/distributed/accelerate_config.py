@@ -1,13 +1,10 @@
-"""How a run is spread, as one value, from an Accelerate config or from what its launcher says.
-
-No torch here, so that a wrong file is told at once.
-"""
+"""The layout of a run as one value, read from an Accelerate config or from the launcher's environment. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast, get_args
 
-from finetune.distributed.accelerate_settings import Settings, from_environment, from_file
+from finetune.distributed.accelerate_settings import Settings, read_environment, read_file
 from finetune.errors import UserError
 from finetune.recipe.reader import find_file, shipped_folder
 
@@ -23,9 +20,9 @@ DEFAULT_MIN_NUM_PARAMS = 100_000_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """How parameters, gradients and optimizer state are spread, and in which precision is computed.
+    """How parameters, gradients and optimizer state are distributed, and the precision of the computation.
 
-    Source: an Accelerate YAML, or the environment that the launcher made of one; `source` says which.
+    Read from an Accelerate YAML, or from the environment that the launcher made of one; `source` names it.
     """
 
     layout: Layout
@@ -57,15 +54,15 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
     `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
     Raises `UserError` where a file is wrong, or where the launcher's settings and `config` disagree.
     """
-    launched = from_environment(environ)
+    launched = read_environment(environ)
     if config is not None:
-        sharding = _understood(from_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config")))
+        sharding = _interpret(read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config")))
         if launched is not None:
-            _refuse_disagreement(sharding, _understood(launched))
+            _refuse_disagreement(sharding, _interpret(launched))
     elif launched is not None:
-        sharding = _understood(launched)
+        sharding = _interpret(launched)
     elif accelerate_config is not None:
-        sharding = _understood(from_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config")))
+        sharding = _interpret(read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config")))
     else:
         processes = int(environ.get("WORLD_SIZE", "1"))
         precision = cast(MixedPrecision, environ.get("ACCELERATE_MIXED_PRECISION", "no"))
@@ -75,11 +72,11 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
 
 
 def refuse_impossible(sharding: Sharding, ranks: int) -> None:
-    """Raises `UserError` for a layout that `ranks` processes cannot make."""
+    """Raises `UserError` for a layout that is impossible on `ranks` processes."""
     where = sharding.source
     if sharding.layout == "single" and ranks > 1:
         raise UserError(
-            f"{where}: one process is asked for, but {ranks} were launched; launch one, or use ddp or an fsdp config"
+            f"{where}: this layout is for one process, but {ranks} were launched; launch one, or use ddp or an fsdp config"
         )
     if sharding.strategy == "HYBRID_SHARD" and ranks == 1:
         raise UserError(f"{where}: hybrid sharding needs at least 2 ranks, but 1 was launched; use fsdp_full_shard")
@@ -91,8 +88,8 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
         )
 
 
-def _understood(settings: Settings) -> Sharding:
-    """The settings in our terms; raises `UserError` for a value that is not one."""
+def _interpret(settings: Settings) -> Sharding:
+    """The settings as a `Sharding`; raises `UserError` for values that do not fit."""
     problems: list[str] = []
     read = _Reader(settings, problems)
     layout = LAYOUTS[settings.distributed_type]
@@ -124,10 +121,10 @@ def _understood(settings: Settings) -> Sharding:
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
         problems.append(
-            f"{settings.source}: fsdp_forward_prefetch: FSDP2 has none; leave the key out, or set fsdp_version: 1"
+            f"{settings.source}: fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
         )
     if layout == "fsdp1" and "use_orig_params" in settings.fsdp and not read.boolean("use_orig_params"):
-        problems.append(f"{settings.source}: fsdp_use_orig_params: always true here; leave the key out")
+        problems.append(f"{settings.source}: fsdp_use_orig_params: always true here; remove the key")
     if problems:
         raise UserError.of(problems)
     return sharding
@@ -161,7 +158,7 @@ def _strategy(layout: Layout, settings: Settings, read: "_Reader", problems: lis
 
 @dataclass(frozen=True, slots=True)
 class _Reader:
-    """Values of a YAML or of an environment (all strings) as the types they stand for."""
+    """Values of a YAML, or of an environment (all strings), as the types that they mean."""
 
     settings: Settings
     problems: list[str]
@@ -189,12 +186,12 @@ class _Reader:
         value = (also or {}).get(value, value)
         if value in known:
             return value
-        self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} is not known; one of {', '.join(known)}")
+        self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} is not known; use one of {', '.join(known)}")
         return default
 
 
 def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
-    """Two configuration systems that contradict each other: the run stops and names both values."""
+    """Raises `UserError` naming both values where the config and the launcher's settings differ."""
     compared = (
         "layout",
         "strategy",
@@ -206,7 +203,7 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
     )
     problems = [
         f"{config.source}: {name} is {getattr(config, name)!r}, but the launcher's --config_file says {getattr(launched, name)!r}; "
-        "leave --config out, or give both the same file"
+        "remove --config, or give both the same file"
         for name in compared
         if getattr(config, name) != getattr(launched, name)
     ]
@@ -214,7 +211,7 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
         raise UserError.of(problems)
 
 
-def as_accelerate_file(sharding: Sharding, ranks: int) -> dict[str, Any]:
+def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
     """The layout as an Accelerate config, every key filled in: what accelerate.yaml of a run holds."""
     file: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

@@ -1,4 +1,4 @@
-"""What an Accelerate YAML, or the environment that its launcher makes of one, says: key by key, not yet understood.
+"""The keys and values of an Accelerate YAML, or of the environment that its launcher makes of one, not yet interpreted.
 
 Accelerate itself ignores a mistyped key inside fsdp_config; here it is an error.
 """
@@ -13,7 +13,7 @@ from finetune.errors import UserError
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.yaml_file import read_entries
 
-# Top-level keys that Accelerate writes and that speak to its launcher, not to us.
+# Top-level keys for Accelerate's launcher alone.
 LAUNCHER_KEYS = frozenset(
     [
         "compute_environment",
@@ -57,12 +57,12 @@ FSDP_KEYS = {
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
     "use_orig_params": "FSDP_USE_ORIG_PARAMS",
 }
-# Read by Accelerate for work that is done otherwise here: weights are read in slices, checkpoints are always sharded,
-# backward prefetch is torch's default.
+# Accepted without effect: weights are always read in slices, checkpoints are always sharded, backward prefetch is torch's
+# default.
 SUPERSEDED = frozenset({"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"})
 UNSUPPORTED = {
-    "ignored_modules": "every module is sharded here; leave the key out",
-    "activation_checkpointing_offload": "not supported here; leave the key out",
+    "ignored_modules": "every module is sharded here; remove the key",
+    "activation_checkpointing_offload": "not supported here; remove the key",
 }
 MESH_KEYS = {
     "dp_replicate_size": "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
@@ -72,7 +72,7 @@ MESH_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file or the launcher's environment says, before it is understood; `fsdp` and `mesh` without prefixes."""
+    """What a file or the launcher's environment states, before it is interpreted; keys of `fsdp` and `mesh` without prefixes."""
 
     source: str
     distributed_type: str
@@ -82,8 +82,8 @@ class Settings:
     mesh: dict[str, Any]
 
 
-def from_file(path: Path) -> Settings:
-    """The settings of a file; raises `UserError` telling all that is wrong with its keys."""
+def read_file(path: Path) -> Settings:
+    """The settings of a file; raises one `UserError` for all mistakes in its keys."""
     entries, problems = read_entries(path)
     values = {entry.key: entry.value for entry in entries}
     where = {entry.key: entry.where for entry in entries}
@@ -91,9 +91,9 @@ def from_file(path: Path) -> Settings:
     if values.keys() & {"model_name_or_path", "model_config", "datasets"} and not values.keys() & {"distributed_type"}:
         raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
     for key in values.keys() - LAUNCHER_KEYS - OUR_KEYS:
-        problems.append(f"{where[key]}: {key}: {_unknown_key(key)}")
-    fsdp = _section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
-    mesh = _section(values, "parallelism_config", "parallelism_config_", {*MESH_KEYS}, where, problems)
+        problems.append(f"{where[key]}: {key}: {_explain_unknown_key(key)}")
+    fsdp = _read_section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
+    mesh = _read_section(values, "parallelism_config", "parallelism_config_", {*MESH_KEYS}, where, problems)
     distributed_type = str(values.get("distributed_type", "NO")).upper()
     if distributed_type not in DISTRIBUTED_TYPES:
         problems.append(
@@ -112,7 +112,7 @@ def from_file(path: Path) -> Settings:
     )
 
 
-def _section(
+def _read_section(
     values: dict[str, Any], name: str, prefix: str, known: set[str], where: dict[str, str], problems: list[str]
 ) -> dict[str, Any]:
     section = values.get(name) or {}
@@ -133,14 +133,14 @@ def _section(
     return plain
 
 
-def _unknown_key(key: str) -> str:
+def _explain_unknown_key(key: str) -> str:
     if key in recipe_keys():
         return "a recipe's key, and this is an Accelerate config; move it to the recipe"
     close = difflib.get_close_matches(key, LAUNCHER_KEYS | OUR_KEYS, n=1)
-    return f"no such key; did you mean {close[0]}?" if close else "no such key of an Accelerate config; leave it out"
+    return f"no such key; did you mean {close[0]}?" if close else "no such key of an Accelerate config; remove it"
 
 
-def from_environment(environ: Mapping[str, str]) -> Settings | None:
+def read_environment(environ: Mapping[str, str]) -> Settings | None:
     """The FSDP settings that the launcher exported; None where it exported none."""
     if environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
         return None

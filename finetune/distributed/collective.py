@@ -1,4 +1,4 @@
-"""Doing something on every rank so that it is done on all of them or on none, and every rank knows which."""
+"""Actions that succeed on all ranks or fail on all with the same error."""
 
 import errno
 import shutil
@@ -16,10 +16,10 @@ from finetune.units import disk_size
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks, talking over a process group of their own: what a background thread says does not cross the loop's words."""
+    """The ranks and the process group over which they agree; a thread beside the training loop needs a group of its own."""
 
     world: World
-    group: dist.ProcessGroup | None  # None: the loop's own
+    group: dist.ProcessGroup | None  # None: the default group
 
     def all(self, action: Callable[[], Any]) -> list[Any]:
         """What `action` returns on each rank (anything JSON can say), in order of rank, on every rank.
@@ -30,7 +30,7 @@ class RankGroup:
         result, error = None, None
         try:
             result = action()
-        except Exception as failure:  # told to the other ranks first, who would wait for this one
+        except Exception as failure:  # the other ranks must learn of it first, since they wait for this one
             error = failure
         outcomes = self.world.gather({"result": result, "error": error and _sentence(error)}, self.group)
         failed = {rank: outcome["error"] for rank, outcome in enumerate(outcomes) if outcome["error"]}

@@ -1,6 +1,6 @@
-"""fp16's loss scale (Micikevicius et al. 2018, section 3.2). Under bf16 and fp32 there is no scaler, and this is an optimizer step.
+"""fp16's loss scale (Micikevicius et al. 2018, section 3.2). Under bf16 and fp32 there is no scaler, only the optimizer step.
 
-A step whose gradients overflow is left out by the scaler, which then lowers the scale: no fault, but how it is found.
+The scaler skips a step whose gradients overflow and lowers the scale: that is how it finds the right scale, not an error.
 """
 
 import torch
@@ -17,7 +17,7 @@ def is_scaled(world: World) -> bool:
 
 
 def unscale(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """Takes the scale out of the gradients, in place, before they are clipped."""
+    """Divides the gradients by the scale, in place, before they are clipped."""
     if world.accelerator.scaler is not None:
         world.accelerator.scaler.unscale_(optimizer)
 
@@ -25,7 +25,7 @@ def unscale(optimizer: torch.optim.Optimizer, world: World) -> None:
 def update(optimizer: torch.optim.Optimizer, world: World) -> None:
     """The optimizer's step; under a scale only where no gradient overflowed, and the scale is set for the next.
 
-    Raises `UserError`, on all ranks, where a gradient overflows at `LOWEST_SCALE` too: the scale would be halved for ever.
+    Raises `UserError`, on all ranks, where a gradient overflows at `LOWEST_SCALE` too: the scale would be halved without end.
     """
     scaler = world.accelerator.scaler
     if scaler is None:

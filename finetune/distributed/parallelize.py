@@ -28,12 +28,12 @@ def parallelize(model: nn.Module, values: Values, world: World) -> nn.Module:
     Returns the model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
     Raises `UserError` where the layout names a class that the model does not have.
     """
-    classes = wrap_classes(model, world.sharding)
+    classes = find_wrap_classes(model, world.sharding)
     if world.sharding.layout == "fsdp2":
         return _fsdp2(model, values, world, classes)
     if world.sharding.layout == "fsdp1":
         sharded = shard_as_fsdp1(model, values, world, classes)
-        with _recipe_dtype_kept(world):
+        with _keep_recipe_dtype(world):
             return world.accelerator.prepare_model(sharded)  # type: ignore[no-any-return]
     _materialize(model, values, world.device, world.device)
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
@@ -43,7 +43,7 @@ def parallelize(model: nn.Module, values: Values, world: World) -> nn.Module:
     return prepared
 
 
-def wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
+def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
     """The classes that become units of sharding: those that the config names, else the model's own decoder layers.
 
     Raises `UserError` where the config names a class that no module of the model has.
@@ -84,7 +84,7 @@ def unwrap(model: nn.Module) -> Any:
 
 
 @contextmanager
-def inner_model_called(model: nn.Module, world: World) -> Iterator[None]:
+def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
     """Around calls of `unwrap(model)` itself, such as `generate`, which bypass the wrapper's forward.
 
     Does what FSDP1's forward does: gathers the root's own parameters (embedding, norm, head) and casts the inputs.
@@ -100,7 +100,7 @@ def inner_model_called(model: nn.Module, world: World) -> Iterator[None]:
         yield
 
 
-def wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
+def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
     """How many modules of each class are units of sharding, for the log."""
     counts: dict[str, int] = {}
     for module in model.modules():
@@ -146,7 +146,7 @@ def local_slices(tensor: torch.Tensor) -> Slices:
 
 
 @contextmanager
-def _recipe_dtype_kept(world: World) -> Iterator[None]:
+def _keep_recipe_dtype(world: World) -> Iterator[None]:
     """Where FSDP computes in mixed precision, Accelerate raises trained parameters to fp32. The recipe's `dtype` decides
     here, as it does under DDP; the compute dtype is in the plugin's policy."""
     state = world.accelerator.state
@@ -161,7 +161,7 @@ def _fsdp2(model: nn.Module, values: Values, world: World, classes: tuple[str, .
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     world.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(classes)
-    with _recipe_dtype_kept(world):
+    with _keep_recipe_dtype(world):
         fsdp2_prepare_model(world.accelerator, model)
     parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
     _materialize(model, values, parameters_on, world.device)

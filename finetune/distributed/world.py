@@ -1,4 +1,4 @@
-"""The ranks of a run, as one value that is handed to whoever needs it."""
+"""The ranks of a run: joining the process group, what this rank is in it, and Accelerate set up for the layout."""
 
 import ctypes
 import json
@@ -98,7 +98,7 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
 
-    Asserts what Accelerate would let pass without a word: that every launched rank is in the world, and that FSDP is
+    Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP is
     on where it was asked for. Raises `UserError` for what this machine cannot do.
     """
     _end_with_launcher()
@@ -136,7 +136,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
 
 
 def leave(world: World) -> None:
-    """Ends the process group, after every rank has come this far, and lets the process join another world."""
+    """Destroys the process group once every rank has called this; afterwards the process can join another world."""
     from accelerate.state import AcceleratorState, GradientState
 
     if dist.is_initialized():
@@ -208,7 +208,7 @@ def _join_process_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Gives every process group of this rank the run's timeout: a mesh makes its groups with torch's own of 30 minutes."""
+    """Sets the timeout of every process group of this rank: a device mesh creates groups with torch's default of 30 minutes."""
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
@@ -261,7 +261,7 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
     return FullyShardedDataParallelPlugin(
         fsdp_version=version,
         cpu_offload=_cpu_offload(sharding),
-        # By size too is by class, once the model exists and can be measured: see parallelize.wrap_classes.
+        # By size too is by class, once the model exists and can be measured: see parallelize.find_wrap_classes.
         auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
         activation_checkpointing=False,  # the model's own is used: see models/activation_checkpointing.py

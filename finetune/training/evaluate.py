@@ -10,7 +10,7 @@ from torch import nn
 
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
-from finetune.distributed.parallelize import inner_model_called, unwrap
+from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.json_lines import append_json_lines
 from finetune.progress import Progress
@@ -117,7 +117,7 @@ def _generated(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, worl
         attention_mask[row, longest - len(prompt.prompt_ids) :] = 1
     expected = [len(tokenizer.encode(p.answer, add_special_tokens=False)) for p in prompts if p.answer]
     # Generation's shapes and caches would fill torch.compile's limit of graphs, and training would run uncompiled.
-    with inner_model_called(model, world), torch.compiler.set_stance("force_eager"):
+    with unwrapped_call(model, world), torch.compiler.set_stance("force_eager"):
         generated = transformer.generate(
             input_ids=input_ids.to(world.device),
             attention_mask=attention_mask.to(world.device),

@@ -14,7 +14,7 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
-from finetune.distributed.accelerate_config import as_accelerate_file
+from finetune.distributed.accelerate_config import to_accelerate_config
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -71,7 +71,7 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     try:
         write_recipe(recipe, folder / "recipe.yaml")
         (folder / "accelerate.yaml").write_text(
-            yaml.safe_dump(as_accelerate_file(world.sharding, world.size), sort_keys=False)
+            yaml.safe_dump(to_accelerate_config(world.sharding, world.size), sort_keys=False)
         )
         (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:

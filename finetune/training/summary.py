@@ -15,7 +15,7 @@ from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import unwrap, wrapped_units
+from finetune.distributed.parallelize import count_wrapped_units, unwrap
 from finetune.distributed.world import World
 from finetune.durable import replace_file
 from finetune.flops import flop_per_token_of
@@ -148,7 +148,7 @@ def opening(run: TrainingRun, size: Size, progress: Progress) -> list[str]:
     model: Any = unwrap(run.model)
     name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
     units = ", ".join(
-        f"{count} {name}" for name, count in wrapped_units(run.model, world).items() if name in _layers(model)
+        f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in _layers(model)
     )
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
     lines = [

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, Sharding, as_accelerate_file, read_sharding
+from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, Sharding, read_sharding, to_accelerate_config
 from finetune.errors import UserError
 
 Write = Callable[..., str]
@@ -60,7 +60,7 @@ def test_a_recipe_key_in_an_accelerate_file(write: Write) -> None:
 
 def test_forward_prefetch_under_version_2(write: Write) -> None:
     said = refusal(write(fsdp_config=FSDP2 | {"fsdp_forward_prefetch": True}))
-    assert "FSDP2 has none; leave the key out, or set fsdp_version: 1" in said
+    assert "FSDP2 has none; remove the key, or set fsdp_version: 1" in said
 
 
 def test_version_1_ignores_reshard_after_forward(write: Write) -> None:
@@ -87,7 +87,7 @@ def test_hybrid_sharding_on_one_rank(write: Write) -> None:
 
 
 def test_single_under_two_processes() -> None:
-    assert "one process is asked for, but 2 were launched" in refusal("single")
+    assert "this layout is for one process, but 2 were launched" in refusal("single")
 
 
 def test_the_launchers_settings_and_config_disagree(write: Write) -> None:
@@ -125,7 +125,7 @@ def test_what_a_run_writes_reads_back_the_same(name: str, tmp_path: Path) -> Non
     environ = {"WORLD_SIZE": str(ranks)}
     first = read_sharding(name, None, environ)
     written = tmp_path / "accelerate.yaml"
-    written.write_text(yaml.safe_dump(as_accelerate_file(first, ranks)))
+    written.write_text(yaml.safe_dump(to_accelerate_config(first, ranks)))
     second = read_sharding(str(written), None, environ)
     assert {f: getattr(second, f) for f in Sharding.__slots__ if f != "source"} == {
         f: getattr(first, f) for f in Sharding.__slots__ if f != "source"

@@ -19,7 +19,7 @@ from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.accelerate_config import Sharding
-from finetune.distributed.parallelize import clip_gradients, wrapped_units
+from finetune.distributed.parallelize import clip_gradients, count_wrapped_units
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model
@@ -61,7 +61,7 @@ def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.
     return (
         model,
         optimizer,
-        {"losses": losses, "norms": norms, "units": wrapped_units(model, world), "size": size.total},
+        {"losses": losses, "norms": norms, "units": count_wrapped_units(model, world), "size": size.total},
     )
 
 
