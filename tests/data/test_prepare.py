@@ -159,7 +159,7 @@ def test_chat_template_of_the_recipe_by_name_file_and_text(prepare: Prepare, tmp
     named = prepare([{"path": str(path)}], chat_template="chatml")
     assert text_of(named, 0) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
     assert names(named)["end_of_turn_is_text"] == "warning"
-    with pytest.raises(UserError, match="chat_template: nosuch: neither a file, nor Jinja text, nor one of plain"):
+    with pytest.raises(UserError, match="chat_template: nosuch: not a file, not Jinja text, and not one of plain"):
         prepare([{"path": str(path)}], chat_template="nosuch")
 
 
@@ -282,10 +282,12 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_
         prepare([{"path": str(path)}])
 
 
-def test_rows_labeled_false_stop_the_run_or_are_left_out_and_counted(prepare: Prepare, tmp_path: Path) -> None:
+def test_rows_labeled_false_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_path: Path) -> None:
     rows = [chat(f"Q{i}", "good" if i % 2 else "bad") | {"label": bool(i % 2), "source": "kto"} for i in range(6)]
     path = write_lines(tmp_path / "kto.jsonl", rows)
-    with pytest.raises(UserError, match=r"kto\.jsonl:1: label: false marks a bad answer, which would be trained on as"):
+    with pytest.raises(
+        UserError, match=r"kto\.jsonl:1: label: false marks a bad answer, which would be trained on like"
+    ):
         prepare([{"path": str(path)}])
     prepared = prepare([{"path": str(path)}], on_bad_row="skip")
     (source,) = prepared.report.sources
