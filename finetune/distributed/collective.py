@@ -1,24 +1,40 @@
-"""Actions that succeed on all ranks or fail on all with the same error."""
+"""What ranks exchange without pickles: values as JSON, and actions that succeed on all ranks or fail on all."""
 
 import errno
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
-from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.units import disk_size
+
+if TYPE_CHECKING:
+    from finetune.distributed.world import World
+
+
+def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[Any]:
+    """Every rank's `value`, sent as JSON over tensors on `device`, in order of rank. All ranks of `group` call it."""
+    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
+    ranks = dist.get_world_size(group)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
+    dist.all_gather(sizes, torch.tensor([raw.numel()], device=device), group)
+    longest = int(max(size.item() for size in sizes))
+    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
+    dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
+    return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
     """The ranks and the process group over which they agree; a thread beside the training loop needs a group of its own."""
 
-    world: World
+    world: "World"
     group: dist.ProcessGroup | None  # None: the default group
 
     def all(self, action: Callable[[], Any]) -> list[Any]:

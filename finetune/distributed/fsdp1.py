@@ -22,7 +22,8 @@ from torch.distributed.fsdp.wrap import (
 )
 
 from finetune.distributed.accelerate_config import Sharding
-from finetune.distributed.world import World, gather_json, set_timeouts
+from finetune.distributed.collective import gather_json
+from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError
 from finetune.units import counted
 

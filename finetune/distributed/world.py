@@ -1,7 +1,6 @@
 """The ranks of a run: joining the process group, what this rank is in it, and Accelerate set up for the layout."""
 
 import ctypes
-import json
 import os
 import signal
 import sys
@@ -14,6 +13,8 @@ import torch
 import torch.distributed as dist
 
 from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.accelerator import make_accelerator
+from finetune.distributed.collective import gather_json
 from finetune.distributed.peers import this_process, watch_peers
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
 
@@ -83,18 +84,6 @@ class World:
         return gather_json(value, group) if dist.is_initialized() else [value]
 
 
-def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[Any]:
-    """Every rank's `value`, sent as JSON over tensors on `device`, in order of rank. All ranks of `group` call it."""
-    raw = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8).to(device)
-    ranks = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
-    dist.all_gather(sizes, torch.tensor([raw.numel()], device=device), group)
-    longest = int(max(size.item() for size in sizes))
-    padded = [torch.empty(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    dist.all_gather(padded, torch.nn.functional.pad(raw, (0, longest - raw.numel())), group)
-    return [json.loads(bytes(p[: int(n.item())].tolist())) for p, n in zip(padded, sizes, strict=True)]
-
-
 def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
 
@@ -110,7 +99,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":
         _join_process_group(device, timeout)
-    accelerator = _accelerator(sharding, device)
+    accelerator = make_accelerator(sharding, device)
     set_timeouts(timeout)  # Accelerate has made a mesh for hybrid sharding
     rank = accelerator.process_index
     left = (
@@ -211,82 +200,3 @@ def set_timeouts(timeout: timedelta) -> None:
     """Sets the timeout of every process group of this rank: a device mesh creates groups with torch's default of 30 minutes."""
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timeout, group)
-
-
-def _accelerator(sharding: Sharding, device: torch.device) -> "Accelerator":
-    from accelerate import Accelerator, PartialState
-    from accelerate.utils import DistributedType
-
-    for variable in [name for name in os.environ if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))]:
-        del os.environ[variable]  # plugin fields left None would be filled from these: the config is read once, by us
-    on_cpu = device.type == "cpu"
-    if on_cpu:
-        os.environ["ACCELERATE_USE_CPU"] = "true"
-    PartialState(cpu=on_cpu)
-    if on_cpu and sharding.is_fsdp:
-        # Accelerate raises a distributed type to FSDP only from a GPU-like one; MULTI_CPU would train plain DDP.
-        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-        PartialState._shared_state["device"] = device
-    return Accelerator(
-        cpu=on_cpu,
-        mixed_precision=sharding.mixed_precision,
-        fsdp_plugin=_fsdp_plugin(sharding) if sharding.is_fsdp else None,
-        parallelism_config=_parallelism_config(sharding),
-    )
-
-
-def _parallelism_config(sharding: Sharding) -> Any:
-    from accelerate import ParallelismConfig
-
-    if sharding.layout != "fsdp2" or sharding.strategy != "HYBRID_SHARD":
-        return None
-    return ParallelismConfig(dp_replicate_size=sharding.replicate_size, dp_shard_size=sharding.shard_size)
-
-
-def _fsdp_plugin(sharding: Sharding) -> Any:
-    """Accelerate's plugin with every field given that it would otherwise take from the environment."""
-    from accelerate import FullyShardedDataParallelPlugin
-
-    version = 2 if sharding.layout == "fsdp2" else 1
-    by_version: dict[str, Any] = (
-        {"reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP"}
-        if version == 2
-        else {
-            "use_orig_params": True,
-            "sync_module_states": False,
-            "forward_prefetch": sharding.forward_prefetch,
-            "backward_prefetch": "BACKWARD_PRE",
-        }
-    )
-    return FullyShardedDataParallelPlugin(
-        fsdp_version=version,
-        cpu_offload=_cpu_offload(sharding),
-        # By size too is by class, once the model exists and can be measured: see parallelize.find_wrap_classes.
-        auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
-        state_dict_type="SHARDED_STATE_DICT",
-        activation_checkpointing=False,  # the model's own is used: see models/activation_checkpointing.py
-        cpu_ram_efficient_loading=False,
-        mixed_precision_policy=_precision(sharding),
-        **by_version,
-    )
-
-
-def _cpu_offload(sharding: Sharding) -> Any:
-    from torch.distributed.fsdp import CPUOffloadPolicy
-
-    if sharding.layout == "fsdp2" and sharding.cpu_offload:
-        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    return sharding.cpu_offload
-
-
-def _precision(sharding: Sharding) -> Any:
-    """Compute in bf16 (or fp16), reduce gradients in fp32, leave outputs as they are: Accelerate's own policy does
-    all three in bf16, and the loss comes back with three digits."""
-    from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
-
-    if sharding.mixed_precision == "no":
-        return None
-    dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16
-    if sharding.layout == "fsdp2":
-        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
-    return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)

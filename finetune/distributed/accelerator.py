@@ -1,0 +1,80 @@
+"""Accelerate's own objects for a layout: the Accelerator, its FSDP plugin, its mesh and its precision."""
+
+import os
+from typing import Any
+
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismConfig, PartialState
+from accelerate.utils import DistributedType
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
+
+from finetune.distributed.accelerate_config import Sharding
+
+
+def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
+    """Accelerate's Accelerator for this layout. The process group, where there is one, has been initialized."""
+    for variable in [name for name in os.environ if name.startswith(("FSDP_", "PARALLELISM_CONFIG_", "ACCELERATE_"))]:
+        del os.environ[variable]  # plugin fields left None would be filled from these: the config is read once, by us
+    on_cpu = device.type == "cpu"
+    if on_cpu:
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+    PartialState(cpu=on_cpu)
+    if on_cpu and sharding.is_fsdp:
+        # Accelerate raises a distributed type to FSDP only from a GPU-like one; MULTI_CPU would train plain DDP.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
+        PartialState._shared_state["device"] = device
+    return Accelerator(
+        cpu=on_cpu,
+        mixed_precision=sharding.mixed_precision,
+        fsdp_plugin=_fsdp_plugin(sharding) if sharding.is_fsdp else None,
+        parallelism_config=_parallelism_config(sharding),
+    )
+
+
+def _parallelism_config(sharding: Sharding) -> Any:
+    if sharding.layout != "fsdp2" or sharding.strategy != "HYBRID_SHARD":
+        return None
+    return ParallelismConfig(dp_replicate_size=sharding.replicate_size, dp_shard_size=sharding.shard_size)
+
+
+def _fsdp_plugin(sharding: Sharding) -> Any:
+    """Accelerate's plugin with every field given that it would otherwise take from the environment."""
+    version = 2 if sharding.layout == "fsdp2" else 1
+    by_version: dict[str, Any] = (
+        {"reshard_after_forward": sharding.strategy != "SHARD_GRAD_OP"}
+        if version == 2
+        else {
+            "use_orig_params": True,
+            "sync_module_states": False,
+            "forward_prefetch": sharding.forward_prefetch,
+            "backward_prefetch": "BACKWARD_PRE",
+        }
+    )
+    return FullyShardedDataParallelPlugin(
+        fsdp_version=version,
+        cpu_offload=_cpu_offload(sharding),
+        # By size too is by class, once the model exists and can be measured: see parallelize.find_wrap_classes.
+        auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
+        state_dict_type="SHARDED_STATE_DICT",
+        activation_checkpointing=False,  # the model's own is used: see models/activation_checkpointing.py
+        cpu_ram_efficient_loading=False,
+        mixed_precision_policy=_precision(sharding),
+        **by_version,
+    )
+
+
+def _cpu_offload(sharding: Sharding) -> Any:
+    if sharding.layout == "fsdp2" and sharding.cpu_offload:
+        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+    return sharding.cpu_offload
+
+
+def _precision(sharding: Sharding) -> Any:
+    """Compute in bf16 (or fp16), reduce gradients in fp32, leave outputs as they are: Accelerate's own policy does
+    all three in bf16, and the loss comes back with three digits."""
+    if sharding.mixed_precision == "no":
+        return None
+    dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16
+    if sharding.layout == "fsdp2":
+        return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, output_dtype=None)
+    return MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32, buffer_dtype=torch.float32)
