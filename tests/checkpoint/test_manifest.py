@@ -1,4 +1,4 @@
-"""The folder protocol without torch: publish, verify, prune."""
+"""Manifests without torch: publish, verify, list."""
 
 import json
 import shlex
