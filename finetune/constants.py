@@ -16,6 +16,11 @@ ROUND_TOKENS = 64
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
 
+CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
+ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
+# What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the brim.
+EXPORT_SPARE_BYTES = 64 * 1024 * 1024
+
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, in memory and in a file
 COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of a mixed_precision
 

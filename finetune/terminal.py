@@ -7,7 +7,7 @@ to stderr is only shown: where nobody reads it any more (a closed pipe, a lost t
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO
 
@@ -82,6 +82,15 @@ def _discard_if_broken(stream: TextIO) -> None:
         null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
         os.dup2(null, stream.fileno())
         os.close(null)
+
+
+@contextmanager
+def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
+    """A bar with bytes and time left on stderr, as a function that advances it by bytes; none where stderr is no terminal."""
+    from tqdm import tqdm
+
+    with tqdm(desc=label, total=total_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:
+        yield bar.update
 
 
 def unfiltered(stream: TextIO) -> TextIO:

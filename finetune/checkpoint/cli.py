@@ -11,7 +11,7 @@ from finetune.checkpoint.json_files import read_object
 from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest
 from finetune.checkpoint.retention import checkpoints_folder, list_checkpoints
 from finetune.errors import UserError
-from finetune.export.publish import bring_back_exports
+from finetune.export.publish import restore_exports
 from finetune.units import counted, disk_size
 
 EXIT_DAMAGED = 1
@@ -38,7 +38,7 @@ class Summary:
 def checkpoints_command(options: argparse.Namespace) -> int:
     """Lists the checkpoints of `options.run`; with `options.verify` reads every byte. Returns 1 where one is damaged."""
     run = Path(options.run)
-    bring_back_exports(run)
+    restore_exports(run)
     found = summarize_checkpoints(run, checksums=options.verify)
     if options.json:
         print(json.dumps([asdict(summary) for summary in found], indent=1))

@@ -13,6 +13,7 @@ import xxhash
 
 from finetune import durable
 from finetune.checkpoint.manifest import MODEL, find_checkpoint_of, find_problems
+from finetune.constants import CONFIG_FILE
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
@@ -21,7 +22,6 @@ from finetune.hub import find_local_folder
 from finetune.recipe.schema import Recipe
 from finetune.safetensors_io.tensors import read_folder
 
-CONFIG_FILE = "config.json"
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
 
 # name -> (the recipe's keys that name it, the message where its content has changed and those keys have not)
@@ -80,7 +80,7 @@ def refuse_damaged_model(recipe: Recipe) -> None:
 
 def hash_base(base: Path) -> str:
     """A hash of all bytes of the weights in the folder `base`, at the speed of its disk."""
-    paths = sorted({piece.path for tensor in read_folder(base).values() for piece in tensor.pieces})
+    paths = sorted({part.path for tensor in read_folder(base).values() for part in tensor.parts})
     with ThreadPoolExecutor(max_workers=4) as pool:
         return _hash([[path.name, entry] for path, entry in zip(paths, pool.map(durable.checksum, paths), strict=True)])
 

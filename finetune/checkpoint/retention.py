@@ -18,12 +18,11 @@ from pathlib import Path
 
 from finetune import durable
 from finetune.checkpoint.manifest import NAME, PARTS, find_problems
-from finetune.constants import ITEMSIZE
+from finetune.constants import EXPORT_SPARE_BYTES, ITEMSIZE
 from finetune.errors import UserError
-from finetune.export.publish import SPARE_BYTES
 from finetune.hub import find_local_folder
 from finetune.recipe.schema import Recipe
-from finetune.safetensors_io.tensors import main_dtype
+from finetune.safetensors_io.tensors import main_dtype, read_folder
 from finetune.units import counted, disk_size
 
 _REPLACED = re.compile(r"\.replaced-([0-9]{8,})")
@@ -181,7 +180,7 @@ def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_b
     kept = saves if keys.save_total_limit is None else min(saves, keys.save_total_limit + 1)
     new = max(1, kept - len(list_checkpoints(run_folder)))
     export = parameters * ITEMSIZE[_export_dtype(recipe)] if keys.export_at_end else 0
-    spare = SPARE_BYTES if export else 0
+    spare = EXPORT_SPARE_BYTES if export else 0
     needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
     if needed > free:
         fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
@@ -197,6 +196,6 @@ def _export_dtype(recipe: Recipe) -> str:
         return recipe.checkpoint.export_dtype
     name = recipe.model.model_name_or_path
     base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
-    dtype = main_dtype(base) if base is not None else None
+    dtype = main_dtype(read_folder(base).values()) if base is not None else None
     name = str(dtype).removeprefix("torch.") if dtype is not None else recipe.model.dtype
     return name if name in ITEMSIZE else "bfloat16"

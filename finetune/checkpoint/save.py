@@ -31,7 +31,7 @@ from finetune.checkpoint.shards import (
     select_tensors,
 )
 from finetune.checkpoint.snapshot import copy_to_host, record_event
-from finetune.constants import global_batch_size
+from finetune.constants import GENERATION_FILE, global_batch_size
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
@@ -42,7 +42,6 @@ from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
-GENERATION_FILE = "generation_config.json"
 
 
 class Saver:

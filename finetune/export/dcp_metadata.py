@@ -75,7 +75,7 @@ class TensorStorageMetadata(_StandIn):
 
 
 class _Unused(_StandIn):
-    """A value that nothing here asks for: a dtype, a layout, a path of the machine that saved."""
+    """A value that is not used here: a dtype, a layout, a path of the machine that saved."""
 
     __slots__ = ()
 

@@ -1,4 +1,4 @@
-"""A model's logits with a few rows of one tensor in memory at a time, so that any model's can be had on any machine."""
+"""A model's logits, computed with a few rows of one tensor in memory at a time: any model's, on any machine."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -11,8 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.errors import UserError
-from finetune.export.prefetch import computed_ahead
-from finetune.export.values import row_blocks
+from finetune.export.values import prefetch, row_blocks
 
 ROWS, TOKENS = 2, 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.
@@ -32,8 +31,8 @@ def prompts(vocabulary: int) -> torch.Tensor:
 def streamed_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
     """The logits of `prompts`, float32[ROWS, TOKENS, vocabulary], computed in float32.
 
-    `model` is on meta, and left so. A linear layer multiplies with a block of rows while the next is read, an embedding
-    reads the rows that it is asked for, and any other parameter is read when a module, its owner or another, uses it.
+    `model` is on meta, and stays there. A linear layer multiplies with a block of rows while the next is read, an embedding
+    reads the rows of its tokens, and any other parameter is read when a module, its owner or another, uses it.
 
     Raises `UserError` where the model computes with something that has no values.
     """
@@ -42,11 +41,11 @@ def streamed_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
     read = _Reader(rows)
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
-        forward = STREAMED.get(type(module))  # a subclass may do otherwise
+        forward = STREAMED.get(type(module))  # a subclass may compute something else
         if forward is not None:
             module.forward = partial(forward, module, name, rows)
         module.__dict__["_parameters"] = _StoredParameters(module._parameters, prefix, read)
-        _fill_buffers(prefix, module, rows)
+        _read_buffers(prefix, module, rows)
     ids = prompts(plain.config.get_text_config().vocab_size)
     try:
         with _NoMeta():  # type: ignore[no-untyped-call]
@@ -68,16 +67,16 @@ class _Reader:
 
     def __call__(self, name: str, like: torch.Tensor) -> torch.Tensor:
         if self.latest is None or self.latest[0] != name:
-            self.latest = None  # let go of before the next is read
-            self.latest = (name, _whole(name, like, self.rows))
+            self.latest = None  # freed before the next is read
+            self.latest = (name, _read_whole(name, like, self.rows))
         return self.latest[1]
 
 
 class _StoredParameters(dict[str, nn.Parameter | None]):
     """A module's parameters on meta, each of which is read when an attribute of the module is.
 
-    A hook around its owner's forward would not do: Mamba's mixers read the weight of their convolution, and DoRA that of
-    its base layer, without calling them.
+    A hook around its owner's forward would not suffice: Mamba's mixers read the weight of their convolution, and DoRA that
+    of its base layer, without calling them.
     """
 
     def __init__(self, on_meta: Mapping[str, nn.Parameter | None], prefix: str, read: _Reader) -> None:
@@ -90,7 +89,7 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
 
 
 class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses a computation with a tensor on meta, which has no values: what is copied out of it is whatever was in memory."""
+    """Raises on a computation with a meta tensor, which has no values: a copy of one is whatever was in memory."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = function(*args, **(kwargs or {}))
@@ -102,10 +101,10 @@ class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _linear(module: nn.Linear, name: str, rows: Rows, inputs: torch.Tensor) -> torch.Tensor:
-    # Made at once: small results kept between the blocks would leave the heap in pieces that no block fits into.
+    # Allocated once: small results kept between the blocks would fragment the heap until no block fits.
     result = inputs.new_empty(*inputs.shape[:-1], module.out_features)
     places = [(f"{name}.weight", *block) for block in row_blocks((module.out_features, module.in_features))]
-    for (_, start, stop), block in zip(places, computed_ahead(rows, places), strict=True):
+    for (_, start, stop), block in zip(places, prefetch(rows, places), strict=True):
         result[..., start:stop] = functional.linear(inputs, block.float())
     return result if module.bias is None else result + module.bias
 
@@ -118,13 +117,13 @@ def _embedding(module: nn.Embedding, name: str, rows: Rows, ids: torch.Tensor) -
 STREAMED: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.Linear: _linear, nn.Embedding: _embedding}
 
 
-def _fill_buffers(prefix: str, module: nn.Module, rows: Rows) -> None:
+def _read_buffers(prefix: str, module: nn.Module, rows: Rows) -> None:
     for attribute in module._buffers.keys() - module._non_persistent_buffers_set:
         buffer = module._buffers[attribute]
         if buffer is not None:
-            module._buffers[attribute] = _whole(prefix + attribute, buffer, rows)
+            module._buffers[attribute] = _read_whole(prefix + attribute, buffer, rows)
 
 
-def _whole(name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _read_whole(name: str, like: torch.Tensor, rows: Rows) -> torch.Tensor:
     tensor = rows(name, 0, like.shape[0] if like.dim() else 1)
     return tensor.float() if tensor.is_floating_point() else tensor

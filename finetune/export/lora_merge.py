@@ -1,4 +1,4 @@
-"""LoRA: an adapter as it is stored, as a PEFT folder names it, and merged into its base a few rows at a time.
+"""LoRA adapters merged into their base model, a few rows at a time.
 
 W' = W + scale · B A, with scale = alpha / r, or alpha / sqrt(r) where rank-stabilized (Hu et al. 2021; Kalajdzievski
 2023). DoRA (Liu et al. 2024) then gives every row of W' the trained length m: W'' = m · W' / ‖W'‖. All in float32.
@@ -13,14 +13,12 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-from finetune.export.target import Architecture
+from finetune.export.source import Adapter
+from finetune.export.target import TargetModel
 from finetune.export.values import Value, stored_value
 from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 
 BASE_LAYER = ".base_layer."
-PEFT_PREFIX = "base_model.model."
-WEIGHTS_FILE = "adapter_model.safetensors"
-CONFIG_FILE = "adapter_config.json"
 # Settings under which B A is not what is added to W, or something else is.
 UNMERGEABLE = (
     "fan_in_fan_out",
@@ -39,41 +37,23 @@ INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogona
 
 
 @dataclass(frozen=True, slots=True)
-class Adapter:
-    """`tensors` by PEFT's names without its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`."""
-
-    config: dict[str, Any]  # adapter_config.json
-    tensors: dict[str, StoredTensor]
-
-
-@dataclass(frozen=True, slots=True)
 class Update:
-    """What an adapter does to one tensor of its base, rows of which it is handed in float32."""
+    """What an adapter does to one tensor of its base, a few rows at a time, in float32."""
 
     apply: Callable[[torch.Tensor, int, int], torch.Tensor]  # (rows of the base, start, stop) -> the same rows, updated
     shape: tuple[int, ...]  # of the tensor that it fits
-    used: frozenset[str]  # the adapter's tensors that it takes in
+    used: frozenset[str]  # the adapter's tensors in it
 
 
-def peft_name(name: str) -> str:
-    """PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of ours named.
-
-    >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
-    ('a.lora_magnitude_vector', 'a.lora_A.weight')
-    """
-    short = re.sub(r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX))
-    return short.replace(".modules_to_save.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-
-
-def own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
-    """Base tensor -> the copy of it that PEFT put beside the adapter, as it does for an adapted embedding."""
+def find_own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
+    """Base tensor -> the copy of it that PEFT saved with the adapter, as it does for an adapted embedding."""
     return {name.replace(BASE_LAYER, "."): t for name, t in adapter.tensors.items() if BASE_LAYER in name}
 
 
-def updates(adapter: Adapter, architecture: Architecture, where: str) -> dict[str, Update]:
+def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, Update]:
     """Base tensor -> what the adapter does to it.
 
-    Raises `UserError` where a tensor of the adapter fits nowhere or has not the shape that it should.
+    Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
     """
     found: dict[str, Update] = {}
     for name in sorted(adapter.tensors):
@@ -84,24 +64,23 @@ def updates(adapter: Adapter, architecture: Architecture, where: str) -> dict[st
             found[f"{module}.bias"] = _bias_update(adapter, module, where)
         elif name.endswith(".lora_embedding_A"):
             found[f"{module}.weight"] = _embedding_update(adapter, module, where)
-        elif name in architecture.shapes or name in architecture.tied:
+        elif name in target.shapes or name in target.tied:
             found[name] = _replacement(adapter.tensors[name], name)
     used = frozenset(name for name in adapter.tensors if BASE_LAYER in name)
     used = used.union(*(update.used for update in found.values()))
     problems = [
-        f"{where}: {name}: fits nowhere in LoRA for {architecture.class_name}"
-        for name in sorted(adapter.tensors.keys() - used)
+        f"{where}: {name}: is no part of LoRA for {target.class_name}" for name in sorted(adapter.tensors.keys() - used)
     ]
     fits = {name: update.shape for name, update in found.items()}
-    fits |= {name: tensor.shape for name, tensor in own_bases(adapter).items()}
-    problems += [p for name, shape in fits.items() if (p := _misfit(name, shape, architecture, where))]
+    fits |= {name: tensor.shape for name, tensor in find_own_bases(adapter).items()}
+    problems += [p for name, shape in fits.items() if (p := _find_misfit(name, shape, target, where))]
     if problems or not found:
         raise UserError.of(problems[:20] or [f"{where}: the adapter is empty"])
     return found
 
 
-def merged(update: Update, base: StoredTensor, name: str, dtype: torch.dtype) -> Value:
-    """The base tensor with its update in it."""
+def merged_value(update: Update, base: StoredTensor, name: str, dtype: torch.dtype) -> Value:
+    """The base tensor with its update merged."""
 
     def rows(start: int, stop: int) -> torch.Tensor:
         return update.apply(read_slice(base, (slice(start, stop),)).float(), start, stop)
@@ -111,25 +90,12 @@ def merged(update: Update, base: StoredTensor, name: str, dtype: torch.dtype) ->
 
 def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
     """(scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern included."""
-    rank = _patterned(config.get("rank_pattern"), module, config["r"], where)
-    alpha = _patterned(config.get("alpha_pattern"), module, config["lora_alpha"], where)
+    rank = _match_pattern(config.get("rank_pattern"), module, config["r"], where)
+    alpha = _match_pattern(config.get("alpha_pattern"), module, config["lora_alpha"], where)
     return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
 
 
-def refuse_malformed(config: Mapping[str, Any], where: str) -> None:
-    """Raises `UserError` unless `config` describes a LoRA adapter."""
-    if config.get("peft_type") != "LORA":
-        raise UserError(f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only kind that is exported")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or not config[key] > 0:
-            raise UserError(f"{where}: {key}: a positive number is expected, not {config.get(key)!r}")
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(key) or {}
-        if not isinstance(pattern, dict) or not all(isinstance(n, int | float) and n > 0 for n in pattern.values()):
-            raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
-
-
-def _patterned(pattern: Mapping[str, Any] | None, module: str, default: Any, where: str) -> Any:
+def _match_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any, where: str) -> Any:
     """peft's rule (peft.utils.other.get_pattern_key): the first pattern that matches the end of the module's name."""
     for key, value in (pattern or {}).items():
         try:
@@ -141,7 +107,7 @@ def _patterned(pattern: Mapping[str, Any] | None, module: str, default: Any, whe
 
 
 def why_unmergeable(config: Mapping[str, Any]) -> str | None:
-    """What in an adapter's config says that adding B A to the original base is not what was trained; None for nothing."""
+    """Why adding B A to the original base is not what was trained, by the adapter's config; None where it is."""
     for key in UNMERGEABLE:
         if config.get(key):
             return f"{key}: this kind of LoRA cannot be merged"
@@ -151,10 +117,10 @@ def why_unmergeable(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def refuse_unmergeable(adapter: Adapter, updates: Mapping[str, Update], architecture: Architecture, where: str) -> None:
+def check_mergeable(adapter: Adapter, updates: Mapping[str, Update], target: TargetModel, where: str) -> None:
     """Raises `UserError` where the base with its updates would not be the model that was trained."""
     reason = why_unmergeable(adapter.config)
-    tied = sorted(updates.keys() & {*architecture.tied, *architecture.tied.values()})
+    tied = sorted(updates.keys() & {*target.tied, *target.tied.values()})
     if reason is None and tied:
         reason = f"{tied[0]}: is tied to another weight, and merging would untie them"
     if reason is not None:
@@ -166,7 +132,7 @@ def _linear_update(adapter: Adapter, module: str, where: str) -> Update:
     name = f"{module}.lora_magnitude_vector"
     magnitude = adapter.tensors.get(name)
     if (magnitude is not None) != bool(adapter.config.get("use_dora")):
-        raise UserError(f"{where}: {name}: {'there' if magnitude else 'missing'}, which is not what use_dora says")
+        raise UserError(f"{where}: {name}: {'present' if magnitude else 'missing'}, which contradicts use_dora")
     if magnitude is not None and magnitude.shape != b.shape[:1]:
         raise UserError(f"{where}: {name}: has the shape {list(magnitude.shape)}, but B has {b.shape[0]} rows")
 
@@ -212,7 +178,7 @@ def _replacement(tensor: StoredTensor, name: str) -> Update:
 def _factors(adapter: Adapter, a: str, b: str, where: str) -> tuple[StoredTensor, StoredTensor, float]:
     """A [r, in], B [out, r] and the scale of one module, of one rank."""
     if b not in adapter.tensors:
-        raise UserError(f"{where}: {b}: missing, while {a} is there")
+        raise UserError(f"{where}: {b}: missing, although {a} exists")
     one, other = adapter.tensors[a], adapter.tensors[b]
     scale, rank = scale_of(adapter.config, a.rpartition(".lora_")[0], where)
     if len(one.shape) != 2 or len(other.shape) != 2 or one.shape[0] != rank or other.shape[1] != rank:
@@ -222,10 +188,10 @@ def _factors(adapter: Adapter, a: str, b: str, where: str) -> tuple[StoredTensor
     return one, other, scale
 
 
-def _misfit(name: str, shape: tuple[int, ...], architecture: Architecture, where: str) -> str | None:
-    expected = architecture.shapes.get(architecture.tied.get(name, name))
+def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: str) -> str | None:
+    expected = target.shapes.get(target.tied.get(name, name))
     if expected is None:
-        return f"{where}: {name}: adapted, but {architecture.class_name} of this config has no such tensor"
+        return f"{where}: {name}: adapted, but {target.class_name} of this config has no such tensor"
     if shape != expected:
         return f"{where}: {name}: its update has the shape {list(shape)}, the tensor {list(expected)}"
     return None

@@ -1,4 +1,4 @@
-"""What makes a folder of weights a model: config, generation config, tokenizer and chat template."""
+"""What makes a folder of weights a model: config, generation config, tokenizer with chat template, and model card."""
 
 import json
 from pathlib import Path
@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, GENERATION_FILE
 from finetune.durable import sync_folder, write_file
 from finetune.errors import UserError
+from finetune.export.model_card import CARD_FILE, model_card
+from finetune.export.options import ExportOptions
 from finetune.export.source import Source
-from finetune.export.target import CONFIG_FILE, Architecture
+from finetune.export.target import TargetModel
+from finetune.export.weights import Weights
 from finetune.safetensors_io.header import read_json
 
-GENERATION_FILE = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (
     "tokenizer*.json",
@@ -29,26 +32,39 @@ TOKENIZER_FILES = (
 )
 
 
-def write_descriptions(
-    target: Path, source: Source, built: Architecture, dtype: torch.dtype, *, trust_remote_code: bool = False
+def write_metadata(
+    folder: Path, source: Source, target: TargetModel, weights: Weights, title: str, options: ExportOptions
 ) -> None:
-    """Everything but weights and model card."""
-    write_json(target / CONFIG_FILE, _config(built, dtype, trust_remote_code))
-    write_json(target / GENERATION_FILE, _generation_config(source, built))
-    copy_tokenizer(source.description, target)
-    if trust_remote_code:
+    """Everything but the weights: of the model, of the adapter in its own folder, or of an adapter alone.
+
+    Raises `UserError` where the tokenizer is damaged, or runs code of its own without `trust_remote_code`.
+    """
+    if weights.model:
+        if not options.trust_remote_code:
+            _check_tokenizer_code(source.description)
+        _write_json(folder / CONFIG_FILE, _config(target, weights.dtype, options.trust_remote_code))
+        _write_json(folder / GENERATION_FILE, _generation_config(source, target))
+        _write_text(folder / CARD_FILE, model_card(source, title))
+    if source.adapter is not None and weights.adapter is not None:
+        adapter_folder = (folder / weights.adapter.name).parent
+        adapter_folder.mkdir(exist_ok=True)
+        config = source.adapter.config | {"base_model_name_or_path": source.base_model, "inference_mode": True}
+        _write_json(adapter_folder / ADAPTER_CONFIG, config)
+        _write_text(adapter_folder / CARD_FILE, model_card(source, title, is_adapter=True))
+    _copy_tokenizer(source.description, folder)
+    if weights.model and options.trust_remote_code:
         for path in sorted(source.description.glob("*.py")):
-            copy(path, target / path.name)
+            _copy(path, folder / path.name)
 
 
-def copy_tokenizer(description: Path, target: Path) -> None:
+def _copy_tokenizer(description: Path, folder: Path) -> None:
     """The tokenizer's files and its chat template, byte for byte. Raises `UserError` where one of JSON is damaged."""
     for path in sorted({path for pattern in TOKENIZER_FILES for path in description.glob(pattern)}):
-        destination = target / path.relative_to(description)
+        destination = folder / path.relative_to(description)
         destination.parent.mkdir(exist_ok=True)
         if path.suffix == ".json":
             read_json(path, path.read_bytes())
-        copy(path, destination)
+        _copy(path, destination)
         sync_folder(destination.parent)
 
 
@@ -56,7 +72,7 @@ def has_tokenizer(folder: Path) -> bool:
     return (folder / TOKENIZER_CONFIG).exists() or (folder / "tokenizer.json").exists()
 
 
-def refuse_tokenizer_code(description: Path) -> None:
+def _check_tokenizer_code(description: Path) -> None:
     """Raises `UserError` where the tokenizer's config names code to run, and transformers has no class for it."""
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
@@ -65,12 +81,12 @@ def refuse_tokenizer_code(description: Path) -> None:
     name = config.get("tokenizer_class")
     if "auto_map" in config and (not isinstance(name, str) or tokenizer_class_from_name(name) is None):
         raise UserError(
-            f"{path}: auto_map: this tokenizer brings code of its own ({name}); read it, then allow it with "
+            f"{path}: auto_map: this tokenizer has code of its own ({name}); read it, then allow it with "
             "--trust-remote-code"
         )
 
 
-def copy(path: Path, destination: Path) -> None:
+def _copy(path: Path, destination: Path) -> None:
     """Copies a small file: the target of a link, as in the hub's cache."""
     try:
         write_file(destination, [path.read_bytes()])
@@ -78,28 +94,32 @@ def copy(path: Path, destination: Path) -> None:
         raise UserError(f"{path}: cannot be copied to {destination}: {error.strerror}") from None
 
 
-def write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: dict[str, Any]) -> None:
     """JSON as transformers writes it."""
     write_file(path, [f"{json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False)}\n".encode()])
 
 
-def _config(built: Architecture, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
-    """The config as it stands beside the checkpoint, but for what the files have otherwise now."""
-    config = dict(built.config_json)
+def _write_text(path: Path, text: str) -> None:
+    write_file(path, [text.encode(errors="backslashreplace")])
+
+
+def _config(target: TargetModel, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
+    """The source's config, with the dtype and the class of what is written."""
+    config = dict(target.config_json)
     name = str(dtype).removeprefix("torch.")
-    config["architectures"] = [built.class_name]
+    config["architectures"] = [target.class_name]
     config["dtype"] = name
     if "torch_dtype" in config:
         config["torch_dtype"] = name
     if config.get("use_cache") is False:
-        del config["use_cache"]  # training turned it off; generating wants it on, which is the default
+        del config["use_cache"]  # training turned it off; generation needs it on, the default
     if not trust_remote_code:
         config.pop("auto_map", None)  # the code that it names is not in the folder, and transformers has the class
     return config
 
 
-def _generation_config(source: Source, built: Architecture) -> dict[str, Any]:
-    """The base model's, which names the tokens that end an answer; else the source's; else what the config implies."""
+def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
+    """The base model's, which names the tokens that end an answer; else the source's; else one derived from the config."""
     from transformers import GenerationConfig
 
     folders = [folder for folder in (source.base, source.description) if folder is not None]
@@ -108,11 +128,11 @@ def _generation_config(source: Source, built: Architecture) -> dict[str, Any]:
         try:
             content: Any = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
-            raise UserError(f"{path}: cannot be read as JSON; mend it, or remove it to have one made") from None
+            raise UserError(f"{path}: not JSON; fix it, or remove it to derive one from config.json") from None
         if not isinstance(content, dict):
             raise UserError(f"{path}: a JSON object is expected")
     else:
-        content = GenerationConfig.from_model_config(built.model.config).to_diff_dict()
+        content = GenerationConfig.from_model_config(target.model.config).to_diff_dict()
     if content.get("use_cache") is False:
         del content["use_cache"]
     return dict(content)

@@ -1,4 +1,4 @@
-"""The model card, README.md: what the model was made from, with what, and how that went. No dates, no paths of this machine."""
+"""The model card, README.md: base model, data, recipe, losses and license. No dates, no paths of this machine."""
 
 import json
 import math
@@ -9,13 +9,14 @@ from typing import Any
 
 import yaml
 
+from finetune.constants import CONFIG_FILE
 from finetune.divergence import find_divergence, losses_of
 from finetune.errors import UserError
 from finetune.export.source import Source
-from finetune.export.target import CONFIG_FILE
 from finetune.json_lines import read_json_lines
 from finetune.safetensors_io.header import read_json
 
+CARD_FILE = "README.md"
 RECIPE_KEYS = (
     "learning_rate",
     "lr_scheduler_type",
@@ -74,9 +75,9 @@ def _origin(source: Source) -> str:
 
 
 def _license(source: Source) -> dict[str, Any]:
-    """The base model's license, as its own card or config says; nobody else can grant one."""
+    """The base model's license, as its own card or config says; no one else can grant one."""
     for folder in filter(None, (source.base, source.description)):
-        for front in (_front_of(folder / "README.md"), _json_object(folder / CONFIG_FILE)):
+        for front in (_front_of(folder / CARD_FILE), _read_json(folder / CONFIG_FILE)):
             if isinstance(front.get("license"), str):
                 return {key: front[key] for key in LICENSE_KEYS if isinstance(front.get(key), str)}
     return {"license": UNKNOWN_LICENSE}
@@ -94,7 +95,7 @@ def _front_of(card: Path) -> dict[str, Any]:
 
 
 def _training(source: Source) -> str:
-    """Steps, tokens and losses up to the checkpoint that is exported; the run may have gone on from it."""
+    """Steps, tokens and losses up to the checkpoint that is exported; the run may have continued after it."""
     state = source.state
     rows = [(label, f"{state[key]:,}") for label, key in _COUNTS if isinstance(state.get(key), int)]
     if isinstance(state.get("epoch"), int | float):
@@ -125,19 +126,19 @@ _COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "
 
 
 def read_metrics(run: Path | None) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl that can be read: a card goes without the others."""
+    """The lines of a run's metrics.jsonl, without those that cannot be read."""
     return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None] if run else []
 
 
 def _data(source: Source) -> str:
     """A table of what was trained on and what the held-out loss was measured on."""
-    report = _json_object(source.run / "data_report.json") if source.run else {}
+    report = _read_json(source.run / "data_report.json") if source.run else {}
     kinds = (("datasets", "sources", "training"), ("eval_datasets", "eval_sources", "held out"))
     rows = []
-    for key, told_key, use in kinds:
-        entries, told = _entries(source.recipe, key), report.get(told_key)
+    for key, report_key, use in kinds:
+        entries, reported = _entries(source.recipe, key), report.get(report_key)
         for number, entry in enumerate(entries):
-            of_entry = told[number] if isinstance(told, list) and len(told) == len(entries) else {}
+            of_entry = reported[number] if isinstance(reported, list) and len(reported) == len(entries) else {}
             rows.append((use, *_data_cells(entry, of_entry if isinstance(of_entry, dict) else {})))
     table = _table(("Use", "Source", "Split", "Format", "Weight", "Examples"), rows)
     size = source.recipe.get("eval_split_size")
@@ -146,9 +147,9 @@ def _data(source: Source) -> str:
     return f"{table}\n\nHeld out from these: {f'{size:.3g}' if size >= 1 else f'{size:.3%}'} of the rows."
 
 
-def _data_cells(entry: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str, ...]:
-    """Path, split, format, weight and examples of one source; `told` is what data_report.json says of it."""
-    formats, examples = told.get("formats"), told.get("examples")
+def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[str, ...]:
+    """Path, split, format, weight and examples of one source; `reported` is its entry in data_report.json."""
+    formats, examples = reported.get("formats"), reported.get("examples")
     recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
     return (
         _shown_path(str(entry.get("path"))),
@@ -159,8 +160,8 @@ def _data_cells(entry: Mapping[str, Any], told: Mapping[str, Any]) -> tuple[str,
     )
 
 
-def _json_object(path: Path) -> dict[str, Any]:
-    """What a JSON file holds; empty where there is none that can be read: a card goes without it."""
+def _read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where it cannot be read: the card then lacks it."""
     try:
         return read_json(path, path.read_bytes())
     except (OSError, UserError):
@@ -210,7 +211,7 @@ def _base_name(source: Source) -> str | None:
 
 
 def _shown_path(path: str) -> str:
-    """A hub name as it is, of a local path only its last part: the rest is nobody's business."""
+    """A hub name, or the last part of a local path: the rest is private."""
     return path if _is_hub_name(path) else PurePath(path).name
 
 

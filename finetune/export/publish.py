@@ -1,41 +1,41 @@
-"""A folder that appears whole or not at all: made aside, renamed into place, cleared away where anything fails."""
+"""Publishing an export: its folder appears whole or not at all, and then goes to the hub where that is asked for."""
 
 import os
+import shlex
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from finetune import durable
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.units import disk_size
 
-SPARE_BYTES = 64 * 1024 * 1024  # for tokenizer, index and card, and so that the disk is not filled to the brim
-EXPORTS = ("export", "adapter")  # in a run's folder
-MARKS = ("config.json", "adapter_config.json")  # what a folder must hold for --overwrite to replace it
+EXPORT, ADAPTER = "export", "adapter"  # in a run's folder
 
 
 @contextmanager
-def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """An empty folder beside `output` that takes its name when the block ends, and is removed where it raises.
+def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
+    """An empty folder beside `output` that is renamed to it when the block ends.
 
-    So are the folders above it that were made for it.
+    Where the block raises, the folder is removed, with the folders above it that were made for it.
 
-    Raises `UserError` where `output` exists and may not be replaced, or someone else is writing it now.
+    Raises `UserError` where `output` exists and may not be replaced, or another process is exporting to it.
     """
-    bring_back(output)
-    refuse_existing(output, overwrite)
-    staging = _staging_of(output)
+    restore_export(output)
+    _check_replaceable(output, overwrite)
+    staging = _staging_path(output)
     missing = [folder for folder in output.parents if not folder.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
-        lock = _locked(staging, output)
+        lock = _lock(staging, output)
     except OSError as error:
         _remove_empty(missing)
         raise _unwritable(output, error) from None
     try:
-        with durable.stage_and_rename(output, staging, _replaced_by(output)):
+        with durable.stage_and_rename(output, staging, _replaced_path(output)):
             yield staging
     except BaseException as error:
         _remove_empty(missing)
@@ -47,17 +47,17 @@ def staged(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         os.close(lock)
 
 
-def bring_back(output: Path) -> None:
-    """Gives the export at `output` its name back, where a process was killed while it replaced it.
+def restore_export(output: Path) -> None:
+    """Restores the export at `output` where a process was killed while it replaced it.
 
-    Between the two renames of `durable.publish_folder` the old export is called .NAME.replaced. Every command that may meet one calls
-    this. Nothing is done while another process is at it, or where nothing can be written.
+    Between the two renames of `durable.publish_folder` the old export is called .NAME.replaced. Every command that may meet
+    one calls this. Does nothing while another process exports there, or where nothing can be written.
     """
-    replaced, staging = _replaced_by(output), _staging_of(output)
+    replaced, staging = _replaced_path(output), _staging_path(output)
     if output.exists() or not replaced.is_dir():
         return
     with suppress(UserError, OSError):
-        lock = _locked(staging, output)
+        lock = _lock(staging, output)
         try:
             durable.recover_replaced(output, replaced)
             _remove_empty([staging])
@@ -65,25 +65,28 @@ def bring_back(output: Path) -> None:
             os.close(lock)
 
 
-def bring_back_exports(run: Path) -> None:
-    """`bring_back` of what a run's end leaves."""
-    for name in EXPORTS:
-        bring_back(run / name)
+def restore_exports(run: Path) -> None:
+    """`restore_export` of the exports in a run's folder."""
+    for name in (EXPORT, ADAPTER):
+        restore_export(run / name)
 
 
-def refuse_existing(output: Path, overwrite: bool) -> None:
-    """Raises `UserError` unless `output` is free, or `overwrite` and it is an export (or empty)."""
+def _check_replaceable(output: Path, overwrite: bool) -> None:
+    """Raises `UserError` if `output` exists, unless `overwrite` and it is an export (or empty)."""
     if not (output.exists() or output.is_symlink()):
         return
     if not overwrite:
         raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
     is_export = output.is_dir() and not output.is_symlink()
-    if not is_export or (any(output.iterdir()) and not any((output / mark).exists() for mark in MARKS)):
-        raise UserError(f"{output}: is no exported model, so --overwrite does not replace it; choose another --output")
+    if not is_export or (
+        any(output.iterdir()) and not any((output / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG))
+    ):
+        raise UserError(f"{output}: not an exported model, so --overwrite does not replace it; choose another --output")
 
 
-def refuse_unwritable(output: Path) -> None:
-    """Raises `UserError` where `output` and what is missing above it cannot be made."""
+def check_destination(output: Path, overwrite: bool) -> None:
+    """Raises `UserError` where `output` may not be replaced, or it and the missing folders above it cannot be made."""
+    _check_replaceable(output, overwrite)
     above = output.absolute().parent
     while not above.exists() and above != above.parent:
         above = above.parent
@@ -94,21 +97,21 @@ def refuse_unwritable(output: Path) -> None:
         raise _unwritable(output, error) from None
 
 
-def refuse_full_disk(folder: Path, needed_bytes: int) -> None:
-    """Raises `UserError` where the disk under `folder` has not `needed_bytes` and some to spare."""
+def check_disk_space(folder: Path, needed_bytes: int) -> None:
+    """Raises `UserError` where the disk under `folder` has less than `needed_bytes` and a reserve free."""
     free = shutil.disk_usage(folder).free
-    if free < needed_bytes + SPARE_BYTES:
+    if free < needed_bytes + EXPORT_SPARE_BYTES:
         raise UserError(
             f"{folder.parent}: the export takes {disk_size(needed_bytes)}, but the disk has {disk_size(free)} free; "
             "make room or choose another --output"
         )
 
 
-def _staging_of(output: Path) -> Path:
+def _staging_path(output: Path) -> Path:
     return output.parent / f".{output.name}.exporting"
 
 
-def _replaced_by(output: Path) -> Path:
+def _replaced_path(output: Path) -> Path:
     return output.parent / f".{output.name}.replaced"
 
 
@@ -116,8 +119,8 @@ def _unwritable(output: Path, error: OSError) -> UserError:
     return UserError(f"{output}: cannot be written: {error.strerror}; choose another --output")
 
 
-def _locked(staging: Path, output: Path) -> int:
-    """Makes the staging folder and holds it for this process alone; the lock goes with the process."""
+def _lock(staging: Path, output: Path) -> int:
+    """Makes the staging folder and locks it, until the returned descriptor is closed."""
     staging.mkdir(exist_ok=True)
     try:
         return durable.lock_folder(staging)
@@ -128,7 +131,27 @@ def _locked(staging: Path, output: Path) -> int:
 
 
 def _remove_empty(folders: Iterable[Path]) -> None:
-    """Removes `folders`, each within the one after it, but for those that someone else has put something into."""
+    """Removes `folders`, each within the one after it, except those that are not empty."""
     for folder in folders:
         with suppress(OSError):
             folder.rmdir()
+
+
+def push_folder(folder: Path, repository: str, log: Callable[[str], object] = print) -> bool:
+    """Uploads `folder` to the model repository `repository`, which is private if new. Returns whether that succeeded.
+
+    A failure is logged with the command that tries again, not raised: the export is complete.
+    """
+    from huggingface_hub import HfApi  # takes most of a second
+
+    try:
+        api = HfApi()
+        api.create_repo(repository, repo_type="model", private=True, exist_ok=True)
+        api.upload_folder(repo_id=repository, folder_path=folder, repo_type="model", commit_message="Upload model")
+    except Exception as error:  # the hub, the network, a token: none of it is the export's fault
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        command = f"hf upload {repository} {shlex.quote(str(folder))}"
+        log(f"{repository}: not pushed ({reason}); the export is in {folder}; try again: {command}")
+        return False
+    log(f"pushed to https://huggingface.co/{repository}")
+    return True

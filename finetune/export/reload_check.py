@@ -1,55 +1,118 @@
-"""What a stranger sees of an exported folder: `python -m finetune.export.reload_check FOLDER LOGITS` in a process of its own.
+"""A separate process that opens an export as its users will: with transformers and safetensors, not the code that wrote it.
 
-FOLDER holds config.json; the weights may still be in the making. It is opened when a line has come on stdin, with
-transformers and safetensors, none of the reading code that wrote it. The logits of the fixed prompts are left in the file
-LOGITS. A folder that cannot be opened so ends the process with one line on stderr and exit code 1.
+`start_reload` runs `python -m finetune.export.reload_check FOLDER LOGITS`. At its start FOLDER needs config.json alone: it
+imports, which takes seconds, while the weights are written. A line on stdin says that they are; it then loads the model and
+leaves the logits of fixed prompts in the file LOGITS. A folder that does not load is one line on stderr and exit code 1.
 """
 
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
+import finetune
 from finetune.errors import UserError
-from finetune.export import target as architecture
 from finetune.export.logits import streamed_logits
-from finetune.export.target import Architecture
+from finetune.export.target import TargetModel, describe_target
 from finetune.safetensors_io.tensors import SINGLE_FILE
 
 TRUST_REMOTE_CODE = "--trust-remote-code"
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
-Used = TypeVar("Used")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadProcess:
+    """The running process. Source: `start_reload`."""
+
+    process: "subprocess.Popen[str]"
+    file: Path  # of its logits
+
+    def open_folder(self) -> None:
+        """Starts its work: the folder is complete."""
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has failed already: `logits` raises the reason
+            self.process.stdin.write("\n")
+            self.process.stdin.flush()
+
+    def logits(self) -> torch.Tensor:
+        """Waits for the logits of the folder's model. Raises `UserError` where it could not be used."""
+        _, stderr = self.process.communicate()
+        if self.process.returncode:
+            reason = (stderr.strip().splitlines() or [f"exit code {self.process.returncode}"])[-1]
+            raise UserError(f"not exported: a separate process could not use the result: {reason}")
+        logits: torch.Tensor = load_file(self.file)["logits"]
+        return logits
+
+
+@contextmanager
+def start_reload(folder: Path, trust_remote_code: bool = False) -> Iterator[ReloadProcess]:
+    """A process that will open `folder`, which holds config.json. It is killed at the end of the block."""
+    with TemporaryDirectory() as temporary:
+        file = Path(temporary) / "logits.safetensors"
+        command = [sys.executable, "-m", "finetune.export.reload_check", str(folder), str(file)]
+        command += [TRUST_REMOTE_CODE] if trust_remote_code else []
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        with subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=null, stderr=pipe, text=True) as process:
+            try:
+                yield ReloadProcess(process, file)
+            finally:
+                process.kill()
+
+
+def _environment() -> dict[str, str]:
+    """For a process on the CPU, offline, outside any process group."""
+    root = str(Path(finetune.__file__).resolve().parents[1])
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "FSDP_"))
+    }
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers' threads would hold several whole tensors at once
+        "OMP_NUM_THREADS": str(torch.get_num_threads()),  # as in every thread here: the order of sums depends on it
+    }
 
 
 def main(arguments: list[str]) -> int:
+    """The process itself."""
     trust_remote_code = TRUST_REMOTE_CODE in arguments
     folder, logits = (Path(argument) for argument in arguments if argument != TRUST_REMOTE_CODE)
-    import_transformers()
+    _import_transformers()
     try:
-        built = architecture.build(folder, trust_remote_code=trust_remote_code)
+        target = describe_target(folder, trust_remote_code=trust_remote_code)
         if not sys.stdin.readline():
-            return 1  # whoever started this has gone
-        open_as_others_do(folder, trust_remote_code)
-        save_file({"logits": _logits(folder, built).contiguous()}, logits)
+            return 1  # the parent has gone
+        load_with_transformers(folder, trust_remote_code)
+        save_file({"logits": _compute_logits(folder, target).contiguous()}, logits)
     except UserError as error:
         print(error, file=sys.stderr)
         return 1
     return 0
 
 
-def import_transformers() -> None:
-    """What takes seconds of a start; its names are imported where they are used."""
+def _import_transformers() -> None:
+    """Takes seconds, before the folder is complete."""
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
 
 
-def open_as_others_do(folder: Path, trust_remote_code: bool = False) -> None:
-    """Loads config, generation config, tokenizer and (on meta) the model by transformers' own ways.
+def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> None:
+    """Loads config, generation config, tokenizer and (on meta) the model as a user of transformers does.
 
-    Raises `UserError` where a tensor is missing, left over or misshapen, or any of it does not open.
+    Raises `UserError` where any of it does not load, or a tensor is missing, unexpected or of another shape.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -57,44 +120,46 @@ def open_as_others_do(folder: Path, trust_remote_code: bool = False) -> None:
         GenerationConfig.from_pretrained(folder)
         if (folder / "tokenizer_config.json").exists():
             AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        _, told = AutoModelForCausalLM.from_pretrained(
+        _, loading_info = AutoModelForCausalLM.from_pretrained(
             folder, device_map="meta", output_loading_info=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # whatever is wrong with it, the folder is not fit to be published
+    except Exception as error:  # whatever is wrong, the folder must not be published
         raise UserError(f"transformers cannot open it: {type(error).__name__}: {error}") from None
-    wrong = {kind: sorted(map(str, names)) for kind, names in told.items() if names}
+    wrong = {kind: sorted(map(str, names)) for kind, names in loading_info.items() if names}
     if wrong:
         raise UserError(
             "; ".join(f"transformers reports {kind}: {', '.join(names[:5])}" for kind, names in wrong.items())
         )
 
 
-def _logits(folder: Path, built: Architecture) -> torch.Tensor:
+def _compute_logits(folder: Path, target: TargetModel) -> torch.Tensor:
     files = sorted(folder.glob("*.safetensors")) if not (folder / SINGLE_FILE).exists() else [folder / SINGLE_FILE]
-    holder: dict[str, Path] = {}
+    file_of: dict[str, Path] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
-            holder |= dict.fromkeys(opened.keys(), file)
+            file_of |= dict.fromkeys(opened.keys(), file)
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
-        name = built.tied.get(name, name)
-        return rows_by_safetensors(holder[name], name, start, stop, _float32)
+        name = target.tied.get(name, name)
+        return read_with_safetensors(file_of[name], name, start, stop, _copy_float32)
 
-    return streamed_logits(built.model, rows)
+    return streamed_logits(target.model, rows)
 
 
-def rows_by_safetensors(file: Path, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Used]) -> Used:
-    """What `use` makes of rows of a tensor, as the reference implementation reads them; a scalar has one row, itself.
+def read_with_safetensors(
+    file: Path, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]
+) -> Result:
+    """`use(rows)` for rows of a tensor, as the reference implementation reads them; a scalar has one row, itself.
 
-    The rows are a memory map, gone when `use` returns: the file is opened for each call, so that its pages are let go.
+    The rows are a memory map, gone when `use` returns: the file is opened for each call, so that its pages are freed.
     """
     with safe_open(file, framework="pt") as opened:
         part: Any = opened.get_slice(name)
         return use(part[start:stop] if part.get_shape() else opened.get_tensor(name))
 
 
-def _float32(mapped: torch.Tensor) -> torch.Tensor:
-    """A copy in memory; what is no float keeps its type."""
+def _copy_float32(mapped: torch.Tensor) -> torch.Tensor:
+    """A copy in memory; what is not floating keeps its dtype."""
     return mapped.to(torch.float32 if mapped.is_floating_point() else mapped.dtype, copy=True)
 
 

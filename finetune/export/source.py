@@ -1,52 +1,62 @@
 """What is exported: found, opened and described, without reading a value.
 
     a run's folder                  its newest valid checkpoint
-    a checkpoint of ours            manifest.json, model/, state.json; full or LoRA
+    a checkpoint of this project    manifest.json, model/, state.json; full or LoRA
     accelerator.save_state          pytorch_model_fsdp_0/ (sharded), pytorch_model_fsdp.bin (full), model.safetensors (DDP)
     torch.distributed.checkpoint    .metadata and *.distcp
     a PEFT adapter                  adapter_config.json and adapter_model.safetensors
     a Hugging Face folder           *.safetensors, or pytorch_model.bin
 
-Folders of others seldom say which architecture they are of; then `base_model` names it.
+Folders of other tools seldom say which architecture they hold; then `base_model` names it.
 """
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from finetune.checkpoint.json_files import read_state
+from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
+from finetune.checkpoint.retention import find_newest_valid, list_checkpoints
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
-from finetune.export import lora_merge as lora
 from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
-from finetune.export.preflight import DTYPES
-from finetune.export.progress import progress_bar
-from finetune.export.target import CONFIG_FILE, stored_dtype
 from finetune.hub import download_file, find_local_folder
 from finetune.safetensors_io.header import read_json
-from finetune.safetensors_io.tensors import StoredTensor, main_dtype, read_folder
+from finetune.safetensors_io.tensors import StoredTensor, read_folder
+from finetune.terminal import progress_bar
 
 FSDP_FOLDER, FSDP_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]  # of a hub repository
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"
 TORCH_FILES = (FSDP_FILE, "pytorch_model.bin", "model.pt", "model.pth")
+ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
+PEFT_PREFIX = "base_model.model."
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """A LoRA adapter. `tensors` have PEFT's names without its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`."""
+
+    config: dict[str, Any]  # adapter_config.json
+    tensors: dict[str, StoredTensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something that can be exported."""
+    """Something that can be exported. Source: `open_source`."""
 
     path: Path  # as errors name it
     description: Path  # the folder with config.json, tokenizer and chat template
-    tensors: dict[str, StoredTensor]  # by the names that its writer used; the base's where there is an adapter
+    tensors: dict[str, StoredTensor]  # by the names in the files; the base model's where there is an adapter
     names_may_be_prefixed: bool = False
-    adapter: lora.Adapter | None = None
+    adapter: Adapter | None = None
     base_model: str | None = None  # a hub name or a folder
     base: Path | None = None  # its folder, where it is on this machine
-    state: Mapping[str, Any] = field(default_factory=dict)  # state.json of a checkpoint of ours
-    run: Path | None = None  # the run's folder, where the source is of one
+    state: Mapping[str, Any] = field(default_factory=dict)  # state.json of a checkpoint of this project
+    run: Path | None = None  # the run's folder, where the source belongs to one
 
     @property
     def recipe(self) -> Mapping[str, Any]:
@@ -54,135 +64,127 @@ class Source:
         return recipe if isinstance(recipe, dict) else {}
 
 
-def open_source(path: Path, *, base_model: str | None = None, tell: Callable[[str], object] = print) -> Source:
-    """What stands at `path`, whichever of the kinds above it is. `tell` hears of newer checkpoints that are damaged.
+def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str], object] = print) -> Source:
+    """Opens `path`, whichever of the kinds above it is. Newer checkpoints that are damaged are logged.
 
-    Raises `UserError` where it is none of them, is damaged, or needs a `base_model` that is not given or not at hand.
+    Raises `UserError` where it is none of them, is damaged, or needs a `base_model` that is missing.
     """
-    checkpoint = _checkpoint_of(path, tell)
+    checkpoint = _find_checkpoint(path, log)
     if checkpoint is not None:
-        return _of_same_base(_open_checkpoint(checkpoint, base_model), base_model, tell)
-    if (path / lora.CONFIG_FILE).exists():
+        source = _open_checkpoint(checkpoint, base_model)
+        _check_base_is_the_trained_one(source, base_model, log)
+        return source
+    if (path / ADAPTER_CONFIG).exists():
         return _open_adapter(path, base_model)
-    tensors, prefixed = _foreign_tensors(path)
-    own = (path / CONFIG_FILE).exists()
-    if not own and base_model is None:
+    tensors, prefixed = _read_foreign_tensors(path)
+    has_config = (path / CONFIG_FILE).exists()
+    if not has_config and base_model is None:
         raise UserError(
             f"{path}: has no config.json; name the model that was trained (a folder or a hub name) with --base-model"
         )
     base = find_base(base_model) if base_model else None
-    description = path if own or base is None else base
+    description = path if has_config or base is None else base
     return Source(path, description, tensors, prefixed, base_model=base_model, base=base)
 
 
 def find_base(name: str, revision: str | None = None, *, with_weights: bool = False) -> Path:
-    """The folder of a base model: a folder as it is, a hub name from the cache or the hub, weights only where wanted.
+    """The folder of a base model: `name` itself, or a hub name's from the cache or the hub (without weights by default).
 
-    Raises `UserError` where it is not to be had.
+    Raises `UserError` where it is missing or unreachable.
     """
     if Path(name).is_dir():
         return Path(name)
     if Path(name).is_absolute():
-        raise UserError(f"{name}: the base model's folder is gone; say where it is with --base-model")
+        raise UserError(f"{name}: the base model's folder is gone; name its new place with --base-model")
     from huggingface_hub import snapshot_download
 
-    download_file(name, CONFIG_FILE, revision)  # says in one sentence what is wrong, where something is
+    download_file(name, CONFIG_FILE, revision)  # its error is one sentence
     patterns = [*DESCRIPTIONS, "*.safetensors"] if with_weights else DESCRIPTIONS
     return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
 
 
-def _checkpoint_of(path: Path, tell: Callable[[str], object]) -> Path | None:
-    """The checkpoint of ours that `path` is or holds; None where it is nothing of ours."""
-    from finetune.checkpoint.manifest import find_checkpoint_of
-    from finetune.checkpoint.retention import find_newest_valid, list_checkpoints
-
+def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:
+    """The checkpoint of this project that `path` is or holds; None where there is none."""
     checkpoint = find_checkpoint_of(path)
     if checkpoint is not None:
-        if problems := _problems_of(checkpoint):
+        if problems := _find_problems(checkpoint):
             raise UserError(f"{path}: damaged: {'; '.join(problems)}; export another checkpoint of the run")
         return checkpoint
-    if path.name == "checkpoints" and list_checkpoints(path.parent):
-        path = path.parent
-    if not list_checkpoints(path):
+    run = path.parent if path.name == "checkpoints" and list_checkpoints(path.parent) else path
+    if not list_checkpoints(run):
         return None
     passed_over: list[str] = []
-    newest = find_newest_valid(path, passed_over.append, verify=_problems_of)
+    newest = find_newest_valid(run, passed_over.append, verify=_find_problems)
     if newest is None:
-        raise UserError.of([f"{path}: no checkpoint of this run is whole", *passed_over])
+        raise UserError.of([f"{run}: no checkpoint of this run is whole", *passed_over])
     for line in passed_over:
-        tell(line)
+        log(line)
     return newest
 
 
-def _problems_of(checkpoint: Path) -> list[str]:
-    """What is wrong with the model in a checkpoint of ours, every byte of which is read."""
-    from finetune.checkpoint.manifest import MODEL, find_problems
-
+def _find_problems(checkpoint: Path) -> list[str]:
+    """What is wrong with the model in a checkpoint of this project; reads every byte of it."""
     total_bytes = sum(path.stat().st_size for path in (checkpoint / MODEL).rglob("*") if path.is_file())
     with progress_bar(f"checking {checkpoint.name}", total_bytes) as advance:
         return find_problems(checkpoint, parts=[MODEL], advance=advance)
 
 
 def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
-    from finetune.checkpoint.json_files import read_state
-    from finetune.checkpoint.manifest import MODEL, STATE
-
     model = checkpoint / MODEL
     state = read_state(checkpoint, STATE)
     name = base_model or state.get("base_model")
     run = checkpoint.parent.parent if checkpoint.parent.name == "checkpoints" else None
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
     revision = source.recipe.get("model_revision")
-    if (model / lora.CONFIG_FILE).exists():
-        return _with_base(source, _json_object(model / lora.CONFIG_FILE), revision)
+    if (model / ADAPTER_CONFIG).exists():
+        return _add_base(source, _read_json_file(model / ADAPTER_CONFIG), revision)
     if base_model is not None:
         return replace(source, base=find_base(base_model, revision))
     return replace(source, base=find_local_folder(name, revision) if name else None)
 
 
-def _of_same_base(source: Source, given: str | None, tell: Callable[[str], object]) -> Source:
-    """`source`, if its adapters were trained on the base that stands under them; every byte of the base is read.
+def _check_base_is_the_trained_one(source: Source, given: str | None, log: Callable[[str], object]) -> None:
+    """Raises `UserError` unless the base has the weights that the adapter was trained on; reads every byte of it.
 
-    Raises `UserError` where they were not; where the user named that base with --base-model, `tell` hears of it.
+    Where the user named that base with --base-model, the difference is logged.
     """
-    from finetune.checkpoint.inputs import hash_base
+    from finetune.checkpoint.inputs import hash_base  # imports the data libraries
 
-    then = source.state.get("inputs", {}).get("base")
-    if source.adapter is None or source.base is None or then is None or hash_base(source.base) == then:
-        return source
-    said = f"{source.base}: these are not the weights that the adapters of {source.path} were trained on"
+    trained_on = source.state.get("inputs", {}).get("base")
+    if source.adapter is None or source.base is None or trained_on is None or hash_base(source.base) == trained_on:
+        return
+    problem = f"{source.base}: not the weights that the adapter of {source.path} was trained on"
     if given is None:
-        raise UserError(f"{said}; restore them, or name a folder with --base-model")
-    tell(f"{said}; merged with them all the same, since --base-model names them")
-    return source
+        raise UserError(f"{problem}; restore them, or name a folder with --base-model")
+    log(f"{problem}; merged with them all the same, since --base-model names them")
 
 
 def _open_adapter(path: Path, base_model: str | None) -> Source:
-    config = _json_object(path / lora.CONFIG_FILE)
-    if not (path / lora.WEIGHTS_FILE).exists() and (path / "adapter_model.bin").exists():
-        tensors = torch_files.read_torch_files([path / "adapter_model.bin"])
+    config = _read_json_file(path / ADAPTER_CONFIG)
+    if not (path / ADAPTER_WEIGHTS).exists() and (path / ADAPTER_TORCH_FILE).exists():
+        tensors = torch_files.read_torch_files([path / ADAPTER_TORCH_FILE])
     else:
         tensors = read_folder(path)
     name = base_model or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
-        raise UserError(f"{path / lora.CONFIG_FILE}: names no base model; name it with --base-model")
-    return _with_base(Source(path, path, tensors, base_model=name), config, config.get("revision"))
+        raise UserError(f"{path / ADAPTER_CONFIG}: names no base model; name it with --base-model")
+    return _add_base(Source(path, path, tensors, base_model=name), config, config.get("revision"))
 
 
-def _with_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:
-    """`source`, whose tensors are an adapter's, with its base under it."""
-    lora.refuse_malformed(config, str(source.description / lora.CONFIG_FILE))
+def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:
+    """`source`, whose tensors are an adapter's, with the base model under it."""
+    _check_adapter_config(config, str(source.description / ADAPTER_CONFIG))
     if source.base_model is None:
         raise UserError(f"{source.path}: a LoRA checkpoint that names no base model; name it with --base-model")
     base = find_base(source.base_model, revision, with_weights=True)
-    named = {lora.peft_name(name): tensor for name, tensor in source.tensors.items()}
-    adapter = lora.Adapter(config, {name: replace(tensor, name=name) for name, tensor in named.items()})
+    named = {peft_name(name): tensor for name, tensor in source.tensors.items()}
+    adapter = Adapter(config, {name: replace(tensor, name=name) for name, tensor in named.items()})
     description = source.description if (source.description / CONFIG_FILE).exists() else base
     return replace(source, description=description, tensors=read_folder(base), adapter=adapter, base=base)
 
 
-def _foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
-    """The tensors of a folder that others wrote, and whether their names may stand behind a prefix."""
+def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
+    """The tensors in a folder of another tool, and whether their names may have a prefix."""
     for folder in (path, path / FSDP_FOLDER):
         if (folder / METADATA).exists():
             return torch_files.read_dcp_folder(folder), True
@@ -192,33 +194,36 @@ def _foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
     if files:
         return torch_files.read_torch_files(files), True
     raise UserError(
-        f"{path}: nothing to export is here: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no *.safetensors, no "
+        f"{path}: nothing to export: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no *.safetensors, no "
         f"{' or '.join(TORCH_FILES[:2])}"
     )
 
 
-def _base_dtype(base: Path | None) -> torch.dtype | None:
-    """The dtype of most of the base's weights, as its files say; by its config where they are not here."""
-    if base is None:
-        return None
-    try:
-        return main_dtype(base)
-    except UserError:
-        return stored_dtype(_json_object(base / CONFIG_FILE)) if (base / CONFIG_FILE).exists() else None
+def peft_name(name: str) -> str:
+    """PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of this project named.
+
+    >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
+    ('a.lora_magnitude_vector', 'a.lora_A.weight')
+    """
+    short = re.sub(r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX))
+    return short.replace(".modules_to_save.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
-def _json_object(path: Path) -> dict[str, Any]:
+def _check_adapter_config(config: Mapping[str, Any], where: str) -> None:
+    """Raises `UserError` unless `config` describes a LoRA adapter."""
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only kind that is exported")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), int | float) or not config[key] > 0:
+            raise UserError(f"{where}: {key}: a positive number is expected, not {config.get(key)!r}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(key) or {}
+        if not isinstance(pattern, dict) or not all(isinstance(n, int | float) and n > 0 for n in pattern.values()):
+            raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
+
+
+def _read_json_file(path: Path) -> dict[str, Any]:
     try:
         return read_json(path, path.read_bytes())
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def wanted_dtype(source: Source, config_json: Mapping[str, Any], given: str | None) -> torch.dtype:
-    """The dtype of the result: as given, as the recipe says, as the base has it, as the config says, as it is stored."""
-    name = given or source.recipe.get("export_dtype")
-    if name is not None:
-        return getattr(torch, str(name))  # type: ignore[no-any-return]
-    floats = [tensor.dtype for tensor in source.tensors.values() if tensor.dtype.is_floating_point]
-    found = _base_dtype(source.base) or stored_dtype(config_json) or (floats[0] if floats else torch.float32)
-    return found if str(found).removeprefix("torch.") in DTYPES else torch.bfloat16

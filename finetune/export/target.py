@@ -1,4 +1,4 @@
-"""What a model consists of by its config: built on the meta device, without a byte of weights."""
+"""What the exported model consists of: the architecture that config.json describes, built on the meta device."""
 
 import re
 from collections.abc import Mapping
@@ -9,36 +9,36 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
 from finetune.safetensors_io.header import read_json
 
-CONFIG_FILE = "config.json"
 LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
 
 
 @dataclass(frozen=True, slots=True)
-class Architecture:
-    """The tensors of a causal language model, each under the one name that its files use."""
+class TargetModel:
+    """The tensors of a causal language model, each under the one name that its files use. Source: `describe_target`."""
 
-    config_json: dict[str, Any]  # as it stands in the file
+    config_json: dict[str, Any]  # the file's content
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
     shapes: dict[str, tuple[int, ...]]  # of parameters and saved buffers, in the model's order
-    tied: dict[str, str]  # name that is not stored -> name that holds its values
+    tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
 
     @property
     def class_name(self) -> str:
         return type(self.model).__name__
 
-    def dtype(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-        """The dtype in which `name` is written, where it is stored in one and the model is wanted in another."""
+    def written_dtype(self, name: str, stored: torch.dtype, wanted: torch.dtype) -> torch.dtype:
+        """The dtype in which `name`, stored as `stored`, is written to a model of dtype `wanted`."""
         if not stored.is_floating_point:
             return stored
         return torch.float32 if name in self.float32 else wanted
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`. Raises `UserError` where there is none or it is no JSON object."""
+    """config.json of `folder`. Raises `UserError` where it is missing or not a JSON object."""
     path = folder / CONFIG_FILE
     try:
         return read_json(path, path.read_bytes())
@@ -48,13 +48,13 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def build(folder: Path, *, trust_remote_code: bool = False) -> Architecture:
-    """The architecture that config.json of `folder` describes.
+def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetModel:
+    """The model that config.json of `folder` describes.
 
     Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a quantized model.
     """
     config_json, path = read_config(folder), folder / CONFIG_FILE
-    _refuse_code(config_json, path, trust_remote_code)
+    _check_code_is_trusted(config_json, path, trust_remote_code)
     if "quantization_config" in config_json:
         raise UserError(
             f"{path}: quantization_config: quantized weights cannot be exported; name the unquantized model"
@@ -62,28 +62,28 @@ def build(folder: Path, *, trust_remote_code: bool = False) -> Architecture:
     model = _build_on_meta(folder, trust_remote_code)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     state = model.state_dict()
-    return Architecture(
+    return TargetModel(
         config_json=config_json,
         model=model,
         shapes={name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied},
         tied=tied,
-        float32=_kept_in_float32(model, state),
+        float32=_find_float32(model, state),
     )
 
 
-def stored_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a config.json states for its weights (`torch_dtype` before transformers 4.56), None where none."""
+def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
+    """The dtype that a config.json states for its weights (`torch_dtype` before transformers 4.56), if any."""
     name = config_json.get("dtype") or config_json.get("torch_dtype")
     dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
     return dtype if isinstance(dtype, torch.dtype) else None
 
 
-def _refuse_code(config_json: Mapping[str, Any], path: Path, trust_remote_code: bool) -> None:
+def _check_code_is_trusted(config_json: Mapping[str, Any], path: Path, trust_remote_code: bool) -> None:
     from transformers import CONFIG_MAPPING
 
     if "auto_map" in config_json and config_json.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
         raise UserError(
-            f"{path}: auto_map: this model brings code of its own ({config_json.get('model_type')}); read it, then "
+            f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); read it, then "
             "allow it with --trust-remote-code"
         )
 
@@ -97,7 +97,7 @@ def _build_on_meta(folder: Path, trust_remote_code: bool) -> nn.Module:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > LAYERS_LIMIT:
-            raise UserError(f"{path}: num_hidden_layers: {layers} is no number of layers of a model")
+            raise UserError(f"{path}: num_hidden_layers: {layers} is not a number of layers")
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
     except UserError:
@@ -108,7 +108,7 @@ def _build_on_meta(folder: Path, trust_remote_code: bool) -> nn.Module:
     return model.eval()  # type: ignore[no-any-return]
 
 
-def _kept_in_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
+def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
     modules = [re.escape(part) for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     pattern = re.compile(rf"(^|\.)({'|'.join(modules)})(\.|$)") if modules else None
     return frozenset(name for name in names if pattern is not None and pattern.search(name))

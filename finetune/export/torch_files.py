@@ -1,24 +1,36 @@
-"""Tensors inside files that torch wrote with pickle, found without running anything that they bring along.
+"""Tensors in files that torch wrote with pickle, found without running any code in them.
 
 Two kinds: a `torch.distributed.checkpoint` folder (`.metadata` and `*.distcp`) and a whole state dict (`*.bin`, `*.pt`).
-Both keep the values as plain, uncompressed records. A process of its own finds where they lie (`torch_layout`); from
-then on they are read like safetensors, slice by slice.
+Both keep the values as plain, uncompressed records, which are read like safetensors, slice by slice, once it is known where
+they lie. Finding that is left to torch's weights-only loader over a memory map. Damage can make it ask for any amount of memory or
+crash, so it runs in a process of its own, `python -m finetune.export.torch_files PATH...`, with limited memory and time. The
+answer is one JSON object on stdout: `tensors` and `sizes`, or an `error` for the user.
 """
 
 import json
+import mmap
 import os
+import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 import finetune
 from finetune.errors import UserError
-from finetune.safetensors_io.tensors import Piece, StoredTensor, join_pieces
+from finetune.export.dcp_metadata import METADATA, MetadataIndex, StorageInfo, read_metadata
+from finetune.export.torch_archive import Archive, MappedFile
+from finetune.safetensors_io.tensors import StoredPart, StoredTensor, join_parts
+
+MEMORY_LIMIT_BYTES = 1024**3  # beyond what importing torch takes; memory maps of files are not counted
+CPU_LIMIT_SECONDS = 600
+
+# name, dtype, file's name, position in it in bytes, offsets in the whole tensor, shape
+Place = tuple[str, str, str, int, tuple[int, ...], tuple[int, ...]]
 
 
 def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
@@ -26,11 +38,11 @@ def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
 
     Raises `UserError` where the metadata asks for anything but DCP's own classes, or names what the files do not hold.
     """
-    answer = _layout(folder)
-    tensors = _stored_tensors(folder, answer["tensors"])
+    answer = _find_places(folder)
+    tensors = _join_places(folder, answer["tensors"])
     for name, size in answer["sizes"].items():
         if name not in tensors or tensors[name].shape != tuple(size):
-            has = f"pieces of shape {list(tensors[name].shape)}" if name in tensors else "no piece"
+            has = f"parts of shape {list(tensors[name].shape)}" if name in tensors else "no part"
             raise UserError(f"{folder}: {name}: of shape {size} by its metadata, but the files hold {has}")
     return tensors
 
@@ -40,37 +52,158 @@ def read_torch_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
 
     Raises `UserError` where a file holds anything but weights, or values that do not lie in it as they are.
     """
-    return _stored_tensors(paths[0].parent, _layout(*paths)["tensors"])
+    return _join_places(paths[0].parent, _find_places(*paths)["tensors"])
 
 
-def _stored_tensors(folder: Path, places: list[Any]) -> dict[str, StoredTensor]:
-    found: dict[str, list[tuple[Piece, torch.dtype]]] = {}
+def _join_places(folder: Path, places: list[Any]) -> dict[str, StoredTensor]:
+    found: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for name, dtype, file_name, position, offsets, shape in places:
-        piece = Piece(folder / file_name, position, tuple(offsets), tuple(shape))
-        found.setdefault(name, []).append((piece, getattr(torch, dtype)))
-    return {name: join_pieces(name, pieces) for name, pieces in sorted(found.items())}
+        part = StoredPart(folder / file_name, position, tuple(offsets), tuple(shape))
+        found.setdefault(name, []).append((part, getattr(torch, dtype)))
+    return {name: join_parts(name, parts) for name, parts in sorted(found.items())}
 
 
-def _layout(*paths: Path) -> Any:
-    """What `finetune.export.torch_layout` says of `paths`."""
+def _find_places(*paths: Path) -> Any:
+    """`find_places(paths)`, called in a process of its own."""
     root = str(Path(finetune.__file__).resolve().parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))}
-    # -P: nothing is imported from the folder that this is run in
-    command = [sys.executable, "-P", "-m", "finetune.export.torch_layout", *map(str, paths)]
+    # -P: import nothing from the current folder
+    command = [sys.executable, "-P", "-m", "finetune.export.torch_files", *map(str, paths)]
     finished = subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, capture_output=True)
     try:
         answer = json.loads(finished.stdout)
     except ValueError:
         raise UserError(
-            f"{paths[0]}: torch could not read it ({_ending(finished)}); it is damaged, or no file that torch wrote"
+            f"{paths[0]}: torch could not read it ({_exit_reason(finished)}); it is damaged, or no file that torch wrote"
         ) from None
     if "error" in answer:
         raise UserError(answer["error"])
     return answer
 
 
-def _ending(finished: "subprocess.CompletedProcess[bytes]") -> str:
+def _exit_reason(finished: "subprocess.CompletedProcess[bytes]") -> str:
     if finished.returncode < 0:
         return f"ended by {signal.Signals(-finished.returncode).name}"
     last = finished.stderr.decode(errors="replace").strip().rpartition("\n")[2]
     return last or f"exit code {finished.returncode}"
+
+
+def main(paths: list[Path]) -> None:
+    _limit_resources()
+    answer: dict[str, Any]
+    try:
+        answer = find_places(paths)
+    except UserError as error:
+        answer = {"error": str(error)}
+    except MemoryError:
+        limit = MEMORY_LIMIT_BYTES // 1024**3
+        answer = {"error": f"{paths[0]}: needs over {limit} GiB to list its tensors; it is damaged or hostile"}
+    print(json.dumps(answer))
+
+
+def find_places(paths: list[Path]) -> dict[str, Any]:
+    """`tensors`: a `Place` for each part of each tensor. `sizes`: the shapes that a DCP folder's metadata states, by name.
+
+    Raises `UserError` for what torch's weights-only loader refuses, and for values that do not lie there as they are.
+    """
+    if paths[0].is_dir():
+        return _dcp_folder(paths[0])
+    return {"tensors": [place for path in paths for place in _torch_file(path)], "sizes": {}}
+
+
+def _limit_resources() -> None:
+    """Limits this process's own memory, and its time. Where /proc does not say what is used already (not Linux), the time."""
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[5]) * mmap.PAGESIZE
+    except OSError:
+        return
+    limit = used + MEMORY_LIMIT_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _dcp_folder(folder: Path) -> dict[str, Any]:
+    """Every part of every tensor in a DCP folder, and the sizes that its metadata states."""
+    metadata = read_metadata(folder)
+    opened: dict[Path, MappedFile] = {}
+    tensors = [
+        _dcp_part(folder, index, info, opened)
+        for index, info in metadata.storage_data.items()
+        if getattr(index, "offset", None) is not None  # else a number, a string, a list: none of the weights
+    ]
+    sizes = {
+        name: getattr(description, "size", None)
+        for name, description in metadata.state_dict_metadata.items()
+        if isinstance(name, str) and _are_lengths(getattr(description, "size", None))
+    }
+    return {"tensors": tensors, "sizes": sizes}
+
+
+def _dcp_part(folder: Path, index: Any, info: Any, opened: dict[Path, MappedFile]) -> Place:
+    """A tensor's part in a .distcp file: a small torch file of its own between two offsets."""
+    where = folder / METADATA
+    name, file_name = getattr(index, "fqn", None), getattr(info, "relative_path", None)
+    offset, length = getattr(info, "offset", -1), getattr(info, "length", -1)
+    if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
+        raise UserError(f"{where}: an entry that does not place a tensor")
+    if not isinstance(name, str) or not isinstance(file_name, str):
+        raise UserError(f"{where}: an entry without a name or a file")
+    if Path(file_name).name != file_name or not file_name.isprintable():
+        raise UserError(f"{where}: {name}: its file {file_name!r} leads out of the folder")
+    if not _are_lengths((offset, length)) or not _are_lengths(index.offset):
+        raise UserError(f"{where}: {name}: its place in {file_name} is not valid")
+    if getattr(info, "transform_descriptors", None):
+        raise UserError(f"{where}: {name}: written through {info.transform_descriptors}; save it without extensions")
+    path = folder / file_name
+    if path not in opened:
+        opened[path] = MappedFile(path, f"{path}: {name}: its file is missing or")
+    archive = Archive(opened[path], offset, length, f"{path}: {name}")
+    content = archive.load()
+    if not isinstance(content, torch.Tensor) or content.dim() != len(index.offset):
+        raise UserError(f"{path}: {name}: holds no tensor of {len(index.offset)} dimensions")
+    return _place(path, name, content, archive, index.offset)
+
+
+def _torch_file(path: Path) -> list[Place]:
+    """Every tensor of a state dict that `torch.save` wrote."""
+    file = MappedFile(path, f"{path}:")
+    archive = Archive(file, 0, file.size, str(path))
+    content = archive.load()
+    if isinstance(content, Mapping) and isinstance(content.get("model"), Mapping):
+        content = content["model"]
+    if not isinstance(content, Mapping) or not all(isinstance(name, str) for name in content):
+        raise UserError(f"{path}: holds no state dict")
+    found = {name: tensor for name, tensor in content.items() if isinstance(tensor, torch.Tensor)}
+    return [_place(path, name, tensor, archive, (0,) * tensor.dim()) for name, tensor in found.items()]
+
+
+def _place(path: Path, name: str, tensor: torch.Tensor, archive: Archive, offsets: tuple[int, ...]) -> Place:
+    def refuse(what: str) -> NoReturn:
+        raise UserError(f"{path}: {name}: {what}")
+
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != "cpu":
+        refuse("has no plain values in the file (a sparse or quantized tensor?)")
+    if tensor.is_conj() or tensor.is_neg():
+        refuse("is a conjugated or negated view of its values; save it with .resolve_conj().resolve_neg()")
+    if not tensor.is_contiguous():
+        refuse("its elements do not lie in order; save it with .contiguous()")
+    position = archive.begin
+    if tensor.numel():
+        storage = tensor.untyped_storage()
+        record, record_size = archive.record_at(storage.data_ptr())
+        begin = int(tensor.storage_offset()) * tensor.dtype.itemsize
+        if record is None:
+            refuse("has no plain values in the file (a sparse or quantized tensor?)")
+        if max(storage.nbytes(), begin + tensor.numel() * tensor.dtype.itemsize) > record_size:
+            refuse(f"claims more bytes than the {record_size:,} of its record in the file; it is damaged")
+        position += record + begin
+    return name, str(tensor.dtype).removeprefix("torch."), path.name, position, offsets, tuple(tensor.shape)
+
+
+def _are_lengths(value: Any) -> bool:
+    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+if __name__ == "__main__":
+    main([Path(argument) for argument in sys.argv[1:]])

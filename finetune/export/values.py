@@ -1,26 +1,36 @@
-"""Every tensor of the result as a function of what is stored, computed a few rows at a time."""
+"""The tensors of the result as functions of the stored ones, computed a few rows at a time, in a thread that runs ahead."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeVar
 
 import torch
 
 from finetune.errors import UserError
-from finetune.export.target import Architecture
+from finetune.export.target import TargetModel
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
-# Of the widest form that a block takes on its way, which is float32. Blocks that fit a core's cache, and whose memory the
-# allocator keeps instead of giving it back to the kernel, take a third of the CPU time that 32 MiB take.
+# In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator keeps
+# instead of returning them to the kernel, take a third of the CPU time of 32 MiB blocks.
 BLOCK_BYTES = 4 * 1024 * 1024
-WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")  # compile's, FSDP1's, torch's
+PREFETCHED_BLOCKS = 2
+WRAPPERS = (
+    "_orig_mod.",
+    "_fsdp_wrapped_module.",
+    "_checkpoint_wrapped_module.",
+)  # torch.compile's, FSDP1's, activation checkpointing's
+
+Block = TypeVar("Block")
 
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of the result. `rows(start, stop)` are its rows (dimension 0) in float32, or as stored where no float.
+    """One tensor of the result. `rows(start, stop)` are its rows (dimension 0) in float32, or as stored if not floating.
 
-    A scalar has one row, itself. The same rows are the same bits whenever they are asked for.
+    A scalar has one row, itself. Reading the same rows again gives the same bits.
     """
 
     name: str
@@ -44,8 +54,8 @@ def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, height)) for start in range(0, height, step))
 
 
-def written(value: Value, start: int, stop: int) -> torch.Tensor:
-    """Rows `start` to `stop` as they are written: cast to the dtype of the result.
+def cast_rows(value: Value, start: int, stop: int) -> torch.Tensor:
+    """Rows `start` to `stop` in the dtype of the result.
 
     Raises `UserError` where that dtype cannot hold them.
     """
@@ -57,7 +67,7 @@ def written(value: Value, start: int, stop: int) -> torch.Tensor:
 
 
 def raw_bytes(rows: torch.Tensor) -> memoryview:
-    """The bytes of `rows` as a file holds them: row-major."""
+    """The bytes of `rows`, row-major, as a file holds them."""
     view: memoryview = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
     return view
 
@@ -78,56 +88,75 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
     return Value(name, stored.shape, dtype, rows)
 
 
-def matched(
-    stored: Mapping[str, StoredTensor], architecture: Architecture, where: str, *, prefixed: bool = False
-) -> dict[str, StoredTensor]:
-    """The stored tensors by the architecture's names, each of them once, in its order.
+def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) -> Iterator[Block]:
+    """`compute(*part)` for each part, in order; a thread computes the next ones while the caller works on this one.
 
-    `prefixed`: the names may stand behind one prefix (`model.` in Accelerate's folders) and beside others (an
-    optimizer's). A tied tensor that is stored twice counts once, provided that both are equal.
+    >>> list(prefetch(pow, [(2, 3), (3, 2)]))
+    [8, 9]
+    """
+    remaining = iter(parts)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting: list[Future[Block]] = [pool.submit(compute, *part) for part in islice(remaining, PREFETCHED_BLOCKS)]
+        try:
+            while waiting:
+                block = waiting.pop(0).result()
+                waiting += [pool.submit(compute, *part) for part in islice(remaining, 1)]
+                yield block
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def match_tensors(
+    stored: Mapping[str, StoredTensor], target: TargetModel, where: str, *, prefixed: bool = False
+) -> dict[str, StoredTensor]:
+    """The stored tensors by the target's names, each of them once, in its order.
+
+    `prefixed`: the names may have a common prefix (`model.` in Accelerate's folders) and other tensors may lie beside
+    them (an optimizer's). A tied tensor that is stored twice counts once, if both are equal.
 
     Raises `UserError` listing what is missing, unexpected or of another shape.
     """
-    named = {_without_wrappers(name): tensor for name, tensor in stored.items()}
+    named = {_strip_wrappers(name): tensor for name, tensor in stored.items()}
     if prefixed:
-        prefix = _prefix(named, architecture, where)
+        prefix = _find_prefix(named, target, where)
         named = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
-    for tied, source in architecture.tied.items():
+    for tied, source in target.tied.items():
         if tied in named:
             twin = named.pop(tied)
-            _refuse_untied(tied, twin, named.setdefault(source, twin), where)
-    ignored = [*(getattr(architecture.model, "_keys_to_ignore_on_load_unexpected", None) or ()), "rotary_emb.inv_freq"]
-    unexpected = [n for n in named if n not in architecture.shapes and not any(part in n for part in ignored)]
-    missing = [name for name in architecture.shapes if name not in named]
+            _check_equal(tied, twin, named.setdefault(source, twin), where)
+    ignored = [*(getattr(target.model, "_keys_to_ignore_on_load_unexpected", None) or ()), "rotary_emb.inv_freq"]
+    unexpected = [n for n in named if n not in target.shapes and not any(part in n for part in ignored)]
+    missing = [name for name in target.shapes if name not in named]
     problems = [
-        f"{named[name].pieces[0].path}: {name}: has the shape {list(named[name].shape)}, but {architecture.class_name} of this config needs {list(shape)}"
-        for name, shape in architecture.shapes.items()
+        f"{named[name].parts[0].path}: {name}: has the shape {list(named[name].shape)}, but {target.class_name} of this config needs {list(shape)}"
+        for name, shape in target.shapes.items()
         if name in named and named[name].shape != shape
     ]
     if missing:
-        problems.append(f"{where}: {_listed(missing)}: missing; {architecture.class_name} of this config needs it")
+        problems.append(f"{where}: {_list_some(missing)}: missing; {target.class_name} of this config needs it")
     if unexpected:
         problems.append(
-            f"{named[unexpected[0]].pieces[0].path}: {_listed(unexpected)}: unexpected; {architecture.class_name} of this config has no such tensor"
+            f"{named[unexpected[0]].parts[0].path}: {_list_some(unexpected)}: unexpected; {target.class_name} of this config has no such tensor"
         )
     if problems:
         raise UserError.of(problems[:20])
-    return {name: named[name] for name in architecture.shapes}
+    return {name: named[name] for name in target.shapes}
 
 
-def _without_wrappers(name: str) -> str:
+def _strip_wrappers(name: str) -> str:
     for wrapper in WRAPPERS:
         name = name.replace(wrapper, "")
     return name
 
 
-def _prefix(named: Mapping[str, StoredTensor], architecture: Architecture, where: str) -> str:
-    """What stands before the names of the model in a state dict that may hold more than the model."""
+def _find_prefix(named: Mapping[str, StoredTensor], target: TargetModel, where: str) -> str:
+    """The prefix of the model's names in a state dict that may hold more than the model."""
     counts: dict[str, int] = {}
     for name in named:
         parts = name.split(".")
         for start in range(min(len(parts), 4)):
-            if ".".join(parts[start:]) in architecture.shapes:
+            if ".".join(parts[start:]) in target.shapes:
                 prefix = "".join(f"{part}." for part in parts[:start])
                 counts[prefix] = counts.get(prefix, 0) + 1
     best = [prefix for prefix, count in counts.items() if count == max(counts.values())]
@@ -136,7 +165,7 @@ def _prefix(named: Mapping[str, StoredTensor], architecture: Architecture, where
     return best[0] if best else ""
 
 
-def _refuse_untied(tied: str, twin: StoredTensor, source: StoredTensor, where: str) -> None:
+def _check_equal(tied: str, twin: StoredTensor, source: StoredTensor, where: str) -> None:
     if twin is source:
         return
     same = twin.shape == source.shape and twin.dtype == source.dtype
@@ -148,6 +177,6 @@ def _refuse_untied(tied: str, twin: StoredTensor, source: StoredTensor, where: s
         )
 
 
-def _listed(names: list[str]) -> str:
+def _list_some(names: list[str]) -> str:
     more = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + more

@@ -1,6 +1,6 @@
-"""Proof that what was written is what the checkpoint holds: names, values, and logits in a fresh process."""
+"""Proof that the files hold the checkpoint: names and values read back, and logits computed by a separate process."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,48 +12,85 @@ import xxhash
 
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
-from finetune.export import target as architecture
 from finetune.export.logits import streamed_logits
-from finetune.export.reload_check import rows_by_safetensors
-from finetune.export.source import Source
-from finetune.export.target import Architecture
+from finetune.export.options import ExportOptions
+from finetune.export.reload_check import read_with_safetensors, start_reload
+from finetune.export.source import Source, peft_name
+from finetune.export.target import TargetModel, describe_target
 from finetune.export.values import Value, raw_bytes, read_rows, row_blocks
-from finetune.export.writing import Shard
+from finetune.export.weights import Weights, WrittenWeights
 from finetune.safetensors_io.tensors import StoredTensor, read_files
+from finetune.terminal import progress_bar
 
-# The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits that is let pass, both computed in float32. Zero where
-# no rounding happened; the rest allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and for the
+# The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains. Zero
+# where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and for the
 # order of the sums in a merge.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
-ORIGINAL_MODULE = ".original_module."  # peft's name for what a module that was trained whole (modules_to_save) replaces
-DIFFERENCES_LISTED = 10
+ORIGINAL_MODULE = ".original_module."  # PEFT's name for a module that one in modules_to_save replaces
+LISTED_DIFFERENCES = 10
 
 
-def verify_weights(
-    folder: Path, shards: Sequence[Shard], digests: Mapping[str, bytes], advance: Callable[[int], object]
-) -> None:
-    """Reads every value of `shards` back and compares its digest with the one that `write_weights` took.
+@contextmanager
+def start_verification(
+    folder: Path, source: Source, target: TargetModel, weights: Weights, options: ExportOptions
+) -> Iterator[Callable[[WrittenWeights], str]]:
+    """A function that verifies `folder` once the weights are written, and returns the verdict for the last line.
+
+    The checkpoint's own logits and the separate process start at once, so that they run while the weights are written.
+
+    The function raises `UserError` where the folder does not hold what `source` does.
+    """
+    if not options.verify:
+        yield lambda written: ", not verified"
+    elif not weights.model:
+
+        def verify_adapter(written: WrittenWeights) -> str:
+            verify_values(folder, written)
+            return ", verified: every value"
+
+        yield verify_adapter
+    else:
+        trust_remote_code = options.trust_remote_code
+        with (
+            start_reload(folder, trust_remote_code) as reload,
+            _start_logits(source, target, weights.stored, trust_remote_code) as logits,
+        ):
+
+            def verify_model(written: WrittenWeights) -> str:
+                reload.open_folder()  # computes its logits while the values are read back here
+                verify_values(folder, written)
+                bound = _logits_bound(weights, is_merged=source.adapter is not None)
+                difference = _compare_logits(logits.result(), reload.logits(), bound)
+                agreement = f"logits within {difference:.1g}" if difference else "identical logits"
+                return f", verified: every value, and {agreement} in a separate process"
+
+            yield verify_model
+
+
+def verify_values(folder: Path, written: WrittenWeights) -> None:
+    """Reads every value back and compares its digest with the one taken before it was written.
 
     Raises `UserError` listing the tensors that differ.
     """
-    found = read_files(folder / shard.name for shard in shards)
-    expected = {value.name: value for shard in shards for value in shard.values}
+    found = read_files(folder / shard.name for shard in written.shards)
+    expected = {value.name: value for shard in written.shards for value in shard.values}
     problems = [f"{name}: not in the files" for name in expected if name not in found]
-    problems += [f"{name}: in the files, but not of this model" for name in found if name not in expected]
+    problems += [f"{name}: in the files, but not in the model" for name in found if name not in expected]
     for name, value in expected.items():
         if name in found and (found[name].shape, found[name].dtype) != (value.shape, value.dtype):
             problems.append(f"{name}: {found[name].dtype} {found[name].shape}, not {value.dtype} {value.shape}")
-    _refuse(problems, "the files do not hold what the model needs")
-    differing = [
-        f"{value.name}: differs from the checkpoint"
-        for shard in shards
-        for value in shard.values
-        if _digest_read_back(folder / shard.name, value, advance) != digests[value.name]
-    ]
-    _refuse(differing, "values read back differ from the checkpoint's")
+    _raise_if_any(problems, "the files do not hold what the model needs")
+    with progress_bar("verifying", sum(shard.byte_count for shard in written.shards)) as advance:
+        differing = [
+            f"{value.name}: differs from the checkpoint"
+            for shard in written.shards
+            for value in shard.values
+            if _read_digest(folder / shard.name, value, advance) != written.digests[value.name]
+        ]
+    _raise_if_any(differing, "values read back differ from the checkpoint's")
 
 
-def _digest_read_back(file: Path, value: Value, advance: Callable[[int], object]) -> bytes:
+def _read_digest(file: Path, value: Value, advance: Callable[[int], object]) -> bytes:
     digest = xxhash.xxh3_128()
 
     def add(rows: torch.Tensor) -> int:
@@ -61,32 +98,31 @@ def _digest_read_back(file: Path, value: Value, advance: Callable[[int], object]
         return rows.nbytes
 
     for start, stop in row_blocks(value.shape):
-        advance(rows_by_safetensors(file, value.name, start, stop, add))
+        advance(read_with_safetensors(file, value.name, start, stop, add))
     return digest.digest()
 
 
 @contextmanager
-def checkpoint_logits(
-    source: Source, built: Architecture, stored: Mapping[str, StoredTensor], trust_remote_code: bool = False
+def _start_logits(
+    source: Source, target: TargetModel, stored: Mapping[str, StoredTensor], trust_remote_code: bool
 ) -> Iterator[Future[torch.Tensor]]:
-    """The logits of the stored values, in float32, computed in a thread while the block goes on, but no longer than it.
+    """The logits of the stored values, in float32, computed in a thread that ends with the block.
 
-    An adapter is run by peft, beside its base and not merged.
+    An adapter is run by PEFT, beside its base and not merged.
     """
-    model, adapter, ended = built.model, source.adapter, Event()
+    model, adapter, ended = target.model, source.adapter, Event()
     if adapter is not None:
-        model = _with_adapter(
-            architecture.build(source.description, trust_remote_code=trust_remote_code).model, adapter.config
-        )
+        other = describe_target(source.description, trust_remote_code=trust_remote_code)
+        model = _add_adapter(other.model, adapter.config)
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
         if ended.is_set():
             raise CancelledError
         is_base = lora.BASE_LAYER in name or ORIGINAL_MODULE in name
-        if adapter is not None and not is_base and lora.peft_name(name) in adapter.tensors:
-            return read_rows(adapter.tensors[lora.peft_name(name)], start, stop)
+        if adapter is not None and not is_base and peft_name(name) in adapter.tensors:
+            return read_rows(adapter.tensors[peft_name(name)], start, stop)
         name = name.replace(lora.BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
-        return read_rows(stored[built.tied.get(name, name)], start, stop)
+        return read_rows(stored[target.tied.get(name, name)], start, stop)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
@@ -95,33 +131,8 @@ def checkpoint_logits(
             ended.set()
 
 
-def logits_bound(stored: Mapping[str, StoredTensor], dtype: torch.dtype, *, is_merged: bool) -> float:
-    """The largest relative difference of the logits that writing `stored` in `dtype` explains."""
-    floats = {tensor.dtype for tensor in stored.values() if tensor.dtype.is_floating_point}
-    is_lossless = all(found.itemsize == 1 or torch.promote_types(found, dtype) == dtype for found in floats)
-    return 0.0 if is_lossless and not is_merged else BOUNDS[dtype]
-
-
-def verify_logits(ours: torch.Tensor, theirs: torch.Tensor, bound: float) -> float:
-    """The relative difference of a fresh process's logits, `theirs`, from the checkpoint's.
-
-    Raises `UserError` where it is over `bound`.
-    """
-    if not torch.isfinite(ours).all():
-        raise UserError(
-            "the checkpoint's logits are not finite: the training has diverged; export an earlier checkpoint"
-        )
-    difference = float((theirs - ours).norm() / ours.norm().clamp_min(1e-30))
-    if not difference <= bound:
-        raise UserError(
-            f"not exported: in a fresh process the logits differ by {difference:.2g} from the checkpoint's, where {bound:g} "
-            "is the most that rounding explains"
-        )
-    return difference
-
-
-def _with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
-    """`model`, on meta, with peft's adapter layers in it, on meta too."""
+def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
+    """`model`, on meta, with PEFT's adapter layers in it, on meta too."""
     from accelerate import init_empty_weights
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -131,7 +142,32 @@ def _with_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn
     return model.eval()
 
 
-def _refuse(problems: list[str], what: str) -> None:
+def _logits_bound(weights: Weights, *, is_merged: bool) -> float:
+    """The largest relative difference of the logits that rounding to the dtype of `weights` explains."""
+    floats = {tensor.dtype for tensor in weights.stored.values() if tensor.dtype.is_floating_point}
+    is_lossless = all(d.itemsize == 1 or torch.promote_types(d, weights.dtype) == weights.dtype for d in floats)
+    return 0.0 if is_lossless and not is_merged else BOUNDS[weights.dtype]
+
+
+def _compare_logits(expected: torch.Tensor, found: torch.Tensor, bound: float) -> float:
+    """The relative difference of the separate process's logits, `found`, from the checkpoint's.
+
+    Raises `UserError` where it is over `bound`.
+    """
+    if not torch.isfinite(expected).all():
+        raise UserError(
+            "the checkpoint's logits are not finite: the training has diverged; export an earlier checkpoint"
+        )
+    difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
+    if not difference <= bound:
+        raise UserError(
+            f"not exported: in a separate process the logits differ by {difference:.2g} from the checkpoint's; rounding "
+            f"explains at most {bound:g}"
+        )
+    return difference
+
+
+def _raise_if_any(problems: list[str], what: str) -> None:
     if problems:
-        more = [f"and {len(problems) - DIFFERENCES_LISTED} more"] if len(problems) > DIFFERENCES_LISTED else []
-        raise UserError.of([f"not exported: {what}", *problems[:DIFFERENCES_LISTED], *more])
+        more = [f"and {len(problems) - LISTED_DIFFERENCES} more"] if len(problems) > LISTED_DIFFERENCES else []
+        raise UserError.of([f"not exported: {what}", *problems[:LISTED_DIFFERENCES], *more])

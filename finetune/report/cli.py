@@ -6,7 +6,7 @@ from pathlib import Path
 
 from finetune.durable import replace_file
 from finetune.errors import UserError
-from finetune.export.publish import bring_back_exports
+from finetune.export.publish import restore_exports
 from finetune.report.charts import can_draw_png, draw_loss_png
 from finetune.report.page import render_page
 from finetune.report.run_data import plan_run, read_run
@@ -15,7 +15,7 @@ from finetune.report.run_data import plan_run, read_run
 def report_command(arguments: argparse.Namespace) -> int:
     """Writes the report of `arguments.runs`, and the loss as a PNG beside it; prints both paths. Returns the exit code."""
     for name in arguments.runs:
-        bring_back_exports(Path(name))
+        restore_exports(Path(name))
     runs = [read_run(Path(name)) for name in arguments.runs]
     path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
     if path.suffix == ".png":

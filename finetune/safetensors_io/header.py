@@ -1,7 +1,7 @@
-"""What safetensors files and their index say they hold, checked before a byte is believed.
+"""Headers and indexes of safetensors files: written, read, and checked before they are used.
 
-Headers are not trusted: what is read here was written by someone else, and a wrong length or offset becomes a
-`UserError` that names the file and the tensor, not a crash or a silent mix-up.
+Headers are not trusted: the file may be damaged or hostile. A wrong length or offset is a `UserError` that names the file
+and the tensor, not a crash or a silent mix-up.
 
 Format: https://huggingface.co/docs/safetensors#format
 """
@@ -49,19 +49,19 @@ NAME_LIMIT = 500
 
 @dataclass(frozen=True, slots=True)
 class HeaderEntry:
-    """One tensor of one file, or a rank's piece of one."""
+    """One tensor of one file, or a rank's part of one."""
 
     name: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int  # bytes, from the file's beginning
     end: int
-    offsets: tuple[int, ...]  # of its first element in the whole tensor; zeros where it is whole
+    offsets: tuple[int, ...]  # of its first element in the whole tensor; zeros for a whole tensor
 
 
 def read_header(path: Path) -> list[HeaderEntry]:
-    """The entries of a safetensors file whose layout is sound: the tensors fill the file without overlap or hole."""
-    with _opened(path) as file:
+    """The entries of a safetensors file. Raises `UserError` unless its tensors fill it without overlap or gap."""
+    with _open(path) as file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
@@ -74,11 +74,11 @@ def read_header(path: Path) -> list[HeaderEntry]:
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise UserError(f"{path}: __metadata__: a mapping of strings is expected")
-    offsets_of = _saved_offsets(path, metadata)
+    offsets_of = _read_offsets(path, metadata)
     start = 8 + length
     entries = []
     for name, entry in header.items():
-        dtype, shape, begin, end = _checked_entry(path, name, entry)
+        dtype, shape, begin, end = _parse_entry(path, name, entry)
         entries.append(HeaderEntry(name, dtype, shape, start + begin, start + end, offsets_of(name, shape)))
     _check_layout(path, entries, start, size)
     return entries
@@ -100,8 +100,8 @@ def header_bytes(
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> the name of its file, as a Hugging Face index says. Only names of files beside the index pass."""
-    with _opened(index) as file:
+    """Tensor -> the name of its file, as a Hugging Face index says. Raises `UserError` for a file that is not in its folder."""
+    with _open(index) as file:
         text = file.read(TEXT_LIMIT_BYTES + 1)
     if len(text) > TEXT_LIMIT_BYTES:
         raise UserError(f"{index}: over {TEXT_LIMIT_BYTES:,} bytes; this is no index")
@@ -120,10 +120,10 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return weight_map
 
 
-def _opened(path: Path) -> FileIO:
-    """The file opened for reading bytes; a `UserError` where it is not a plain, readable file."""
+def _open(path: Path) -> FileIO:
+    """Opens `path` for reading bytes. Raises `UserError` unless it is a readable, regular file."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would wait for ever
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block forever
             raise UserError(f"{path}: not a plain file")
         return FileIO(path)
     except OSError as error:
@@ -131,9 +131,9 @@ def _opened(path: Path) -> FileIO:
 
 
 def read_json(path: Path, text: bytes, part: str = "") -> dict[str, Any]:
-    """The JSON object `text`, which is (`part` of) the file `path`; a name given twice is an error."""
+    """The JSON object in `text`, which is (`part` of) the file `path`. Raises `UserError` for duplicate names, too."""
 
-    def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         entries: dict[str, Any] = {}
         for name, value in pairs:
             if name in entries:
@@ -142,7 +142,7 @@ def read_json(path: Path, text: bytes, part: str = "") -> dict[str, Any]:
         return entries
 
     try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=checked)
+        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
     except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
         raise UserError(f"{path}: {part}not JSON; the file is damaged, copy or download it again") from None
     if not isinstance(value, dict):
@@ -150,7 +150,7 @@ def read_json(path: Path, text: bytes, part: str = "") -> dict[str, Any]:
     return value
 
 
-def _checked_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
+def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
     """(dtype, shape, begin, end) of one entry of a header; the last two in bytes from the header's end."""
 
     def wrong(what: str) -> NoReturn:
@@ -161,7 +161,7 @@ def _checked_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tupl
     if not isinstance(entry, dict):
         wrong("no dtype, shape and data_offsets")
     if len(name) > NAME_LIMIT or not name.isprintable():
-        wrong("this is no name of a tensor")
+        wrong("not a tensor name")
     dtype, shape, ends = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in DTYPES:
         wrong(f"dtype {json.dumps(dtype)[:80]} is not one that torch knows")
@@ -181,7 +181,7 @@ def _are_counts(value: Any) -> TypeGuard[list[int]]:
 
 
 def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int) -> None:
-    """The tensors must fill the bytes from `start` to `size` without overlap or hole, as the format demands."""
+    """The tensors must fill the bytes from `start` to `size` without overlap or gap, as the format demands."""
     position, previous = start, "the header"
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > size:
@@ -189,14 +189,16 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
                 f"{path}: {entry.name}: truncated: it ends at byte {entry.end:,} of {size:,}; copy or download the file again"
             )
         if entry.begin != position:
-            what = "overlaps" if entry.begin < position else "leaves a hole after"
+            what = "overlaps" if entry.begin < position else "leaves a gap after"
             raise UserError(f"{path}: {entry.name}: {what} {previous}; the file is damaged, or no safetensors file")
         position, previous = entry.end, entry.name
     if position != size:
-        raise UserError(f"{path}: {size - position:,} bytes after its last tensor belong to none; the file is damaged")
+        raise UserError(
+            f"{path}: {size - position:,} bytes after its last tensor belong to no tensor; the file is damaged"
+        )
 
 
-def _saved_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
+def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, tuple[int, ...]], tuple[int, ...]]:
     """A function (name, shape) -> where that tensor of the file begins in the whole one."""
     text = metadata.get("DCP_SHARDING_INFO")
     if text is None:
@@ -210,7 +212,7 @@ def _saved_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, tuple
         offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
         if not isinstance(offsets, list) or not _are_counts(offsets) or len(offsets) != len(shape):
             raise UserError(
-                f"{path}: {name}: DCP_SHARDING_INFO does not say where this piece of {len(shape)} dimensions begins"
+                f"{path}: {name}: DCP_SHARDING_INFO does not say where this part of {len(shape)} dimensions begins"
             )
         return tuple(offsets)
 

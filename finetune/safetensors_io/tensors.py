@@ -1,11 +1,11 @@
-"""Named tensors in the safetensors files of one folder, whole or in pieces, read slice by slice in bounded memory.
+"""Named tensors in the safetensors files of one folder, whole or sharded over files, read slice by slice in bounded memory.
 
-Two layouts are understood: whole tensors, as every Hugging Face folder holds them, and pieces, as
-`torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)` leaves them: each rank's file holds its
-part of a tensor, and where that part begins in the whole stands under `DCP_SHARDING_INFO` in the file's metadata.
+Two layouts are read: whole tensors, as in every Hugging Face folder, and sharded ones, as written by
+`torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`: each rank's file holds its part of a tensor,
+and `DCP_SHARDING_INFO` in the file's metadata gives the part's offsets in the whole.
 
-Bytes are read with `preadv` into the tensor that is returned. A memory map would be shorter, but its pages count as
-resident, and a file that shrinks under it kills the process.
+Bytes are read with `preadv` into the returned tensor. A memory map would be shorter, but its pages count as resident, and
+a file that shrinks under it kills the process.
 """
 
 import math
@@ -28,7 +28,7 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) in each dimension
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredPart:
     """A box of a tensor, contiguous in one file."""
 
     path: Path
@@ -43,12 +43,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on disk. `pieces` cover it exactly: every element once."""
+    """A tensor on disk. `parts` cover it exactly: every element once."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    parts: tuple[StoredPart, ...]
 
     @property
     def byte_count(self) -> int:
@@ -58,8 +58,8 @@ class StoredTensor:
 def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
     """The tensors of `folder` by name; only headers are read.
 
-    Of a Hugging Face folder, the files that transformers would load: model.safetensors, else those that the index
-    names. Of any other, every *.safetensors file.
+    In a Hugging Face folder these are the files that transformers would load: model.safetensors, else those that the
+    index names. In any other folder, every *.safetensors file.
 
     Raises `UserError` where there are none, or a header or the index is wrong.
     """
@@ -77,13 +77,13 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
 
 
 def read_files(paths: Iterable[Path]) -> dict[str, StoredTensor]:
-    """The tensors of these safetensors files by name, pieces of one tensor joined over the files."""
-    found: dict[str, list[tuple[Piece, torch.dtype]]] = {}
+    """The tensors of these safetensors files by name, the parts of each joined over the files."""
+    found: dict[str, list[tuple[StoredPart, torch.dtype]]] = {}
     for path in paths:
         for entry in read_header(path):
-            piece = Piece(path, entry.begin, entry.offsets, entry.shape)
-            found.setdefault(entry.name, []).append((piece, entry.dtype))
-    return {name: join_pieces(name, pieces) for name, pieces in sorted(found.items())}
+            part = StoredPart(path, entry.begin, entry.offsets, entry.shape)
+            found.setdefault(entry.name, []).append((part, entry.dtype))
+    return {name: join_parts(name, parts) for name, parts in sorted(found.items())}
 
 
 def read(tensor: StoredTensor) -> torch.Tensor:
@@ -92,52 +92,52 @@ def read(tensor: StoredTensor) -> torch.Tensor:
 
 
 def read_slice(tensor: StoredTensor, slices: tuple[slice, ...]) -> torch.Tensor:
-    """What `read(tensor)[slices]` is, reading only the bytes that it needs (on the CPU, contiguous).
+    """`read(tensor)[slices]`, contiguous and on the CPU, reading only the bytes that it needs.
 
     Dimensions without a slice are taken whole. Slices step by 1.
 
     Raises `UserError` where a file has become shorter than its header said or cannot be read.
     """
-    bounds = [part.indices(length) for part, length in zip(slices, tensor.shape, strict=False)]
+    bounds = [wanted.indices(length) for wanted, length in zip(slices, tensor.shape, strict=False)]
     if len(slices) > len(tensor.shape) or any(step != 1 for _, _, step in bounds):
         raise ValueError(f"{slices}: not unit-step slices of a tensor of shape {tensor.shape}")
-    wanted: Box = tuple((start, max(start, stop)) for start, stop, _ in bounds)
-    wanted += tuple((0, length) for length in tensor.shape[len(wanted) :])
-    result = torch.empty([stop - start for start, stop in wanted], dtype=tensor.dtype)
-    for piece in tensor.pieces:
-        common = _intersection(piece.box, wanted)
+    box: Box = tuple((start, max(start, stop)) for start, stop, _ in bounds)
+    box += tuple((0, length) for length in tensor.shape[len(box) :])
+    result = torch.empty([stop - start for start, stop in box], dtype=tensor.dtype)
+    for part in tensor.parts:
+        common = _intersection(part.box, box)
         if common is None:
             continue
         into = tuple(
-            slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(common, wanted, strict=True)
+            slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(common, box, strict=True)
         )
         inside = tuple(
-            (start - origin, stop - origin) for (start, stop), origin in zip(common, piece.offsets, strict=True)
+            (start - origin, stop - origin) for (start, stop), origin in zip(common, part.offsets, strict=True)
         )
-        _read_piece(tensor, piece, inside, result[into])
+        _read_part(tensor, part, inside, result[into])
     return result
 
 
-def _read_piece(tensor: StoredTensor, piece: Piece, inside: Box, result: torch.Tensor) -> None:
+def _read_part(tensor: StoredTensor, part: StoredPart, inside: Box, result: torch.Tensor) -> None:
     try:
-        descriptor = os.open(piece.path, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(part.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            _read_box(descriptor, piece.position, piece.shape, inside, result)
+            _read_box(descriptor, part.position, part.shape, inside, result)
         finally:
             os.close(descriptor)
     except EOFError:
         raise UserError(
-            f"{piece.path}: {tensor.name}: the file has become shorter than its header says; copy it again"
+            f"{part.path}: {tensor.name}: the file has become shorter than its header says; copy it again"
         ) from None
     except OSError as error:
-        raise UserError(f"{piece.path}: {tensor.name}: cannot be read: {error.strerror}") from None
+        raise UserError(f"{part.path}: {tensor.name}: cannot be read: {error.strerror}") from None
 
 
 def _read_box(descriptor: int, position: int, shape: tuple[int, ...], box: Box, result: torch.Tensor) -> None:
     """Fills `result` with the elements `box` of the row-major array `shape` that lies at `position`."""
     row_bytes = math.prod(shape[1:]) * result.dtype.itemsize
     first = position + (box[0][0] * row_bytes if box else 0)
-    rows_are_whole = all(part == (0, length) for part, length in zip(box[1:], shape[1:], strict=True))
+    rows_are_whole = all(bounds == (0, length) for bounds, length in zip(box[1:], shape[1:], strict=True))
     if rows_are_whole and result.is_contiguous():
         _read_bytes(descriptor, first, result)
     elif row_bytes > RUN_BYTES and len(shape) > 1:
@@ -172,51 +172,51 @@ def _read_indexed(index: Path) -> dict[str, StoredTensor]:
     weight_map = read_weight_map(index)
     tensors = read_files(index.parent / file for file in sorted(set(weight_map.values())))
     for name, file in weight_map.items():
-        if name not in tensors or tensors[name].pieces[0].path.name != file:
-            raise UserError(f"{index}: {name}: the file {file} does not hold it; index and files are of two models")
+        if name not in tensors or tensors[name].parts[0].path.name != file:
+            raise UserError(
+                f"{index}: {name}: the file {file} does not hold it; the index belongs to a different model"
+            )
     return tensors
 
 
-def join_pieces(name: str, found: list[tuple[Piece, torch.dtype]]) -> StoredTensor:
-    """One tensor of its pieces, which must agree in dtype and cover it exactly once."""
+def join_parts(name: str, found: list[tuple[StoredPart, torch.dtype]]) -> StoredTensor:
+    """One tensor of its parts, which must agree in dtype and cover it exactly once."""
     (first, dtype), *others = found
-    for piece, other in others:
-        if other != dtype or len(piece.shape) != len(first.shape):
+    for part, other in others:
+        if other != dtype or len(part.shape) != len(first.shape):
             raise UserError(
-                f"{name}: {first.path} and {piece.path} hold pieces that differ in dtype or number of dimensions"
+                f"{name}: {first.path} and {part.path} hold parts that differ in dtype or number of dimensions"
             )
-    filled = [
-        piece for piece, _ in found if math.prod(piece.shape)
-    ]  # a rank with none of the rows may leave an empty piece
-    pieces = sorted(filled or [first], key=lambda piece: piece.offsets)
-    shape = tuple(max(stops) for stops in zip(*([stop for _, stop in piece.box] for piece in pieces), strict=True))
-    _check_disjoint(name, pieces)
-    missing = math.prod(shape) - sum(math.prod(piece.shape) for piece in pieces)
+    filled = [part for part, _ in found if math.prod(part.shape)]  # a rank without rows may write an empty part
+    parts = sorted(filled or [first], key=lambda part: part.offsets)
+    shape = tuple(max(stops) for stops in zip(*([stop for _, stop in part.box] for part in parts), strict=True))
+    _check_disjoint(name, parts)
+    missing = math.prod(shape) - sum(math.prod(part.shape) for part in parts)
     if missing:
-        places = ", ".join(str(path) for path in sorted({piece.path for piece in pieces})[:3])
+        places = ", ".join(str(path) for path in sorted({part.path for part in parts})[:3])
         raise UserError(
-            f"{places}: {name}: its pieces leave {missing:,} of {math.prod(shape):,} elements out; a rank's file is missing"
+            f"{places}: {name}: {missing:,} of {math.prod(shape):,} elements are in no file; a rank's file is missing"
         )
-    return StoredTensor(name, shape, dtype, tuple(pieces))
+    return StoredTensor(name, shape, dtype, tuple(parts))
 
 
-def _check_disjoint(name: str, pieces: list[Piece]) -> None:
-    """`pieces` are sorted by where they begin; those that a later one can still meet along dimension 0 are kept."""
-    live: list[Piece] = []
-    for piece in pieces:
-        live = [other for other in live if not piece.box or other.box[0][1] > piece.box[0][0]]
+def _check_disjoint(name: str, parts: list[StoredPart]) -> None:
+    """`parts` are sorted by where they begin; those that a later one can still meet along dimension 0 are kept."""
+    live: list[StoredPart] = []
+    for part in parts:
+        live = [other for other in live if not part.box or other.box[0][1] > part.box[0][0]]
         for other in live:
-            if _intersection(piece.box, other.box) is not None:
+            if _intersection(part.box, other.box) is not None:
                 raise UserError(
-                    f"{name}: both {other.path} and {piece.path} hold it; remove the file that is not of this model"
+                    f"{name}: both {other.path} and {part.path} hold it; remove the file of the other model"
                 )
-        live.append(piece)
+        live.append(part)
 
 
-def main_dtype(folder: Path) -> torch.dtype | None:
-    """The floating-point dtype of most bytes in a folder's weights; None where there are none. Raises as `read_folder`."""
+def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
+    """The floating-point dtype that holds the most bytes; None where there is none."""
     sizes: dict[torch.dtype, int] = {}
-    for tensor in read_folder(folder).values():
+    for tensor in tensors:
         if tensor.dtype.is_floating_point:
             sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + tensor.byte_count
     return max(sizes, key=lambda dtype: sizes[dtype]) if sizes else None

@@ -37,7 +37,7 @@ def conclude(run: TrainingRun, progress: Progress) -> None:
 
 def export(run: TrainingRun, progress: Progress) -> None:
     """Exports the run's last checkpoint, or its best. Raises `Preempted` where a signal stops it."""
-    from finetune.export.cli import stopped_by_signals
+    from finetune.export.cli import exit_on_signals
     from finetune.export.export import export_run
 
     best = progress.best_step if run.recipe.checkpoint.keep_best_checkpoint else None
@@ -45,8 +45,8 @@ def export(run: TrainingRun, progress: Progress) -> None:
         run.log.say(f"best    step {best}, held-out loss {progress.best_eval_loss:.4f}")
     checkpoint = None if best is None else step_folder(run.folder, best)
     try:
-        with stopped_by_signals():
-            export_run(run.folder, checkpoint=checkpoint, tell=run.log.say)
+        with exit_on_signals():
+            export_run(run.folder, checkpoint=checkpoint, log=run.log.say)
     except SystemExit as stop:
         auto = "" if run.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
         raise Preempted(

@@ -18,7 +18,7 @@ from finetune.distributed.accelerate_config import to_accelerate_config
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.export.publish import bring_back, bring_back_exports
+from finetune.export.publish import restore_export, restore_exports
 from finetune.optim.build import check_optimizer
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
@@ -54,11 +54,11 @@ def _open(folder: Path, recipe: Recipe) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock_run(folder)
-        bring_back_exports(folder)
+        restore_exports(folder)
     except OSError as error:
         raise _unwritable(folder, error) from None
     if recipe.model.model_name_or_path is not None:
-        bring_back(Path(recipe.model.model_name_or_path))
+        restore_export(Path(recipe.model.model_name_or_path))
     refuse_damaged_model(recipe)
 
 

@@ -199,7 +199,7 @@ def an_export_hidden_by_a_kill_comes_back_at_the_next_start() -> None:
             return rename(source, target)
 
         Path.rename = until_killed  # type: ignore[assignment,method-assign]
-        with publishing.staged(exported, overwrite=True) as staging:
+        with publishing.publish(exported, overwrite=True) as staging:
             (staging / "config.json").write_text('{"new": true}')
 
     starts: list[Callable[[], Any]] = [

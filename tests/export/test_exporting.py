@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from tests.checkpoint.test_manifest import write_checkpoint
+from tests.checkpoint.test_folder import write_checkpoint
 from tests.ranks import ROOT, environment
 
 MakeModel = Callable[..., Path]
@@ -83,7 +83,7 @@ def test_tied_weights_are_written_once(tiny_llama: MakeModel, tmp_path: Path, ca
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     assert main(["export", str(model), "--output", str(out), "--overwrite"]) == 2
     assert "lm_head.weight differs from model.embed_tokens.weight" in capsys.readouterr().err
-    assert weights(out)  # what stood there stands there still
+    assert weights(out)  # the old export is still there
 
 
 def test_an_existing_destination_is_kept(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
@@ -93,7 +93,7 @@ def test_an_existing_destination_is_kept(tiny_llama: MakeModel, tmp_path: Path, 
     assert main(["export", str(model), "--output", str(out), "--no-verify"]) == 2
     assert "exists; choose another --output" in capsys.readouterr().err
     assert main(["export", str(model), "--output", str(out), "--no-verify", "--overwrite"]) == 2
-    assert "is no exported model" in capsys.readouterr().err
+    assert "not an exported model" in capsys.readouterr().err
     assert [path.name for path in out.iterdir()] == ["diary.txt"]
     assert main(["export", str(model), "--output", str(model), "--overwrite"]) == 2
     assert "holds what is exported" in capsys.readouterr().err
@@ -111,10 +111,13 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], objec
     ),
     "code": (
         lambda c, _: c.update(model_type="mystery", auto_map={"AutoConfig": "evil.Config"}),
-        "auto_map: this model brings code of its own (mystery); read it, then allow it with --trust-remote-code",
+        "auto_map: this model has code of its own (mystery); read it, then allow it with --trust-remote-code",
     ),
     "quantized": (lambda c, _: c.update(quantization_config={"bits": 4}), "quantization_config: quantized weights"),
-    "layers": (lambda c, _: c.update(num_hidden_layers=10**9), "num_hidden_layers: 1000000000 is no number of layers"),
+    "layers": (
+        lambda c, _: c.update(num_hidden_layers=10**9),
+        "num_hidden_layers: 1000000000 is not a number of layers",
+    ),
     "no model": (lambda c, _: c.update(model_type="t5"), "config.json: describes no causal language model"),
     "infinite": (
         lambda _, t: t["model.norm.weight"].fill_(float("nan")),
@@ -124,7 +127,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], objec
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_is_wrong_is_told_and_nothing_is_left(
+def test_what_is_wrong_is_reported_and_nothing_is_left(
     case: str, tiny_llama: MakeModel, tmp_path: Path, capsys: Any
 ) -> None:
     model = tiny_llama()
@@ -133,15 +136,13 @@ def test_what_is_wrong_is_told_and_nothing_is_left(
     change(config, tensors)
     (model / "config.json").write_text(json.dumps(config))
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    (model / "evil.py").write_text("raise SystemExit('code of a stranger ran')")
+    (model / "evil.py").write_text("raise SystemExit('code in the model folder ran')")
     assert main(["export", str(model), "--output", str(tmp_path / "results" / "out")]) == 2
     assert message in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
-def test_a_tokenizer_that_is_damaged_or_runs_code_is_told_with_its_file(
-    tiny_llama: MakeModel, tmp_path: Path, capsys: Any
-) -> None:
+def test_a_tokenizer_that_is_damaged_or_runs_code_is_named(tiny_llama: MakeModel, tmp_path: Path, capsys: Any) -> None:
     model, out = tiny_llama(), tmp_path / "results" / "out"
     path = model / "tokenizer_config.json"
     sound = path.read_text()
@@ -149,7 +150,7 @@ def test_a_tokenizer_that_is_damaged_or_runs_code_is_told_with_its_file(
     command = ["export", str(model), "--output", str(out), "--no-verify"]
     path.write_text(json.dumps(json.loads(sound) | hostile))
     assert main(command) == 2
-    assert f"{path}: auto_map: this tokenizer brings code of its own (EvilTokenizer)" in capsys.readouterr().err
+    assert f"{path}: auto_map: this tokenizer has code of its own (EvilTokenizer)" in capsys.readouterr().err
     path.write_text(sound)
     (model / "tokenizer.json").write_text("{")
     assert main(command) == 2
@@ -158,11 +159,11 @@ def test_a_tokenizer_that_is_damaged_or_runs_code_is_told_with_its_file(
     for file in model.glob("tokenizer*"):
         file.unlink()
     assert main(command) == 0
-    assert "without a tokenizer, since there was none" in capsys.readouterr().out
+    assert "without a tokenizer, since the source has none" in capsys.readouterr().out
 
 
 def test_a_terminal_shows_that_checksums_are_read(tmp_path: Path) -> None:
-    """The checkpoint is of no model, which is told once its checksums were right."""
+    """The checkpoint is of no model, which is reported once its checksums match."""
     write_checkpoint(tmp_path / "run", 7)
     command = [sys.executable, "-m", "finetune", "export", str(tmp_path / "run"), "--output", str(tmp_path / "out")]
     terminal, its_end = os.openpty()
@@ -175,4 +176,4 @@ def test_a_terminal_shows_that_checksums_are_read(tmp_path: Path) -> None:
         os.close(its_end)
     assert process.returncode == 2
     assert "\rchecking step-00000007:   0%|" in shown
-    assert "state.json: not JSON; the file is damaged" in shown
+    assert "truncated: 8 bytes" in shown

@@ -1,4 +1,4 @@
-"""Pushing to the hub: what is uploaded, and that a hub that is away costs nothing. The hub is the one thing made up here."""
+"""Pushing to the hub: what is uploaded, and that an unreachable hub costs nothing. The hub is the one thing simulated here."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,7 @@ from finetune.cli import main
 
 
 class Hub:
-    """Keeps what it is asked; `error` is what it answers with."""
+    """Records its calls; fails with `error`."""
 
     asked: list[tuple[str, dict[str, Any]]]
     error: Exception | None = None
@@ -44,16 +44,16 @@ def test_the_finished_folder_is_pushed(hub: type[Hub], tiny_llama: Callable[...,
     assert {"model.safetensors", "config.json", "README.md", "tokenizer.json"} <= set(uploaded["files"])
 
 
-def test_a_hub_that_is_away_costs_nothing(
+def test_an_unreachable_hub_costs_nothing(
     hub: type[Hub],
     tiny_llama: Callable[..., Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(hub, "error", ConnectionError("the hub is away"))
+    monkeypatch.setattr(hub, "error", ConnectionError("the hub is unreachable"))
     out = tmp_path / "out"
     command = ["export", str(tiny_llama()), "--output", str(out), "--no-verify", "--push-to-hub", "me/mine"]
     assert main(command) == 1
-    assert f"me/mine: not pushed (the hub is away); the export stands in {out}" in capsys.readouterr().out
+    assert f"me/mine: not pushed (the hub is unreachable); the export is in {out}" in capsys.readouterr().out
     assert (out / "model.safetensors").exists()

@@ -1,4 +1,4 @@
-"""Adapters merged row by row give what peft's own merge gives, and an adapter that does not fit is told."""
+"""Adapters merged row by row give what peft's own merge gives, and an adapter that does not fit is reported."""
 
 import json
 import shutil
@@ -81,12 +81,12 @@ WRONG: dict[str, tuple[Change, str]] = {
     "no rank": (lambda c, _: c.pop("r"), "adapter_config.json: r: a positive number is expected"),
     "other rank": (lambda c, _: c.update(r=8), "not the config's rank 8"),
     "bad pattern": (lambda c, _: c.update(rank_pattern={"(": 3}), "'(': a pattern that is no regular expression"),
-    "B missing": (lambda _, t: t.pop(f"{LAYER}.lora_B.weight"), "q_proj.lora_B.weight: missing, while"),
+    "B missing": (lambda _, t: t.pop(f"{LAYER}.lora_B.weight"), "q_proj.lora_B.weight: missing, although"),
     "no magnitude": (
         lambda c, _: c.update(use_dora=True),
-        "lora_magnitude_vector: missing, which is not what use_dora",
+        "lora_magnitude_vector: missing, which contradicts use_dora",
     ),
-    "stranger": (lambda _, t: t.update(stranger=torch.ones(2)), "stranger: fits nowhere in LoRA"),
+    "unknown": (lambda _, t: t.update(unknown=torch.ones(2)), "unknown: is no part of LoRA"),
     "other layer": (
         lambda _, t: t.update({k.replace("layers.0", "layers.9"): t[k].clone() for k in list(t) if LAYER in k}),
         "model.layers.9.self_attn.q_proj.weight: adapted, but LlamaForCausalLM of this config has no such tensor",
@@ -106,7 +106,7 @@ WRONG: dict[str, tuple[Change, str]] = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_an_adapter_that_does_not_fit_is_told(
+def test_an_adapter_that_does_not_fit_is_reported(
     case: str, tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     adapter = make_adapter(tiny_llama(), tmp_path / "adapter", target_modules=["q_proj"])

@@ -13,8 +13,8 @@ import pytest
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export.cli import stopped_by_signals
-from finetune.export.publish import refuse_full_disk, staged
+from finetune.export.cli import exit_on_signals
+from finetune.export.publish import check_disk_space, publish
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import read_folder
 from tests.ranks import ROOT, environment
@@ -63,7 +63,7 @@ def test_an_export_that_is_stopped_leaves_nothing(
     while not (half_made.exists() and half_made.stat().st_size > 10_000_000):
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.005)
-    with pytest.raises(UserError, match="another process is exporting to it"), staged(out):
+    with pytest.raises(UserError, match="another process is exporting to it"), publish(out):
         pass
     process.send_signal(number)
     process.wait(timeout=30)
@@ -77,18 +77,20 @@ def test_an_export_that_is_stopped_leaves_nothing(
 
 def test_folders_above_it_are_removed_where_they_were_made_for_it(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(RuntimeError), staged(tmp_path / "mine" / "a" / "b" / "out"):
+    with pytest.raises(RuntimeError), publish(tmp_path / "mine" / "a" / "b" / "out"):
         raise RuntimeError
     assert list((tmp_path / "mine").iterdir()) == []
-    with pytest.raises(RuntimeError), staged(tmp_path / "a" / "b" / "out"):
+    with pytest.raises(RuntimeError), publish(tmp_path / "a" / "b" / "out"):
         (tmp_path / "a" / "note").write_text("someone else's")
         raise RuntimeError
     assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / "note"]
 
 
-def test_a_full_disk_is_told_before_and_while(large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_is_reported_before_and_while_writing(
+    large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(UserError, match=r"the export takes 1,000,000 TB, but the disk has"):
-        refuse_full_disk(tmp_path, 10**18)
+        check_disk_space(tmp_path, 10**18)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000_000, before[1]))  # a write beyond it fails, as on a full disk
     try:
@@ -103,7 +105,7 @@ def test_overwriting_keeps_the_old_until_the_new_stands(tiny_llama: Callable[...
     out = tmp_path / "out"
     assert main(["export", str(tiny_llama("one")), "--output", str(out), "--no-verify"]) == 0
     (out / "mark").write_text("old")
-    with pytest.raises(RuntimeError), staged(out, overwrite=True) as staging:
+    with pytest.raises(RuntimeError), publish(out, overwrite=True) as staging:
         (staging / "config.json").write_text("{}")
         raise RuntimeError
     assert (out / "mark").read_text() == "old"
@@ -112,7 +114,7 @@ def test_overwriting_keeps_the_old_until_the_new_stands(tiny_llama: Callable[...
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one", "out"]
 
 
-def test_a_place_that_cannot_be_written_is_told(
+def test_a_place_that_cannot_be_written_is_reported(
     tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -130,7 +132,7 @@ def test_a_link_is_not_replaced(tiny_llama: Callable[..., Path], tmp_path: Path)
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_is_the_exit_even_where_a_library_makes_another_error_of_it(number: signal.Signals) -> None:
-    with pytest.raises(SystemExit) as stopped, stopped_by_signals():
+    with pytest.raises(SystemExit) as stopped, exit_on_signals():
         try:
             signal.raise_signal(number)
         except SystemExit:

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.export import target as architecture
 from finetune.export.logits import prompts, streamed_logits
+from finetune.export.target import describe_target
 from finetune.export.values import read_rows
 from finetune.safetensors_io.tensors import read_folder
 from tests.models.families import EVERY, build
@@ -16,14 +16,14 @@ from tests.models.families import EVERY, build
 def test_streamed_logits_are_the_models(family: str, tmp_path: Path) -> None:
     model = build(family).eval()
     model.save_pretrained(tmp_path)
-    built, stored = architecture.build(tmp_path), read_folder(tmp_path)
+    target, stored = describe_target(tmp_path), read_folder(tmp_path)
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
-        return read_rows(stored[built.tied.get(name, name)], start, stop)
+        return read_rows(stored[target.tied.get(name, name)], start, stop)
 
     with torch.no_grad():
         truth = model(input_ids=prompts(model.config.vocab_size), use_cache=False).logits
     for _ in range(2):  # the second time on the model as the first has left it
-        found = streamed_logits(built.model, rows)
+        found = streamed_logits(target.model, rows)
         assert float((found - truth).norm() / truth.norm()) < 1e-5
-        assert all(parameter.is_meta for parameter in built.model.parameters())
+        assert all(parameter.is_meta for parameter in target.model.parameters())

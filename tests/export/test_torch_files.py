@@ -1,4 +1,4 @@
-"""Folders that torch wrote with pickle: their tensors are found without running anything, and damage is told."""
+"""Folders that torch wrote with pickle: their tensors are found without running code in them, and damage is reported."""
 
 import json
 import os
@@ -23,8 +23,7 @@ from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export import torch_files
 from finetune.export.dcp_metadata import read_metadata
-from finetune.export.torch_files import read_dcp_folder, read_torch_files
-from finetune.export.torch_layout import layout
+from finetune.export.torch_files import find_places, read_dcp_folder, read_torch_files
 from finetune.safetensors_io.tensors import read
 
 TENSORS = {
@@ -38,9 +37,9 @@ FUZZ_EXAMPLES = int(os.environ.get("FINETUNE_FUZZ_EXAMPLES", "150"))
 
 @pytest.fixture
 def in_this_process() -> Iterator[None]:
-    """Leaves out the reader's own process, which takes seconds to start and would hide a crash."""
+    """Reads in this process: one of its own takes seconds to start and would hide a crash."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch_files, "_layout", lambda *paths: json.loads(json.dumps(layout(list(paths)))))
+        patch.setattr(torch_files, "_find_places", lambda *paths: json.loads(json.dumps(find_places(list(paths)))))
         yield
 
 
@@ -158,14 +157,14 @@ class Large:
 
 def test_a_torch_file_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(2), "b": Large()}, tmp_path / "model.bin")
-    with pytest.raises(UserError, match=r"model\.bin: needs over 1 GiB to be described alone"):
+    with pytest.raises(UserError, match=r"model\.bin: needs over 1 GiB to list its tensors"):
         read_torch_files([tmp_path / "model.bin"])
     folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
     torch.save(Large(), tmp_path / "item")
     item = (tmp_path / "item").read_bytes()
     (folder / "__0_0.distcp").write_bytes(item)
     change_metadata(folder, lambda m: (setattr(_storage(m), "offset", 0), setattr(_storage(m), "length", len(item))))
-    with pytest.raises(UserError, match=r"dcp: needs over 1 GiB to be described alone"):
+    with pytest.raises(UserError, match=r"dcp: needs over 1 GiB to list its tensors"):
         read_dcp_folder(folder)
 
 
@@ -234,11 +233,11 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "negative place": (
         lambda f: change_metadata(f, lambda m: setattr(_storage(m), "offset", -5)),
-        r"a: its place in __0_0\.distcp is no place",
+        r"a: its place in __0_0\.distcp is not valid",
     ),
     "other shape": (
         lambda f: change_metadata(f, lambda m: setattr(m.state_dict_metadata["a"], "size", torch.Size([9, 4]))),
-        r"a: of shape \[9, 4\] by its metadata, but the files hold pieces of shape \[3, 4\]",
+        r"a: of shape \[9, 4\] by its metadata, but the files hold parts of shape \[3, 4\]",
     ),
     "extensions": (
         lambda f: change_metadata(f, lambda m: setattr(_storage(m), "transform_descriptors", ["zstd"])),
@@ -251,7 +250,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 
 @pytest.mark.usefixtures("in_this_process")
 @pytest.mark.parametrize("case", WRONG)
-def test_a_damaged_dcp_folder_is_told(case: str, tmp_path: Path) -> None:
+def test_a_damaged_dcp_folder_is_reported(case: str, tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "dcp", {"a": TENSORS["a"]})
     change, message = WRONG[case]
     change(folder)

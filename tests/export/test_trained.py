@@ -146,13 +146,13 @@ def test_adapter_only_is_a_peft_folder(trained: Path, tmp_path: Path) -> None:
     torch.testing.assert_close(logits_of(merged), in_training(trained, run.name))
 
 
-def test_the_card_tells_what_was_done(trained: Path, tmp_path: Path) -> None:
+def test_the_card_describes_the_run(trained: Path, tmp_path: Path) -> None:
     run, out = trained / "fsdp2-lora", tmp_path / "my-model"
     lines = [{"step": 1, "loss": 2.5, "eval_loss": 3.0}, {"step": 1, "eval_loss": 1.25}, {"step": 2, "loss": 1.125}]
     lines += [{"step": 2, "eval_loss": 1.5}, {"step": 3, "loss": 0.5, "eval_loss": 0.25}]  # after what is exported
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    told = {"sources": [{"formats": ["sharegpt", "text"], "examples": 1234}]}
-    (run / "data_report.json").write_text(json.dumps(told))
+    report = {"sources": [{"formats": ["sharegpt", "text"], "examples": 1234}]}
+    (run / "data_report.json").write_text(json.dumps(report))
     license_fields = {"license": "other", "license_name": "tiny", "license_link": "LICENSE"}
     (trained / "model-untied" / "README.md").write_text(f"---\n{yaml.safe_dump(license_fields)}---\n# Base\n")
     assert main(["export", str(run), "--output", str(out), "--no-verify"]) == 0
@@ -192,7 +192,7 @@ def test_generation_config_and_model_stand_without_the_base(trained: Path, tmp_p
     shutil.rmtree(tmp_path / checkpoint.name / "optimizer")  # nothing of it is exported
     command = ["export", str(tmp_path / checkpoint.name), "--output", str(out), "--no-verify"]
     assert main([*command, "--base-model", str(tmp_path / "moved")]) == 2
-    assert "moved: the base model's folder is gone; say where it is with --base-model" in capsys.readouterr().err
+    assert "moved: the base model's folder is gone; name its new place with --base-model" in capsys.readouterr().err
     base = (trained / "model-untied").rename(tmp_path / "base")
     try:
         assert main(command) == 0
@@ -214,13 +214,13 @@ def test_a_damaged_checkpoint_is_not_exported(
     run, out = tmp_path / "run", tmp_path / "out"
     shutil.copytree(trained / "fsdp2-untied" / "checkpoints", run / "checkpoints")
     (checkpoint,) = (run / "checkpoints").glob("step-*")
-    piece = next((checkpoint / "model").glob("*.safetensors"))
-    content = bytearray(piece.read_bytes())
+    part = next((checkpoint / "model").glob("*.safetensors"))
+    content = bytearray(part.read_bytes())
     content[-1] ^= 1
-    piece.write_bytes(content)
+    part.write_bytes(content)
     for source in (run, checkpoint):
         assert main(["export", str(source), "--output", str(out), "--no-verify"]) == 2
-        assert f"model/{piece.name} does not match its checksum" in capsys.readouterr().err
+        assert f"model/{part.name} does not match its checksum" in capsys.readouterr().err
     assert not out.exists()
 
 

@@ -1,8 +1,8 @@
-"""What goes wrong between the checkpoint and the files is found before there is an export, and told."""
+"""What goes wrong between the checkpoint and the files is found before the export is published, and reported."""
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +13,12 @@ import torch
 from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export import export as exporting
-from finetune.export import reload_process as fresh_process
-from finetune.export import values
-from finetune.export import verify as verification
-from finetune.export.writing import Shard
+from finetune.export import reload_check, values, verify
+from finetune.export import weights as weights_module
+from finetune.export.weights import Weights, WrittenWeights
 from finetune.safetensors_io.tensors import StoredTensor, read_files
 
 MakeModel = Callable[..., Path]
-Write = Callable[[Path, Sequence[Shard], Callable[[int], object]], dict[str, bytes]]
 
 
 def export(model: Path, tmp_path: Path, *options: str) -> int:
@@ -45,25 +43,23 @@ def test_a_byte_that_changed_in_a_file_is_found(
     monkeypatch.setattr(values, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
     write = exporting.write_weights
 
-    def written_and_damaged(
-        folder: Path, shards: Sequence[Shard], advance: Callable[[int], object]
-    ) -> dict[str, bytes]:
-        digests = write(folder, shards, advance)
-        tensor = read_files(folder / shard.name for shard in shards)[name]
-        (piece,) = tensor.pieces
-        with piece.path.open("r+b") as file:
-            file.seek(piece.position + position % tensor.byte_count)
+    def write_and_damage(folder: Path, weights: Weights) -> WrittenWeights:
+        written = write(folder, weights)
+        tensor = read_files(folder / shard.name for shard in weights.shards)[name]
+        (part,) = tensor.parts
+        with part.path.open("r+b") as file:
+            file.seek(part.position + position % tensor.byte_count)
             (byte,) = file.read(1)
             file.seek(-1, os.SEEK_CUR)
             file.write(bytes([byte ^ 1]))
-        return digests
+        return written
 
-    monkeypatch.setattr(exporting, "write_weights", written_and_damaged)
+    monkeypatch.setattr(exporting, "write_weights", write_and_damage)
     assert export(tiny_llama(), tmp_path, "--dtype", dtype, "--max-shard-size", "100KB") == 2
-    told = capsys.readouterr().err
-    assert "not exported: values read back differ from the checkpoint's" in told
-    assert f"{name}: differs from the checkpoint" in told
-    assert told.count(": differs from the checkpoint") == 1
+    message = capsys.readouterr().err
+    assert "not exported: values read back differ from the checkpoint's" in message
+    assert f"{name}: differs from the checkpoint" in message
+    assert message.count(": differs from the checkpoint") == 1
     assert not (tmp_path / "results").exists()
 
 
@@ -71,7 +67,7 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files then hold what was read, so that no digest differs."""
-    stored_value = exporting.stored_value
+    stored_value = weights_module.stored_value
 
     def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> values.Value:
         value = stored_value(stored, name, dtype)
@@ -79,26 +75,26 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
             return value
         return replace(value, rows=lambda start, stop: value.rows(start, stop) + 0.001)
 
-    monkeypatch.setattr(exporting, "stored_value", misread)
+    monkeypatch.setattr(weights_module, "stored_value", misread)
     assert export(tiny_llama(), tmp_path) == 2
-    assert "in a fresh process the logits differ by" in capsys.readouterr().err
+    assert "in a separate process the logits differ by" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
-def test_a_checkpoint_that_cannot_be_read_for_its_logits_is_told(
+def test_a_checkpoint_that_cannot_be_read_for_its_logits_is_reported(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unreadable(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
         raise UserError(f"{stored.name}: the file has become shorter than its header says")
 
-    monkeypatch.setattr(verification, "read_rows", unreadable)
+    monkeypatch.setattr(verify, "read_rows", unreadable)
     assert export(tiny_llama(), tmp_path) == 2
     assert "the file has become shorter than its header says" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.timeout(120)
-def test_where_writing_fails_nobody_waits_for_the_logits(
+def test_a_failed_write_does_not_wait_for_the_logits(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = threading.Event()
@@ -108,11 +104,11 @@ def test_where_writing_fails_nobody_waits_for_the_logits(
             rows("model.norm.weight", 0, 1)
             started.set()
 
-    def failing(*_: Any) -> dict[str, bytes]:
+    def failing(*_: Any) -> WrittenWeights:
         assert started.wait(60)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(verification, "streamed_logits", endless)
+    monkeypatch.setattr(verify, "streamed_logits", endless)
     monkeypatch.setattr(exporting, "write_weights", failing)
     assert export(tiny_llama(), tmp_path) == 2
     assert "cannot be written: Input/output error; nothing is left of the export" in capsys.readouterr().err
@@ -123,7 +119,7 @@ def test_both_logits_are_computed_without_torchs_own_threads(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order of sums, and with it the last bits of the logits, depends on their number."""
-    read_rows, surroundings = verification.read_rows, fresh_process._environment
+    read_rows, make_environment = verify.read_rows, reload_check._environment
     seen: set[str] = set()
 
     def rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
@@ -131,12 +127,12 @@ def test_both_logits_are_computed_without_torchs_own_threads(
         return read_rows(stored, start, stop)
 
     def its_environment() -> dict[str, str]:
-        found = surroundings()
-        seen.add(f"{found['OMP_NUM_THREADS']} in the fresh process")
+        found = make_environment()
+        seen.add(f"{found['OMP_NUM_THREADS']} in the separate process")
         return found
 
-    monkeypatch.setattr(verification, "read_rows", rows)
-    monkeypatch.setattr(fresh_process, "_environment", its_environment)
+    monkeypatch.setattr(verify, "read_rows", rows)
+    monkeypatch.setattr(reload_check, "_environment", its_environment)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -144,5 +140,5 @@ def test_both_logits_are_computed_without_torchs_own_threads(
         assert torch.get_num_threads() == 2
     finally:
         torch.set_num_threads(before)
-    assert seen == {"1 here", "1 in the fresh process"}
+    assert seen == {"1 here", "1 in the separate process"}
     assert "identical logits" in capsys.readouterr().out

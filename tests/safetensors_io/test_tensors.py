@@ -24,12 +24,12 @@ def write_raw(path: Path, header: Any, data: bytes = b"", length: int | None = N
     path.write_bytes(struct.pack("<Q", len(text) if length is None else length) + text + data)
 
 
-def write_pieces(folder: Path, pieces: list[tuple[torch.Tensor, list[int]]], name: str = "weight") -> None:
+def write_parts(folder: Path, parts: list[tuple[torch.Tensor, list[int]]], name: str = "weight") -> None:
     """Files as DCP's HuggingFaceStorageWriter(save_distributed=True) writes them, one for each rank."""
     folder.mkdir(exist_ok=True)
-    for rank, (piece, offsets) in enumerate(pieces, start=1):
+    for rank, (part, offsets) in enumerate(parts, start=1):
         save_file(
-            {name: piece.contiguous()},
+            {name: part.contiguous()},
             folder / f"shard-{rank:05d}-model-00001-of-00001.safetensors",
             metadata={"DCP_SHARDING_INFO": json.dumps({name: {"saved_offsets": offsets}}), "format": "pt"},
         )
@@ -60,16 +60,16 @@ def test_any_slice_of_any_cut_is_the_slice_of_the_tensor(data: st.DataObject, tm
     shape = data.draw(st.lists(st.integers(1, 9), min_size=0, max_size=3))
     shape += data.draw(st.sampled_from([[], [3], [5000]]))  # rows longer than a run are read one by one
     whole = torch.arange(torch.Size(shape).numel(), dtype=torch.int32).reshape(shape)
-    pieces = [(whole, [0] * len(shape))]
+    parts = [(whole, [0] * len(shape))]
     for dimension in range(len(shape)):
         cut = data.draw(st.integers(0, shape[dimension]))
-        pieces = [
+        parts = [
             (part, [*offsets[:dimension], start, *offsets[dimension + 1 :]])
-            for piece, offsets in pieces
-            for part, start in zip(piece.tensor_split([cut], dimension), (0, cut), strict=True)
+            for part, offsets in parts
+            for part, start in zip(part.tensor_split([cut], dimension), (0, cut), strict=True)
         ]
-    folder = tmp_path_factory.mktemp("pieces")
-    write_pieces(folder, data.draw(st.permutations(pieces)))
+    folder = tmp_path_factory.mktemp("parts")
+    write_parts(folder, data.draw(st.permutations(parts)))
     tensor = read_folder(folder)["weight"]
     bounds = [sorted(data.draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
     slices = tuple(slice(*pair) for pair in bounds[: data.draw(st.integers(0, len(shape)))])
@@ -78,7 +78,7 @@ def test_any_slice_of_any_cut_is_the_slice_of_the_tensor(data: st.DataObject, tm
     assert torch.equal(read_slice(tensor, slices), whole[slices])
 
 
-def test_pieces_that_ranks_wrote_through_dcp_are_joined(tmp_path: Path) -> None:
+def test_parts_that_ranks_wrote_through_dcp_are_joined(tmp_path: Path) -> None:
     import torch.distributed.checkpoint as dcp
 
     state = {"a": ROWS, "b": torch.tensor(3), "c": ROWS.bfloat16()}
@@ -119,7 +119,7 @@ HOSTILE_HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
     "truncated in its header": ({"weight": entry()}, b"", 60_000, "truncated"),
     "header of 100 GB": ({"weight": entry()}, b"12345678", 100_000_000_000, "header alone claims 100,000,000,000"),
     "overlap": ({"a": entry(0, 8), "weight": entry(4, 12)}, b"0" * 12, None, "weight: overlaps a"),
-    "hole": ({"a": entry(0, 8), "weight": entry(12, 20)}, b"0" * 20, None, "weight: leaves a hole after a"),
+    "hole": ({"a": entry(0, 8), "weight": entry(12, 20)}, b"0" * 20, None, "weight: leaves a gap after a"),
     "bytes of nobody": ({"a": entry(0, 8)}, b"0" * 12, None, "4 bytes after its last tensor"),
     "named twice": (b'{"weight": {}, "weight": {}}', b"", None, "weight: header: named twice"),
     "not JSON": (b'{"weight"', b"", None, "header: not JSON"),
@@ -134,9 +134,9 @@ HOSTILE_HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
     "too many dimensions": ({"weight": entry(shape=[1] * 99)}, b"0" * 8, None, "weight: shape"),
     "wrong size": ({"weight": entry(shape=[3])}, b"0" * 8, None, "weight: F32 of shape .* takes 12 bytes"),
     "backwards": ({"weight": entry(8, 0)}, b"0" * 8, None, "weight: .* claim -8"),
-    "name that paints the terminal": ({"\x1b[31m": entry()}, b"0" * 8, None, r"\\x1b\[31m: this is no name"),
+    "name that paints the terminal": ({"\x1b[31m": entry()}, b"0" * 8, None, r"\\x1b\[31m: not a tensor name"),
     "metadata of a list": ({"__metadata__": [], "weight": entry()}, b"0" * 8, None, "__metadata__"),
-    "no offsets of a piece": (
+    "no offsets of a part": (
         {"__metadata__": {"DCP_SHARDING_INFO": "{}"}, "weight": entry()},
         b"0" * 8,
         None,
@@ -195,17 +195,17 @@ def test_the_same_name_in_two_files_is_told(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-def test_pieces_must_cover_their_tensor_once(tmp_path: Path) -> None:
-    write_pieces(tmp_path / "hole", [(ROWS[:2], [0, 0]), (ROWS[4:], [4, 0])])
-    with pytest.raises(UserError, match=r"weight: its pieces leave 8 of 24 elements out"):
+def test_parts_must_cover_their_tensor_once(tmp_path: Path) -> None:
+    write_parts(tmp_path / "hole", [(ROWS[:2], [0, 0]), (ROWS[4:], [4, 0])])
+    with pytest.raises(UserError, match=r"weight: 8 of 24 elements are in no file"):
         read_folder(tmp_path / "hole")
-    write_pieces(tmp_path / "overlap", [(ROWS[:4], [0, 0]), (ROWS[2:], [2, 0])])
+    write_parts(tmp_path / "overlap", [(ROWS[:4], [0, 0]), (ROWS[2:], [2, 0])])
     with pytest.raises(UserError, match=r"weight: both .*shard-00001.* and .*shard-00002.* hold it"):
         read_folder(tmp_path / "overlap")
-    write_pieces(tmp_path / "dtypes", [(ROWS[:4], [0, 0]), (ROWS[4:].half(), [4, 0])])
+    write_parts(tmp_path / "dtypes", [(ROWS[:4], [0, 0]), (ROWS[4:].half(), [4, 0])])
     with pytest.raises(UserError, match=r"weight: .* differ in dtype"):
         read_folder(tmp_path / "dtypes")
-    write_pieces(tmp_path / "empty", [(ROWS, [0, 0]), (ROWS[6:], [6, 0])])
+    write_parts(tmp_path / "empty", [(ROWS, [0, 0]), (ROWS[6:], [6, 0])])
     assert torch.equal(read(read_folder(tmp_path / "empty")["weight"]), ROWS)
 
 
@@ -285,7 +285,7 @@ def test_no_index_crashes_the_reader(index: Any, tmp_path_factory: Any) -> None:
 @given(position=st.integers(0, 10**9), value=st.integers(0, 255))
 def test_no_changed_byte_crashes_the_reader(position: int, value: int, tmp_path_factory: Any) -> None:
     folder = tmp_path_factory.mktemp("fuzz", numbered=True)
-    write_pieces(folder, [(ROWS[:4], [0, 0]), (ROWS[4:], [4, 0])])
+    write_parts(folder, [(ROWS[:4], [0, 0]), (ROWS[4:], [4, 0])])
     path = folder / "shard-00002-model-00001-of-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[position % len(content)] = value

@@ -1,0 +1,46 @@
+"""What an export is asked for, checked without torch: a mistake in the command is reported before seconds of imports."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from finetune.errors import UserError
+from finetune.export.publish import check_destination, restore_export, restore_exports
+from finetune.units import read_size
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What of a source is exported, and how."""
+
+    dtype: str | None = None  # None: the base model's
+    max_shard_size: str = "5GB"
+    verify: bool = True
+    overwrite: bool = False
+    model: bool = True  # LoRA: the merged model
+    adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
+    trust_remote_code: bool = False
+
+
+def check_request(source: Path, output: Path, options: ExportOptions) -> None:
+    """Raises `UserError` where the export could only fail, whatever `source` holds.
+
+    First restores exports that a killed process was replacing: one of them may be `source`.
+    """
+    restore_exports(source)
+    for place in (source, output):
+        restore_export(place)
+    if not source.exists():
+        raise UserError(f"{source}: no such folder; give a run's folder or a checkpoint")
+    if source.is_file():
+        raise UserError(f"{source}: a file; give the folder that holds it")
+    if options.dtype not in (None, *DTYPES):
+        raise UserError(f"--dtype: {options.dtype}: one of {', '.join(DTYPES)} is expected")
+    try:
+        read_size(options.max_shard_size)
+    except UserError as error:
+        raise UserError(f"--max-shard-size: {error}") from None
+    if source.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"{output}: holds what is exported; choose another --output")
+    check_destination(output, options.overwrite)

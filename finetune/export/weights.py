@@ -1,0 +1,180 @@
+"""The weights of the result: planned as values in files, then streamed to disk a block at a time."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import xxhash
+
+from finetune.constants import CONFIG_FILE
+from finetune.durable import write_file
+from finetune.errors import UserError
+from finetune.export import lora_merge as lora
+from finetune.export.options import DTYPES, ExportOptions
+from finetune.export.publish import ADAPTER
+from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
+from finetune.export.target import TargetModel, config_dtype, read_config
+from finetune.export.values import Value, cast_rows, match_tensors, prefetch, raw_bytes, row_blocks, stored_value
+from finetune.safetensors_io.header import header_bytes
+from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, main_dtype, read_folder
+from finetune.terminal import progress_bar
+from finetune.units import read_size
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file of the result."""
+
+    name: str  # its path in the result's folder
+    values: tuple[Value, ...]
+
+    @property
+    def header(self) -> bytes:
+        return header_bytes(((v.name, v.dtype, v.shape) for v in self.values), {"format": "pt"})
+
+    @property
+    def byte_count(self) -> int:
+        return len(self.header) + sum(value.byte_count for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What will be written. Source: `plan_weights`."""
+
+    model: tuple[Shard, ...]  # empty where the adapter alone is exported
+    adapter: Shard | None
+    dtype: torch.dtype  # of the model
+    stored: Mapping[
+        str, StoredTensor
+    ]  # by the target's names: the checkpoint's tensors, or the base's under an adapter
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return (*self.model, *([self.adapter] if self.adapter is not None else []))
+
+    @property
+    def byte_count(self) -> int:
+        return sum(shard.byte_count for shard in self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """Weights on disk. Source: `write_weights`."""
+
+    shards: tuple[Shard, ...]
+    digests: Mapping[str, bytes]  # xxh3_128 of each tensor's bytes, taken from memory on their way to the file
+
+
+def plan_weights(source: Source, target: TargetModel, options: ExportOptions) -> Weights:
+    """The files of the result, and how each tensor in them follows from what is stored. Reads no values, but tied ones.
+
+    Raises `UserError` where the stored tensors are not those of `target`, or an adapter does not fit it.
+    """
+    if source.adapter is None and not options.model:
+        raise UserError(f"{source.path}: holds no adapter; omit --adapter-only")
+    where, dtype = str(source.path), _choose_dtype(source, target, options.dtype)
+    adapter = None
+    if source.adapter is not None and options.adapter:
+        adapter = _plan_adapter(source.adapter, target, where, options)
+    if not options.model:
+        return Weights((), adapter, dtype, {})
+    stored = match_tensors(source.tensors, target, where, prefixed=source.names_may_be_prefixed)
+    updates: dict[str, lora.Update] = {}
+    if source.adapter is not None:
+        updates = lora.find_updates(source.adapter, target, where)
+        lora.check_mergeable(source.adapter, updates, target, where)
+        stored |= lora.find_own_bases(source.adapter)
+    values = []
+    for name in target.shapes:
+        written_dtype = target.written_dtype(name, stored[name].dtype, dtype)
+        if name in updates:
+            values.append(lora.merged_value(updates[name], stored[name], name, written_dtype))
+        else:
+            values.append(stored_value(stored[name], name, written_dtype))
+    return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored)
+
+
+def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:
+    dtype = getattr(torch, options.dtype) if options.dtype and not options.model else None
+    if lora.why_unmergeable(adapter.config) is None:
+        lora.find_updates(adapter, target, where)  # raises unless it is complete and fits
+    values = (
+        stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype) for name, tensor in adapter.tensors.items()
+    )
+    folder = f"{ADAPTER}/" if options.model else ""
+    return Shard(folder + ADAPTER_WEIGHTS, tuple(sorted(values, key=lambda value: value.name)))
+
+
+def _choose_dtype(source: Source, target: TargetModel, given: str | None) -> torch.dtype:
+    """The dtype of the result: the command's, the recipe's, the base's, the config's, or the stored one."""
+    name = given or source.recipe.get("export_dtype")
+    if name is not None:
+        return getattr(torch, str(name))  # type: ignore[no-any-return]
+    found = (
+        _base_dtype(source.base)
+        or config_dtype(target.config_json)
+        or main_dtype(source.tensors.values())
+        or torch.float32
+    )
+    return found if str(found).removeprefix("torch.") in DTYPES else torch.bfloat16
+
+
+def _base_dtype(base: Path | None) -> torch.dtype | None:
+    """The dtype of most of the base's weights; by its config where they are not on this machine."""
+    if base is None:
+        return None
+    try:
+        return main_dtype(read_folder(base).values())
+    except UserError:
+        return config_dtype(read_config(base)) if (base / CONFIG_FILE).exists() else None
+
+
+def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[Shard, ...]:
+    """`values` in order, each file filled up to `max_shard_bytes` of values; a larger tensor gets a file of its own."""
+    groups: list[list[Value]] = [[]]
+    filled = 0
+    for value in values:
+        if groups[-1] and filled + value.byte_count > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(value)
+        filled += value.byte_count
+    stem = SINGLE_FILE.removesuffix(".safetensors")
+    names = [f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else [SINGLE_FILE]
+    # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and order is kept otherwise.
+    return tuple(
+        Shard(name, tuple(sorted(group, key=lambda value: -value.dtype.itemsize)))
+        for name, group in zip(names, groups, strict=True)
+    )
+
+
+def write_weights(folder: Path, weights: Weights) -> WrittenWeights:
+    """Writes every shard, and the index of a model of several."""
+    digests = {value.name: xxhash.xxh3_128() for shard in weights.shards for value in shard.values}
+    with progress_bar("writing", weights.byte_count) as advance:
+        for shard in weights.shards:
+            (folder / shard.name).parent.mkdir(exist_ok=True)
+            write_file(folder / shard.name, _stream(shard, digests, advance))
+    if len(weights.model) > 1:
+        total = sum(value.byte_count for shard in weights.model for value in shard.values)
+        weight_map = {value.name: shard.name for shard in weights.model for value in shard.values}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(folder / INDEX_FILE, [f"{json.dumps(index, indent=2)}\n".encode()])
+    return WrittenWeights(weights.shards, {name: digest.digest() for name, digest in digests.items()})
+
+
+def _stream(
+    shard: Shard, digests: Mapping[str, xxhash.xxh3_128], advance: Callable[[int], object]
+) -> Iterator[bytes | memoryview]:
+    """The bytes of one file, in order; adds those of each tensor to its digest."""
+    yield shard.header
+    parts = [(value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)]
+    for (value, _, _), block in zip(parts, prefetch(cast_rows, parts), strict=True):
+        if block.numel():
+            content = raw_bytes(block)
+            digests[value.name].update(content)
+            yield content
+            advance(block.nbytes)
