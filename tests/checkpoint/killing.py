@@ -65,7 +65,7 @@ def kill_and_resume(root: Path, kills: int, ranks: int, seed: int, seconds: floa
     make_chat(root / "chat.jsonl", rows=4)
     chance, counts, ended = random.Random(seed), Counter[str](), time.monotonic() + seconds
     reference = Life(root, root / "reference", ranks, asynchronous=False, reference=None)
-    assert reference.run(kill_after=None, victims=(), during="") == "finished", reference.told()
+    assert reference.run(kill_after=None, victims=(), during="") == "finished", reference.output()
     expected = reference.digests()
     runs = lives = 0
     saved = 0
@@ -76,7 +76,7 @@ def kill_and_resume(root: Path, kills: int, ranks: int, seed: int, seconds: floa
         outcome = life.run(chance.uniform(0.0, 0.5), victims, chance.choice(PHASES))
         steps = [step for step, _ in retention.list_checkpoints(life.run_folder)]
         if outcome == "fault" or (saved and (not steps or max(steps) < saved)):
-            raise SystemExit(f"life {lives}: step {saved} was saved, {steps} are left\n{life.told()}")
+            raise SystemExit(f"life {lives}: step {saved} was saved, {steps} are left\n{life.output()}")
         saved = life.saved() or saved
         if outcome == "finished":
             runs, saved = runs + 1, 0
@@ -123,24 +123,24 @@ class Life:
                 for rank in set(range(self.ranks)) - codes.keys():
                     os.kill(processes[rank], signal.SIGKILL)
             time.sleep(0.0005 if begun and met is None else 0.01)
-        if "FAULT" in self.told() or (met is None and any(codes.values())):
+        if "FAULT" in self.output() or (met is None and any(codes.values())):
             return "fault"
         return met[0] if met else "finished"
 
-    def told(self) -> str:
+    def output(self) -> str:
         return self.log.read_text() if self.log.exists() else ""
 
     def saved(self) -> int | None:
         """The last step whose save had returned."""
-        steps = [int(line.split()[1]) for line in self.told().splitlines() if line.startswith("saved ")]
+        steps = [int(line.split()[1]) for line in self.output().splitlines() if line.startswith("saved ")]
         return max(steps, default=None)
 
     def digests(self) -> dict[str, str]:
         """`STEP RANK` -> digest of that rank's state after that step."""
-        lines = [line.split() for line in self.told().splitlines() if line.startswith("state ")]
+        lines = [line.split() for line in self.output().splitlines() if line.startswith("state ")]
         return {f"{step} {rank}": value for _, step, rank, value in lines}
 
-    def _tell(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.write(descriptor, f"{line}\n".encode())
         os.close(descriptor)
@@ -178,9 +178,11 @@ class Life:
             )
             value, name = digest(tensors), f"{step} {rank}"
             if self.reference is None:
-                self._tell(f"state {name} {value}")
+                self._log_line(f"state {name} {value}")
             elif self.reference[name] != value:
-                self._tell(f"FAULT rank {rank}: the state after step {step} is not that of the run that nobody killed")
+                self._log_line(
+                    f"FAULT rank {rank}: the state after step {step} is not that of the run that nobody killed"
+                )
                 raise AssertionError
 
         if progress.step:
@@ -191,7 +193,7 @@ class Life:
                 train_step(step, model, optimizer, world, saver)
                 saver.save(Progress(step=step + 1))
                 if not saver.is_async and world.is_main:
-                    self._tell(f"saved {step + 1}")
+                    self._log_line(f"saved {step + 1}")
                 compare(step + 1)
         leave(world)
 

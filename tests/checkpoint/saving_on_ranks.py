@@ -1,4 +1,4 @@
-"""What goes wrong while two ranks save, one scenario after another; no rank may send a pickle. Started by test_saving.py.
+"""What goes wrong while two ranks save, one scenario after another; no rank may send a pickle. Started by test_save.py.
 
 saving_on_ranks.py ROOT SLOW_SECONDS        ROOT holds model/ and recipe.yaml
 """

@@ -147,7 +147,7 @@ def test_no_published_checkpoint_is_ever_lost(
         assert set(sorted(ever)[-KEEP:]) <= found.keys(), f"killed at operation {kill}: only {list(found)} are left"
         left = {path.name for path in retention.checkpoints_folder(root).glob("*")}
         assert left == {f"step-{step:08d}" for step in found}, f"killed at operation {kill}: {left}"
-        write_checkpoint(root, 9, b"the run goes on")
+        write_checkpoint(root, 9, b"the run continues")
         assert retention.find_newest_valid(root) == retention.step_folder(root, 9)
         if ended:
             print(f"killed at each of {kill - 1} operations")

@@ -2,7 +2,7 @@
 
     python tests/checkpoint/tiny_run.py '{"recipe": ..., "layout": "fsdp2", "steps": 6, "save_at": [3]}'
 
-Goes on from the newest checkpoint that verifies. Writes `STEP LOSS` lines and a digest of the parameters.
+Resumes from the newest checkpoint that verifies. Writes `STEP LOSS` lines and a digest of the parameters.
 """
 
 import json

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
-from tests.checkpoint.test_folder import write_checkpoint
+from tests.checkpoint.test_manifest import write_checkpoint
 from tests.ranks import ROOT, environment
 
 MakeModel = Callable[..., Path]

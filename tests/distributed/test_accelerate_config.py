@@ -1,4 +1,4 @@
-"""Accelerate files, read strictly: what Accelerate would ignore or contradict is told before anything is loaded."""
+"""Accelerate files, read strictly: what Accelerate would ignore or contradict is an error before anything is loaded."""
 
 from collections.abc import Callable
 from pathlib import Path

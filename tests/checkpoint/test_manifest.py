@@ -1,4 +1,4 @@
-"""The folder protocol without torch: publish, verify, prune."""
+"""Manifests without torch: publish, verify, list."""
 
 import json
 import shlex
@@ -53,9 +53,9 @@ def test_a_damaged_one_is_named_and_passed_over(tmp_path: Path) -> None:
     write_checkpoint(tmp_path, 1)
     newer = write_checkpoint(tmp_path, 2)
     (newer / manifest.STATE).unlink()
-    told: list[str] = []
-    assert retention.find_newest_valid(tmp_path, told.append) == retention.step_folder(tmp_path, 1)
-    assert told == [f"{newer}: passed over: state.json is missing"]
+    logged: list[str] = []
+    assert retention.find_newest_valid(tmp_path, logged.append) == retention.step_folder(tmp_path, 1)
+    assert logged == [f"{newer}: passed over: state.json is missing"]
 
 
 def test_whoever_waits_hears_of_every_byte_that_is_read(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A run that was stopped goes on as if nobody had stopped it: through run.py, on real ranks."""
+"""A stopped run resumes as if nobody had stopped it: through run.py, on real ranks."""
 
 import json
 import re
@@ -131,7 +131,7 @@ def test_a_killed_run_ends_bit_for_bit_as_if_nobody_had_killed_it(
         pytest.param("fsdp2", 3, marks=pytest.mark.slow),
     ],
 )
-def test_a_run_goes_on_in_any_layout_and_on_any_number_of_ranks(place: Place, layout: str, ranks: int) -> None:
+def test_a_run_resumes_in_any_layout_and_on_any_number_of_ranks(place: Place, layout: str, ranks: int) -> None:
     run_folder = stopped_at(place, SAVED, f"{layout}{ranks}")
     place.run(run_folder.name, layout, ranks).check()
     resumed, whole = metrics(run_folder), metrics(place.root / "whole")
@@ -142,7 +142,7 @@ def test_a_run_goes_on_in_any_layout_and_on_any_number_of_ranks(place: Place, la
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("layout", "ranks"), [("single", 1), ("ddp", 2), ("fsdp1", 2), ("fsdp2", 3)])
-def test_what_any_layout_has_written_goes_on_as_fsdp2(place: Place, layout: str, ranks: int) -> None:
+def test_what_any_layout_has_written_resumes_as_fsdp2(place: Place, layout: str, ranks: int) -> None:
     name = f"from-{layout}{ranks}"
     place.run(name, layout, ranks).check()
     for later in [path for step, path in retention.list_checkpoints(place.root / name) if step > SAVED]:
