@@ -24,7 +24,12 @@ def launch_command(options: argparse.Namespace) -> int:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
-    read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+    sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+    if ranks < sharding.num_machines:
+        raise UserError(
+            f"{sharding.source}: num_machines: {sharding.num_machines}, but --num-processes {ranks}: each machine runs at "
+            "least one; set num_machines: 1, or ask for more processes"
+        )
     file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config") if config else None
 
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]

@@ -37,6 +37,7 @@ class Sharding:
     cpu_offload: bool = False
     forward_prefetch: bool = False  # FSDP1 only
     use_cpu: bool = False
+    num_machines: int = 1
     source: str = "the launch"
 
     @property
@@ -117,6 +118,7 @@ def _interpret(settings: Settings) -> Sharding:
         cpu_offload=read.boolean("offload_params"),
         forward_prefetch=read.boolean("forward_prefetch"),
         use_cpu=settings.use_cpu,
+        num_machines=settings.num_machines,
         source=settings.source,
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
@@ -132,18 +134,18 @@ def _interpret(settings: Settings) -> Sharding:
 
 def _strategy(layout: Layout, settings: Settings, read: "_Reader", problems: list[str]) -> Strategy:
     if layout == "fsdp1":
-        if "reshard_after_forward" in settings.fsdp:
-            problems.append(
-                f"{settings.source}: fsdp_reshard_after_forward: version 1 ignores it; use fsdp_sharding_strategy"
-            )
         numbered = {
             str(number): name
             for number, name in enumerate(("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"), 1)
         }
-        given = str(settings.fsdp.get("sharding_strategy", "FULL_SHARD"))
-        return cast(
-            Strategy, read.one_of("sharding_strategy", get_args(Strategy), numbered.get(given, "FULL_SHARD"), numbered)
-        )
+        # Accelerate's version 1 takes a strategy's name under either key, true or false under neither.
+        if isinstance(settings.fsdp.get("reshard_after_forward"), bool):
+            problems.append(
+                f"{settings.source}: fsdp_reshard_after_forward: version 1 takes no true or false; use fsdp_sharding_strategy"
+            )
+            return "FULL_SHARD"
+        key = "sharding_strategy" if "sharding_strategy" in settings.fsdp else "reshard_after_forward"
+        return cast(Strategy, read.one_of(key, get_args(Strategy), "FULL_SHARD", numbered))
     if layout == "fsdp2":
         if "sharding_strategy" in settings.fsdp:
             problems.append(

@@ -21,7 +21,6 @@ LAUNCHER_KEYS = frozenset(
         "main_process_ip",
         "main_process_port",
         "main_training_function",
-        "num_machines",
         "num_processes",
         "rdzv_backend",
         "rdzv_conf",
@@ -42,7 +41,24 @@ LAUNCHER_KEYS = frozenset(
         "monitor_interval",
     ]
 )
-OUR_KEYS = frozenset({"distributed_type", "mixed_precision", "use_cpu", "fsdp_config", "parallelism_config"})
+OUR_KEYS = frozenset(
+    {"distributed_type", "mixed_precision", "use_cpu", "fsdp_config", "parallelism_config", "num_machines"}
+)
+DEEPSPEED = (
+    "DeepSpeed is not supported; FSDP shards the same: accelerate_configs/fsdp_full_shard_auto.yaml for ZeRO stage 3, "
+    "fsdp_shard_grad_op.yaml for stages 1 and 2"
+)
+# Sections of other libraries. Accelerate writes them empty too; only what stands in one asks for something.
+OTHER_SECTIONS = {
+    "deepspeed_config": DEEPSPEED,
+    "megatron_lm_config": "Megatron-LM is not supported; use an FSDP config",
+    "fp8_config": "FP8 is not supported; mixed_precision: bf16",
+    "dynamo_config": "set torch_compile: true in the recipe, and remove this section",
+    "mpirun_config": "mpirun is not supported as a launcher; start the ranks with accelerate launch or torchrun",
+    "ipex_config": "Intel's extension is not supported; remove this section",
+    "aws_config": "SageMaker is not supported; remove this section",
+}
+OTHER_TYPES = {"DEEPSPEED": DEEPSPEED, "MEGATRON_LM": OTHER_SECTIONS["megatron_lm_config"]}
 DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
 # Keys of fsdp_config without their fsdp_ prefix -> the variable that the launcher makes of them.
 FSDP_KEYS = {
@@ -68,6 +84,18 @@ MESH_KEYS = {
     "dp_replicate_size": "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
     "dp_shard_size": "PARALLELISM_CONFIG_DP_SHARD_SIZE",
 }
+# Meshes that are not supported: accepted at size 1, where they ask for nothing, with the keys that describe them.
+OTHER_MESHES = {"tp_size": "tensor parallelism", "cp_size": "context parallelism", "sp_size": "sequence parallelism"}
+OTHER_MESH_KEYS = frozenset(
+    [
+        "cp_backend",
+        "cp_comm_strategy",
+        "sp_backend",
+        "sp_seq_length",
+        "sp_seq_length_is_variable",
+        "sp_attn_implementation",
+    ]
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +108,7 @@ class Settings:
     use_cpu: bool
     fsdp: dict[str, Any]
     mesh: dict[str, Any]
+    num_machines: int = 1
 
 
 def read_file(path: Path) -> Settings:
@@ -90,15 +119,23 @@ def read_file(path: Path) -> Settings:
     where |= {f"{entry.key}.{key}": place for entry in entries for key, place in entry.places.items()}
     if values.keys() & {"model_name_or_path", "model_config", "datasets"} and not values.keys() & {"distributed_type"}:
         raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
-    for key in values.keys() - LAUNCHER_KEYS - OUR_KEYS:
+    for key in values.keys() - LAUNCHER_KEYS - OUR_KEYS - OTHER_SECTIONS.keys():
         problems.append(f"{where[key]}: {key}: {_explain_unknown_key(key)}")
+    for key in values.keys() & OTHER_SECTIONS.keys():
+        if values[key]:
+            problems.append(f"{where[key]}: {key}: {OTHER_SECTIONS[key]}")
     fsdp = _read_section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
-    mesh = _read_section(values, "parallelism_config", "parallelism_config_", {*MESH_KEYS}, where, problems)
+    mesh_keys = {*MESH_KEYS, *OTHER_MESHES, *OTHER_MESH_KEYS}
+    mesh = _read_section(values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems)
+    for key in OTHER_MESHES.keys() & mesh.keys():
+        problems += _refuse_mesh(where["parallelism_config"], f"parallelism_config_{key}", key, mesh[key])
     distributed_type = str(values.get("distributed_type", "NO")).upper()
     if distributed_type not in DISTRIBUTED_TYPES:
-        problems.append(
-            f"{where['distributed_type']}: distributed_type: {distributed_type} is not supported; one of {', '.join(DISTRIBUTED_TYPES)}"
-        )
+        reason = OTHER_TYPES.get(distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}")
+        problems.append(f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}")
+    machines = values.get("num_machines") or 1
+    if isinstance(machines, bool) or not str(machines).isdigit():
+        problems.append(f"{where['num_machines']}: num_machines: {machines} does not fit; a whole number is expected")
     if problems:
         raise UserError.of(problems)
     precision = values.get("mixed_precision", "no")
@@ -109,7 +146,16 @@ def read_file(path: Path) -> Settings:
         use_cpu=bool(values.get("use_cpu", False)),
         fsdp=fsdp,
         mesh=mesh,
+        num_machines=int(machines),
     )
+
+
+def _refuse_mesh(where: str, name: str, key: str, size: Any) -> list[str]:
+    if str(size) in ("1", "None"):
+        return []
+    return [
+        f"{where}: {name}: {size}: {OTHER_MESHES[key]} is not supported; set it to 1, the ranks then shard the model"
+    ]
 
 
 def _read_section(
@@ -141,8 +187,23 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
-    """The FSDP settings that the launcher exported; None where it exported none."""
-    if environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+    """The FSDP settings that the launcher exported; None where it exported none.
+
+    Raises `UserError` where it asks for what is not supported: planned as something else, that would be ignored.
+    """
+    source = "the launcher's --config_file"
+
+    def asks_for(name: str) -> bool:
+        return environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
+
+    problems = [f"{source}: {OTHER_TYPES[name]}" for name in OTHER_TYPES if asks_for(name)]
+    if asks_for("PARALLELISM_CONFIG"):
+        for key in OTHER_MESHES:
+            name = f"PARALLELISM_CONFIG_{key.upper()}"
+            problems += _refuse_mesh(source, name, key, environ.get(name, "1"))
+    if problems:
+        raise UserError.of(problems)
+    if not asks_for("FSDP"):
         return None
     fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
     version = str(fsdp.get("version", "1"))
@@ -153,10 +214,10 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         fsdp.pop("use_orig_params", None)
     mesh = {key: environ[variable] for key, variable in MESH_KEYS.items() if variable in environ}
     return Settings(
-        source="the launcher's --config_file",
+        source=source,
         distributed_type="FSDP",
         mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION", "no"),
         use_cpu=environ.get("ACCELERATE_USE_CPU", "false").lower() == "true",
         fsdp=fsdp,
-        mesh=mesh if environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "false").lower() == "true" else {},
+        mesh=mesh if asks_for("PARALLELISM_CONFIG") else {},
     )

@@ -163,12 +163,11 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         return [f"{entry.where}: {entry.key}: {what_is_wrong(error, entry.value)}"]
     if key.is_file_or_name and isinstance(value, str):
         try:
-            located = _located(value, folder)
-            if located is None:
-                return [f"{entry.where}: {entry.key}: {value}: no such file or folder, here or beside the recipe"]
-            value = _inside_checkpoint(located)
+            value = value if _is_inline(value) else _located(value, folder)
+            if value is None:
+                return [f"{entry.where}: {entry.key}: {entry.value}: no such file or folder, here or beside the recipe"]
         except OSError as error:  # a folder on the way is closed to us, say
-            return [f"{entry.where}: {entry.key}: {value}: cannot be read: {error.strerror or error}"]
+            return [f"{entry.where}: {entry.key}: {entry.value}: cannot be read: {error.strerror or error}"]
     values[entry.key] = value
     return []
 
@@ -199,14 +198,17 @@ def _adapter(key: str, section: str) -> TypeAdapter[Any]:
     return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
 
 
+def _is_inline(value: str) -> bool:
+    """Whether a value is what it says (Jinja text, an address) and not a path: no file system takes a name of over 255."""
+    return any(mark in value for mark in ("\n", "://", "{{", "{%")) or max(map(len, value.split("/"))) > 255
+
+
 def _located(value: str, folder: Path) -> str | None:
     """A local path that exists, from here or from beside the recipe; a name that may be the hub's as it is; else None."""
-    if "\n" in value or "://" in value or "{{" in value or "{%" in value or len(value) > 1000:
-        return value
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
-            return str(candidate)
+            return _inside_checkpoint(str(candidate))
     return None if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS) else value
 
 

@@ -9,6 +9,7 @@ import yaml
 
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, Sharding, read_sharding, to_accelerate_config
 from finetune.errors import UserError
+from tests.ranks import run_command
 
 Write = Callable[..., str]
 FSDP2: dict[str, Any] = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
@@ -67,6 +68,14 @@ def test_version_1_ignores_reshard_after_forward(write: Write) -> None:
     assert "use fsdp_sharding_strategy" in refusal(
         write(fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": False})
     )
+
+
+def test_version_1_takes_a_strategy_under_either_key(write: Write) -> None:
+    for key in ("fsdp_sharding_strategy", "fsdp_reshard_after_forward"):
+        path = write(fsdp_config={"fsdp_version": 1, key: "SHARD_GRAD_OP"})
+        assert read_sharding(path, None, {"WORLD_SIZE": "2"}).strategy == "SHARD_GRAD_OP"
+    said = refusal(write(fsdp_config={"fsdp_version": 1, "fsdp_reshard_after_forward": "SOME_SHARD"}))
+    assert "fsdp_reshard_after_forward: SOME_SHARD is not known" in said
 
 
 def test_version_2_has_no_sharding_strategy(write: Write) -> None:
@@ -130,6 +139,65 @@ def test_what_a_run_writes_reads_back_the_same(name: str, tmp_path: Path) -> Non
     assert {f: getattr(second, f) for f in Sharding.__slots__ if f != "source"} == {
         f: getattr(first, f) for f in Sharding.__slots__ if f != "source"
     }
+
+
+def test_sections_of_other_libraries(write: Write) -> None:
+    """Empty, as Accelerate writes them, they ask for nothing; else they are refused by name."""
+    empty: dict[str, Any] = {"deepspeed_config": {}, "megatron_lm_config": {}, "dynamo_config": None}
+    assert read_sharding(write(distributed_type="MULTI_GPU", **empty), None, {"WORLD_SIZE": "2"}).layout == "ddp"
+    said = refusal(
+        write(distributed_type="DEEPSPEED", deepspeed_config={"zero_stage": 3}, fp8_config={"backend": "TE"})
+    )
+    assert "deepspeed_config: DeepSpeed is not supported" in said and "fp8_config: FP8 is not supported" in said
+    assert "distributed_type: DEEPSPEED: DeepSpeed is not supported" in said and "did you mean" not in said
+
+
+@pytest.mark.parametrize("mesh", ["tp_size", "cp_size", "sp_size"])
+def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
+    key = f"parallelism_config_{mesh}"
+    sizes = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_comm_strategy": "allgather"}
+    assert read_sharding(write(fsdp_config=FSDP2, parallelism_config=sizes | {key: 1}), None, {"WORLD_SIZE": "2"})
+    said = refusal(write(fsdp_config=FSDP2, parallelism_config=sizes | {key: 2}))
+    assert f"{key}: 2: " in said and "parallelism is not supported" in said
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed is not supported"),
+        ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported"),
+        (
+            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
+            "context parallelism is not",
+        ),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism is not"),
+    ],
+)
+def test_what_only_the_launchers_environment_asks_for_is_refused(environ: dict[str, str], named: str) -> None:
+    assert named in refusal(None, environ, recipe="fsdp_full_shard")
+    assert named in refusal("fsdp_full_shard", environ)
+
+
+def test_more_machines_than_processes(write: Write, tmp_path: Path) -> None:
+    path = write(fsdp_config=FSDP2, num_machines=2, num_processes=1)
+    ended = run_command(["python", "-m", "finetune", "launch", "--config", path, "--num-processes", "1"])
+    assert (ended.returncode, ended.stderr.count("\n")) == (2, 1), ended.stderr
+    assert "num_machines: 2, but --num-processes 1" in ended.stderr
+
+
+def test_every_published_accelerate_file_is_read_or_refused_in_a_sentence(shared: Path) -> None:
+    folder = shared / "peer_configs" / "accelerate_files"
+    if not folder.is_dir():
+        pytest.skip("the published Accelerate files are not at hand")
+    refused = set()
+    for path in sorted(folder.iterdir()):
+        try:
+            read_sharding(str(path), None, {"WORLD_SIZE": "8"} if "NO" not in path.read_text() else {})
+        except UserError as error:
+            refused.add(path.name)
+            assert ("did you mean" not in str(error) and "is not supported" in str(error)) or "invalid" in path.name
+    assert not {name for name in refused if "fsdp" in name or "multi_gpu" in name}, refused
+    assert {name for name in refused if "zero" in name} == {p.name for p in folder.iterdir() if "zero" in p.name}
 
 
 def test_accelerates_own_files_are_understood_key_by_key(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """What the reader says of every kind of mistake: the file, the line, the key, what was meant, what to do."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -235,3 +236,9 @@ def test_other_tools_names_mean_keys_that_there_are() -> None:
     for whose, ours in foreign_names().values():
         assert ours.partition(" ")[0] in recipe_keys(), (whose, ours)
     assert not foreign_names().keys() & recipe_keys().keys()
+
+
+@pytest.mark.parametrize("ending", ["\n", ""])
+def test_an_inline_chat_template_is_no_path(problems: Callable[..., list[str]], ending: str) -> None:
+    template = "{% for m in messages %}{{ m['role'] + m['content'] }}{% endfor %}" * 5 + ending
+    assert len(template) > 255 and problems(GOOD + f"chat_template: {json.dumps(template)}\n") == []
