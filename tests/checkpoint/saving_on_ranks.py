@@ -27,6 +27,7 @@ from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
 from tests.checkpoint.tiny_run import build, digest, train_step
+from tests.ranks import free_port
 
 SCENARIOS: list[Callable[["Run"], None]] = []
 
@@ -202,7 +203,10 @@ def main() -> None:
             function(Run(Path(sys.argv[1]), f"{layout}-run{number}", world))
             world.barrier()
             print(f"{layout}: {function.__name__}: {time.monotonic() - begun:.1f} s", flush=True)
+        # A store of its own for the next world: in the old one are the addresses of this world's groups.
+        port = world.gather(free_port())[0]
         leave(world)
+        os.environ["MASTER_PORT"] = str(port)
 
 
 if __name__ == "__main__":
