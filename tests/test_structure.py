@@ -1,0 +1,56 @@
+"""The structure of the package as the pages describe it: the README's tree, the walks of docs/design.md, names used once."""
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+from tests.ranks import ROOT
+
+PACKAGE = ROOT / "finetune"
+
+
+def first_line(path: Path) -> str:
+    """The first sentence of a module's docstring, without its end."""
+    docstring = ast.get_docstring(ast.parse(path.read_text()))
+    assert docstring, f"{path.relative_to(ROOT)} does not say what it is"
+    return docstring.splitlines()[0].rstrip(".")
+
+
+def tree() -> list[str]:
+    """A line for each package and each module beside them: its name, and the first line of its docstring."""
+    packages = sorted(path.parent for path in PACKAGE.glob("*/__init__.py"))
+    modules = sorted(path for path in PACKAGE.glob("*.py") if not path.name.startswith("__"))
+    lines = [(f"{path.name}/", first_line(path / "__init__.py")) for path in packages]
+    lines += [(path.name, first_line(path)) for path in modules]
+    return [f"  {name:<17} {what}" for name, what in lines]
+
+
+def test_the_readme_ends_in_the_tree() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(finetune/\n.*?)^```$", readme, re.M | re.S)
+    assert blocks and readme.rstrip().endswith("```")
+    assert blocks[-1].splitlines()[1:] == tree(), "\n" + "\n".join(tree())
+
+
+def test_no_file_name_is_used_twice() -> None:
+    names = Counter(path.name for path in PACKAGE.rglob("*.py") if path.name not in ("__init__.py", "cli.py"))
+    assert [name for name, count in names.items() if count > 1] == []
+
+
+def test_no_file_is_a_maze() -> None:
+    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path: lines for path, lines in long.items() if lines > 300} == {}
+
+
+def test_every_file_says_what_it_is() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.name != "__main__.py":
+            assert len(first_line(path)) <= 130, f"{path.relative_to(ROOT)}: the first line is no summary"
+
+
+def test_the_design_page_names_files_that_exist() -> None:
+    page = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page))
+    assert len(named) > 25
+    assert sorted(name for name in named if not ((PACKAGE / name).is_file() or (ROOT / name).is_file())) == []
