@@ -14,7 +14,7 @@ from finetune.export.publish import ADAPTER, EXPORT, check_disk_space, publish, 
 from finetune.export.source import Source, open_source
 from finetune.export.target import describe_target
 from finetune.export.verify import start_verification
-from finetune.export.weights import Weights, plan_weights, write_weights
+from finetune.export.writing import Weights, plan_weights, write_weights
 from finetune.units import disk_size
 
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
+from finetune.export.blocks import Value, stored_value
 from finetune.export.source import Adapter
 from finetune.export.target import TargetModel
-from finetune.export.values import Value, stored_value
 from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 
 BASE_LAYER = ".base_layer."

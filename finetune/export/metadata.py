@@ -13,7 +13,7 @@ from finetune.export.model_card import CARD_FILE, model_card
 from finetune.export.options import ExportOptions
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
-from finetune.export.weights import Weights
+from finetune.export.writing import Weights
 from finetune.safetensors_io.header import read_json
 
 TOKENIZER_CONFIG = "tokenizer_config.json"

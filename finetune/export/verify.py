@@ -12,13 +12,13 @@ import xxhash
 
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
+from finetune.export.blocks import Value, raw_bytes, read_rows, row_blocks
 from finetune.export.logits import streamed_logits
 from finetune.export.options import ExportOptions
 from finetune.export.reload_check import read_with_safetensors, start_reload
 from finetune.export.source import Source, peft_name
 from finetune.export.target import TargetModel, describe_target
-from finetune.export.values import Value, raw_bytes, read_rows, row_blocks
-from finetune.export.weights import Weights, WrittenWeights
+from finetune.export.writing import Weights, WrittenWeights
 from finetune.safetensors_io.tensors import StoredTensor, read_files
 from finetune.terminal import progress_bar
 

@@ -1,4 +1,4 @@
-"""Checkpoints of two ranks in every layout, of ours and of Accelerate's, exported: the logits are those of the training."""
+"""Checkpoints of two ranks in every layout, of this project and of Accelerate's, exported: the logits are those of the training."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Reading safetensors: what is right comes back bit for bit, what is wrong is told with file and tensor."""
+"""Reading safetensors: what is right comes back bit for bit, what is wrong is reported with file and tensor."""
 
 import json
 import os
@@ -152,7 +152,7 @@ HOSTILE_HEADERS: dict[str, tuple[Any, bytes, int | None, str]] = {
 
 
 @pytest.mark.parametrize("case", HOSTILE_HEADERS)
-def test_a_hostile_header_is_told_with_file_and_tensor(case: str, tmp_path: Path) -> None:
+def test_a_hostile_header_is_reported_with_file_and_tensor(case: str, tmp_path: Path) -> None:
     header, data, length, message = HOSTILE_HEADERS[case]
     write_raw(tmp_path / "model.safetensors", header, data, length)
     with pytest.raises(UserError, match=rf"model\.safetensors: .*{message}|model\.safetensors: {message}"):
@@ -171,7 +171,7 @@ def test_a_hostile_header_is_told_with_file_and_tensor(case: str, tmp_path: Path
         ("other.safetensors", "other.safetensors does not hold it"),
     ],
 )
-def test_a_hostile_index_is_told_with_file_and_tensor(file: Any, message: str, tmp_path: Path) -> None:
+def test_a_hostile_index_is_reported_with_file_and_tensor(file: Any, message: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     for path in (tmp_path / "secret.safetensors", folder / "other.safetensors"):
@@ -182,13 +182,13 @@ def test_a_hostile_index_is_told_with_file_and_tensor(file: Any, message: str, t
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}'])
-def test_an_index_of_nothing_is_told(text: str, tmp_path: Path) -> None:
+def test_an_index_of_nothing_is_reported(text: str, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(text)
     with pytest.raises(UserError, match=r"model\.safetensors\.index\.json: "):
         read_folder(tmp_path)
 
 
-def test_the_same_name_in_two_files_is_told(tmp_path: Path) -> None:
+def test_the_same_name_in_two_files_is_reported(tmp_path: Path) -> None:
     save_file({"weight": ROWS}, tmp_path / "a.safetensors")
     save_file({"weight": ROWS}, tmp_path / "b.safetensors")
     with pytest.raises(UserError, match=r"weight: both .*a\.safetensors and .*b\.safetensors hold it"):
@@ -209,7 +209,7 @@ def test_parts_must_cover_their_tensor_once(tmp_path: Path) -> None:
     assert torch.equal(read(read_folder(tmp_path / "empty")["weight"]), ROWS)
 
 
-def test_a_folder_without_tensors_is_told(tmp_path: Path) -> None:
+def test_a_folder_without_tensors_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no \*\.safetensors file is here"):
         read_folder(tmp_path)
     with pytest.raises(UserError, match="no such folder"):
@@ -219,7 +219,7 @@ def test_a_folder_without_tensors_is_told(tmp_path: Path) -> None:
         read_folder(tmp_path)
 
 
-def test_a_file_cut_after_its_header_was_read_is_told(tmp_path: Path) -> None:
+def test_a_file_cut_after_its_header_was_read_is_reported(tmp_path: Path) -> None:
     save_file({"weight": ROWS}, tmp_path / "model.safetensors")
     tensor = read_folder(tmp_path)["weight"]
     os.truncate(tmp_path / "model.safetensors", 100)

@@ -12,10 +12,9 @@ import torch
 
 from finetune.cli import main
 from finetune.errors import UserError
+from finetune.export import blocks, reload_check, verify, writing
 from finetune.export import export as exporting
-from finetune.export import reload_check, values, verify
-from finetune.export import weights as weights_module
-from finetune.export.weights import Weights, WrittenWeights
+from finetune.export.writing import Weights, WrittenWeights
 from finetune.safetensors_io.tensors import StoredTensor, read_files
 
 MakeModel = Callable[..., Path]
@@ -40,7 +39,7 @@ def test_a_byte_that_changed_in_a_file_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last row of the embedding is of no prompt's token, so that no logit shows it."""
-    monkeypatch.setattr(values, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
+    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
     write = exporting.write_weights
 
     def write_and_damage(folder: Path, weights: Weights) -> WrittenWeights:
@@ -67,15 +66,15 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files then hold what was read, so that no digest differs."""
-    stored_value = weights_module.stored_value
+    stored_value = writing.stored_value
 
-    def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> values.Value:
+    def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> blocks.Value:
         value = stored_value(stored, name, dtype)
         if name != "model.layers.0.mlp.up_proj.weight":
             return value
         return replace(value, rows=lambda start, stop: value.rows(start, stop) + 0.001)
 
-    monkeypatch.setattr(weights_module, "stored_value", misread)
+    monkeypatch.setattr(writing, "stored_value", misread)
     assert export(tiny_llama(), tmp_path) == 2
     assert "in a separate process the logits differ by" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.export.blocks import read_rows
 from finetune.export.logits import prompts, streamed_logits
 from finetune.export.target import describe_target
-from finetune.export.values import read_rows
 from finetune.safetensors_io.tensors import read_folder
 from tests.models.families import EVERY, build
 

@@ -12,11 +12,11 @@ from finetune.constants import CONFIG_FILE
 from finetune.durable import write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
+from finetune.export.blocks import Value, cast_rows, match_tensors, prefetch, raw_bytes, row_blocks, stored_value
 from finetune.export.options import DTYPES, ExportOptions
 from finetune.export.publish import ADAPTER
 from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
 from finetune.export.target import TargetModel, config_dtype, read_config
-from finetune.export.values import Value, cast_rows, match_tensors, prefetch, raw_bytes, row_blocks, stored_value
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, main_dtype, read_folder
 from finetune.terminal import progress_bar
