@@ -139,15 +139,15 @@ def _chunked(
         scores = F.linear(hidden[chunk], weight, None if bias is None else bias.to(weight.dtype))
         chunk_loss, grad_scores = loss_and_gradient(scores, labels[chunk], logits, any(wanted))
         loss += chunk_loss
-        if grad_scores is None:
-            continue
-        if grad_bias is not None:
-            grad_bias += grad_scores.sum(0)
-        grad_scores = grad_scores.to(hidden.dtype)
-        if grad_hidden is not None:
-            torch.mm(grad_scores, weight, out=grad_hidden[chunk])
-        if grad_weight is not None:
-            _accumulate_product(grad_weight, grad_scores.t(), hidden[chunk])
+        if grad_scores is not None:
+            if grad_bias is not None:
+                grad_bias += grad_scores.sum(0)
+            grad_scores = grad_scores.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_scores, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _accumulate_product(grad_weight, grad_scores.t(), hidden[chunk])
+        del scores, grad_scores  # else they live until the next chunk's are there
     return loss, grad_hidden, grad_weight, grad_bias
 
 

@@ -1,50 +1,24 @@
-"""What a forward really keeps and allocates, counted from torch's own tensors."""
+"""What a forward really saves and allocates, by torch's own hooks and its allocator."""
 
-import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import accumulate
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class LiveBytes(TorchDispatchMode):
-    """Counts the bytes of every storage that is made inside it and still alive, and the most there ever were."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live, self.peak = 0, 0
-        self._known: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
-        for value in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(value, torch.Tensor):
-                self._count(value.untyped_storage())
-        return made
-
-    def ignore(self, tensors: Iterator[torch.Tensor]) -> None:
-        """These were there before."""
-        self._known |= {tensor.untyped_storage()._cdata for tensor in tensors}
-
-    def _count(self, storage: torch.UntypedStorage) -> None:
-        key, size = storage._cdata, storage.nbytes()
-        if key in self._known:
-            return
-        self._known.add(key)
-        self.live += size
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self._forget, key, size)
-
-    def _forget(self, key: int, size: int) -> None:
-        self._known.discard(key)
-        self.live -= size
+def allocated_peak(run: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator held at once of what was allocated during `run`."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
 
 
 @contextmanager
 def saved_for_backward(known: Iterator[torch.Tensor]) -> Iterator[dict[int, int]]:
-    """The storages that autograd keeps inside this context, by address -> bytes; those of `known` tensors left out."""
+    """The storages that autograd saves inside this context, by address -> bytes; without those of `known` tensors."""
     mine = {tensor.untyped_storage().data_ptr() for tensor in known}
     kept: dict[int, int] = {}
     alive = []
