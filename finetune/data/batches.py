@@ -17,7 +17,8 @@ from finetune.constants import ROUND_TOKENS, global_batch_size
 from finetune.data.collate import Ids, MicroBatch, collate
 from finetune.data.data_report import Report
 from finetune.data.examples import Examples
-from finetune.data.sampler import BatchConfig, EpochRows, arrange_epoch
+from finetune.data.packing import Rows
+from finetune.data.sampler import BatchConfig, arrange_epoch
 from finetune.errors import UserError
 from finetune.recipe.schema import Recipe
 from finetune.units import counted
@@ -85,11 +86,11 @@ class StoredBatches:
     world: RankInfo
     threads: int  # that build batches in advance; 0 builds them when asked
     pad_token_id: int
-    epoch_rows: Callable[[int], EpochRows]  # caches the latest epochs
+    epoch_rows: Callable[[int], Rows]  # caches the latest epochs
 
     @property
     def rows_per_epoch(self) -> int:
-        return self.epoch_rows(0).rows
+        return len(self.epoch_rows(0))
 
     @property
     def steps_per_epoch(self) -> int:
@@ -117,7 +118,7 @@ class StoredBatches:
         """The rows of optimizer step `step` over all ranks, each the ids of its examples."""
         epoch, within = divmod(step, self.steps_per_epoch)
         rows, size = self.epoch_rows(epoch), self.config.global_batch_size
-        return [rows.row(row) for row in range(within * size, min((within + 1) * size, rows.rows))]
+        return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
         """This rank's share of optimizer step `step`: rows rank, rank + size, ... of the step's rows."""

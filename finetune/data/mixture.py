@@ -21,11 +21,10 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
     kept = examples.take(np.flatnonzero(examples.trained > 0))
     stats = SourceStats.from_json(store.facts)
     # In a block of a stream, a small source that is read again would count as its own duplicate.
-    duplicates = 0 if stats.stream else len(store.hashes) - len(np.unique(store.hashes))
+    duplicates = np.zeros(0, np.int64) if stats.stream else _find_repeated(store.hashes)
     tally = stats.tally
-    _note_lengths(tally, store, examples, cuts)
-    if duplicates:
-        _add_documents(tally, "duplicates", store, _find_repeated(store.hashes))
+    _add_lengths(tally, store, examples, cuts)
+    _add_documents(tally, "duplicates", store, duplicates)
     report = SourceReport(
         path=source.path,
         formats=tuple(stats.formats),
@@ -40,13 +39,13 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         overlong=len(cuts.truncated) + len(cuts.dropped) + len(cuts.split),
         tokens_lost=cuts.tokens_lost,
         trained_tokens_lost=cuts.trained_tokens_lost,
-        duplicates=duplicates,
+        duplicates=len(duplicates),
         findings=tuple(tally.list_findings(of=stats.rows_read)),
     )
     return kept, report
 
 
-def _note_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
+def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
     for name, documents in (("truncated", cuts.truncated), ("dropped", cuts.dropped), ("split", cuts.split)):
         _add_documents(tally, name, store, documents)
     if len(cuts.truncated):

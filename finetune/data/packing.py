@@ -8,18 +8,28 @@ from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, slots=True)
-class Packing:
-    """Which documents share a row. Source: `pack`."""
+class Rows:
+    """Which documents share a row. Source: `pack`, `sampler.arrange_epoch`."""
 
-    documents: NDArray[np.int64]  # [documents]: document ids, row after row
-    row_starts: NDArray[np.int64]  # [rows + 1]: row r holds documents[row_starts[r]:row_starts[r + 1]]
+    ids: NDArray[np.int64]  # [documents], row after row
+    starts: NDArray[np.int64]  # [rows + 1]: row r holds ids[starts[r]:starts[r + 1]]
 
-    @property
-    def rows(self) -> int:
-        return len(self.row_starts) - 1
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> NDArray[np.int64]:
+        """int64[documents of the row]: their ids."""
+        return self.ids[self.starts[row] : self.starts[row + 1]]
+
+    def take(self, order: NDArray[np.int64]) -> "Rows":
+        """The rows in another order."""
+        sizes = np.diff(self.starts)[order]
+        starts = np.concatenate(([0], np.cumsum(sizes)))
+        source = np.repeat(self.starts[:-1][order] - starts[:-1], sizes) + np.arange(len(self.ids))
+        return Rows(self.ids[source], starts)
 
 
-def pack(lengths: NDArray[np.integer], capacity: int) -> Packing:
+def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
     """Packs documents of `lengths` tokens (each 1 to `capacity`) into rows of `capacity` tokens, best fit decreasing.
 
     Longest document first, each into the fullest row that still has room for it, a new row where none has; documents
@@ -28,10 +38,10 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packing:
     moved together, so that the loop below runs over distinct lengths: a million documents take a fraction of a second.
 
     >>> pack(np.array([2, 6, 3, 5]), 8)
-    Packing(documents=array([1, 0, 3, 2]), row_starts=array([0, 2, 4]))
+    Rows(ids=array([1, 0, 3, 2]), starts=array([0, 2, 4]))
     """
     if len(lengths) == 0:
-        return Packing(np.zeros(0, np.int64), np.zeros(1, np.int64))
+        return Rows(np.zeros(0, np.int64), np.zeros(1, np.int64))
     if int(lengths.min()) < 1 or int(lengths.max()) > capacity:
         raise ValueError(f"lengths from {lengths.min()} to {lengths.max()} do not fit rows of {capacity}")
     narrow = np.uint16 if capacity < 2**16 else np.uint32  # numpy sorts 16-bit keys by radix
@@ -45,7 +55,7 @@ def pack(lengths: NDArray[np.integer], capacity: int) -> Packing:
     row_of = first[move_of] + within // each[move_of]
     by_row = np.argsort(row_of, kind="stable")
     row_sizes = np.bincount(row_of)
-    return Packing(order[by_row].astype(np.int64), np.concatenate(([0], np.cumsum(row_sizes))))
+    return Rows(order[by_row].astype(np.int64), np.concatenate(([0], np.cumsum(row_sizes))))
 
 
 def _plan_moves(count_of_length: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.packing import pack
+from finetune.data.packing import Rows, pack
 from finetune.recipe.schema import Recipe
 
 GROUP_STEPS = 64  # steps, among the rows of which unpacked rows are sorted by length
@@ -37,23 +37,7 @@ def make_generator(seed: int, purpose: str, number: int = 0) -> np.random.Genera
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()])))
 
 
-@dataclass(frozen=True, slots=True)
-class EpochRows:
-    """The rows of one epoch, in the order of the steps. Source: `arrange_epoch`."""
-
-    examples: NDArray[np.int64]  # [examples]: example ids, row after row
-    row_starts: NDArray[np.int64]  # [rows + 1]
-
-    @property
-    def rows(self) -> int:
-        return len(self.row_starts) - 1
-
-    def row(self, row: int) -> NDArray[np.int64]:
-        """int64[examples of the row]: their ids."""
-        return self.examples[self.row_starts[row] : self.row_starts[row + 1]]
-
-
-def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, epoch: int) -> EpochRows:
+def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, epoch: int) -> Rows:
     """The rows of epoch `epoch` (0-based) over examples of `lengths` tokens: every example once.
 
     Packed, examples of equal length change places from epoch to epoch, so that each epoch composes its rows differently
@@ -64,9 +48,9 @@ def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, epoch: int) -
     drawn = random.permutation(len(lengths))
     if not config.packing:
         drawn = _group_by_length(drawn, lengths, config.global_batch_size, random)
-        return EpochRows(drawn, np.arange(len(lengths) + 1))
-    packing = pack(lengths[drawn], config.max_length)
-    return _reorder(drawn[packing.documents], packing.row_starts, random.permutation(packing.rows))
+        return Rows(drawn, np.arange(len(lengths) + 1))
+    packed = pack(lengths[drawn], config.max_length)
+    return Rows(drawn[packed.ids], packed.starts).take(random.permutation(len(packed)))
 
 
 def _group_by_length(
@@ -81,10 +65,3 @@ def _group_by_length(
     whole = [step for step in steps if len(step) == step_rows]
     short = [step for step in steps if len(step) < step_rows]  # at most one: it ends the epoch
     return np.concatenate([whole[i] for i in random.permutation(len(whole))] + short) if steps else drawn
-
-
-def _reorder(examples: NDArray[np.int64], row_starts: NDArray[np.int64], row_order: NDArray[np.int64]) -> EpochRows:
-    sizes = np.diff(row_starts)[row_order]
-    starts = np.concatenate(([0], np.cumsum(sizes)))
-    source = np.repeat(row_starts[:-1][row_order] - starts[:-1], sizes) + np.arange(len(examples))
-    return EpochRows(examples[source], starts)

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -172,13 +173,11 @@ class StreamedBatches:
 
     def _read_note(self, number: int) -> Note:
         """The note of a block. Where there is none, or it is damaged, the block is rebuilt."""
-        try:
+        with suppress(FileNotFoundError, UnicodeDecodeError):
             checksum, _, text = self._note_file(number).read_text(encoding="utf-8").partition("\n")
-        except (FileNotFoundError, UnicodeDecodeError):
-            return self.open_block(number)[1]
-        if checksum != xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
-            return self.open_block(number)[1]
-        return Note(**json.loads(text))
+            if checksum == xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
+                return Note(**json.loads(text))
+        return self.open_block(number)[1]
 
     def _note_file(self, number: int) -> Path:
         return self.folder.parent / f"block-{number:06}.json"

@@ -116,13 +116,13 @@ def publish_store(folder: Path, tokens: Callable[[SourceStats], Iterator[Tokens]
         with stage_and_rename(folder, _staging_folder(folder)) as staging:
             stats = SourceStats()
             write_store(staging, tokens(stats), stats.as_json)
-    except OSError as error:
-        problem = f"{folder.parent}: cannot write the tokens: {error.strerror or error}; set dataset_cache_dir"
-        _note_failure(failure, problem)
+    except (OSError, UserError) as error:
+        problem = str(error)
+        if isinstance(error, OSError):
+            problem = f"{folder.parent}: cannot write the tokens: {error.strerror or error}; set dataset_cache_dir"
+        with suppress(OSError):  # where not even this can be written, the launcher ends the ranks that wait
+            replace_file(failure, problem)
         raise UserError(problem) from None
-    except UserError as error:
-        _note_failure(failure, str(error))
-        raise
 
 
 def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
@@ -155,12 +155,6 @@ def _staging_folder(folder: Path) -> Path:
 
 def _failure_file(folder: Path) -> Path:
     return folder.parent / f"failed-{folder.name}.txt"
-
-
-def _note_failure(failure: Path, problem: str) -> None:
-    """Notes the problem for the ranks that wait; where not even that can be written, the launcher ends them."""
-    with suppress(OSError):
-        replace_file(failure, problem)
 
 
 def _sweep(folder: Path) -> None:

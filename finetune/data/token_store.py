@@ -111,16 +111,8 @@ def open_store(folder: Path) -> TokenStore:
         raise DamagedStore(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise DamagedStore(f"{folder / FACTS}: damaged") from None
-    return TokenStore(
-        input_ids=columns["input_ids"],
-        labels=columns["labels"],
-        starts=np.concatenate(([0], np.cumsum(columns["lengths"], dtype=np.int64))),
-        trained=columns["trained"],
-        files=columns["files"],
-        rows=columns["rows"],
-        hashes=columns["hashes"],
-        facts=kept["facts"],
-    )
+    starts = np.concatenate(([0], np.cumsum(columns.pop("lengths"), dtype=np.int64)))
+    return TokenStore(**columns, starts=starts, facts=kept["facts"])
 
 
 def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:

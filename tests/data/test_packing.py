@@ -26,8 +26,8 @@ def one_by_one(lengths: list[int], capacity: int) -> list[int]:
 def test_it_is_best_fit_decreasing_and_loses_nothing(case: tuple[int, list[int]]) -> None:
     capacity, lengths = case
     packing = pack(np.array(lengths), capacity)
-    assert sorted(packing.documents.tolist()) == list(range(len(lengths)))
-    filled = np.add.reduceat(np.array(lengths)[packing.documents], packing.row_starts[:-1])
+    assert sorted(packing.ids.tolist()) == list(range(len(lengths)))
+    filled = np.add.reduceat(np.array(lengths)[packing.ids], packing.starts[:-1])
     assert sorted((capacity - filled).tolist()) == one_by_one(lengths, capacity)
 
 
@@ -39,5 +39,5 @@ def test_a_million_documents_are_packed_in_half_a_second_with_a_thousandth_of_pa
         start = time.process_time()
         packing = pack(lengths, 4096)
         seconds.append(time.process_time() - start)
-    assert lengths.sum() / (packing.rows * 4096) >= 0.999
+    assert lengths.sum() / (len(packing) * 4096) >= 0.999
     assert min(seconds) <= 0.5
