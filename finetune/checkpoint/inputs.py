@@ -51,7 +51,7 @@ def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData, world
 
     For LoRA, every byte of the base's weights is read; those of a full model are in its checkpoint.
     """
-    found: dict[str, str] = RankGroup(world, None).main(lambda: _read_fingerprints(recipe, tokenizer, data))
+    found: dict[str, str] = RankGroup(world).main(lambda: _read_fingerprints(recipe, tokenizer, data))
     return found
 
 

@@ -12,7 +12,7 @@ from finetune.checkpoint.inputs import find_changed_inputs
 from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, find_problems, read_manifest
 from finetune.checkpoint.retention import find_newest_valid, list_checkpoints, rename_damaged
-from finetune.checkpoint.save import recipe_as_json, unwrap_optimizer
+from finetune.checkpoint.save import unwrap_optimizer
 from finetune.checkpoint.shards import (
     get_model_state,
     get_optimizer_state,
@@ -27,6 +27,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.progress import Progress
 from finetune.recipe.keys import leaves, recipe_keys
+from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
 
 
@@ -43,7 +44,7 @@ def resume(
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
     recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
     """
-    found = RankGroup(world, None).main(lambda: _find_and_compare(recipe, run_folder, world.size, inputs or {}))
+    found = RankGroup(world).main(lambda: _find_and_compare(recipe, run_folder, world.size, inputs or {}))
     return Progress() if found is None else load(Path(found), model, optimizer, world)
 
 
@@ -132,7 +133,7 @@ def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapp
 
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
-    deciding, other = compare_recipes(then["recipe"], recipe_as_json(recipe))
+    deciding, other = compare_recipes(then["recipe"], as_written(recipe))
     before, after = then["global_batch_size"], global_batch_size(recipe.batch, ranks)
     if before != after:
         deciding.append(

@@ -182,7 +182,7 @@ class Saver:
                 step=progress.step,
                 layout=self.world.sharding.layout,
                 ranks=self.world.size,
-                recipe_sha256=hash_recipe(recipe_as_json(self.recipe)),
+                recipe_sha256=hash_recipe(as_written(self.recipe)),
                 packages={name: metadata.version(name) for name in PACKAGES},
                 files=written,
             )
@@ -233,9 +233,8 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
         base = recipe.model.model_name_or_path
         base_folder = find_local_folder(base, recipe.model.model_revision) if base else None
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
-            shutil.copyfile(
-                base_folder / GENERATION_FILE, made / GENERATION_FILE
-            )  # it lists the tokens that end an answer
+            # The base's own lists the tokens that end an answer.
+            shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
         return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
 
 
@@ -243,7 +242,7 @@ def describe_state(progress: Progress, recipe: Recipe, world: World, inputs: Map
     """The content of state.json."""
     base = recipe.model.model_name_or_path
     return asdict(progress) | {
-        "recipe": recipe_as_json(recipe),
+        "recipe": as_written(recipe),
         "global_batch_size": global_batch_size(recipe.batch, world.size),
         "data_fingerprint": inputs.get("datasets"),
         "inputs": {name: value for name, value in inputs.items() if name != "datasets"},
@@ -255,9 +254,3 @@ def unwrap_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """The torch optimizer inside Accelerate's wrapper."""
     inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
     return inner
-
-
-def recipe_as_json(recipe: Recipe) -> dict[str, Any]:
-    """The recipe with every key filled in, as JSON types."""
-    plain: dict[str, Any] = json.loads(json.dumps(as_written(recipe), default=list))
-    return plain

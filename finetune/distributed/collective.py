@@ -35,7 +35,7 @@ class RankGroup:
     """The ranks and the process group over which they agree; a thread beside the training loop needs a group of its own."""
 
     world: "World"
-    group: dist.ProcessGroup | None  # None: the default group
+    group: dist.ProcessGroup | None = None  # None: the default group
 
     def all(self, action: Callable[[], Any]) -> list[Any]:
         """What `action` returns on each rank (anything JSON can say), in order of rank, on every rank.

@@ -7,10 +7,10 @@ from typing import Any
 
 from finetune.checkpoint.manifest import hash_recipe
 from finetune.checkpoint.retention import list_checkpoints
-from finetune.checkpoint.save import recipe_as_json
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.durable import replace_file
+from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe
 
 FINISHED = "finished.json"
@@ -26,7 +26,7 @@ def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], world: 
 
     All ranks call it; rank 0 looks, and prints where the results are.
     """
-    done: bool = RankGroup(world, None).main(lambda: _is_finished(folder, recipe, inputs))
+    done: bool = RankGroup(world).main(lambda: _is_finished(folder, recipe, inputs))
     if done and world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results(folder))
@@ -52,4 +52,4 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str]) -> boo
 
 
 def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
-    return {"step": step, "recipe_sha256": hash_recipe(recipe_as_json(recipe)), "inputs": dict(inputs)}
+    return {"step": step, "recipe_sha256": hash_recipe(as_written(recipe)), "inputs": dict(inputs)}

@@ -46,7 +46,7 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     refuse_missing(recipe.run.report_to)
     check_optimizer(recipe.optimization, world.sharding)
     folder = run_folder(recipe)
-    RankGroup(world, None).main(lambda: _open(folder, recipe))
+    RankGroup(world).main(lambda: _open(folder, recipe))
     return folder
 
 

@@ -107,7 +107,7 @@ def open_log(recipe: Recipe, world: World, folder: Path, data: PreparedData, pro
             write_data_report(folder, data.report.as_json())
         log = MetricsLog(folder / "metrics.jsonl", data.train.steps, progress.step, tracker)
 
-    RankGroup(world, None).main(start)
+    RankGroup(world).main(start)
     return log
 
 
