@@ -90,11 +90,11 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
     last = max(answers)
     if any(m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages):
         yield "system_dropped"
-    if any(m["role"] == "user" and _last_line(m["content"]) not in text for m in messages):
+    if any(m["role"] == "user" and _take_last_line(m["content"]) not in text for m in messages):
         yield "user_dropped"
     # Templates may rewrite the content of earlier turns, so only the last one is compared, and those with tool calls.
     compared = (i for i in answers if trained[i] and (i == last or messages[i].get("tool_calls")))
-    if any(_last_line(messages[i]["content"]) not in text for i in compared):
+    if any(_take_last_line(messages[i]["content"]) not in text for i in compared):
         yield "assistant_dropped"
     if any(trained[i] and _is_empty(messages[i]) for i in answers):
         yield "empty_answer"
@@ -103,19 +103,19 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
         yield "tool_calls_dropped"
     if any(not trained[i] for i in dropped) or not _holds_tools(conversation, text, turns):
         yield "tools_dropped"
-    if trained[last] and not _holds(text, _last_line(_reasoning(messages[last]))):
+    if trained[last] and not _holds(text, _take_last_line(_read_reasoning(messages[last]))):
         yield "reasoning_dropped"
 
 
 def _is_empty(message: Message) -> bool:
-    return not (message["content"].strip() or message.get("tool_calls") or _reasoning(message))
+    return not (message["content"].strip() or message.get("tool_calls") or _read_reasoning(message))
 
 
-def _reasoning(message: Message) -> str:
+def _read_reasoning(message: Message) -> str:
     return next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "").strip()
 
 
-def _last_line(content: str) -> str:
+def _take_last_line(content: str) -> str:
     """The part of a content that every template writes as it is: it may trim it, or move its reasoning elsewhere."""
     return str(THINKING_END.split(content)[-1].strip().rpartition("\n")[2].strip())
 
@@ -134,7 +134,7 @@ def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span
     outside += text[position:]
     schemas = [tool.get("function", tool) for tool in conversation.tools]
     wanted = [str(schema["name"]) for schema in schemas if isinstance(schema, dict) and "name" in schema]
-    wanted += [_last_line(m["content"]) for m in conversation.messages if m["role"] == "tool"]
+    wanted += [_take_last_line(m["content"]) for m in conversation.messages if m["role"] == "tool"]
     return all(_holds(outside, words) for words in wanted)
 
 

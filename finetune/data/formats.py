@@ -71,6 +71,26 @@ class Columns:
         self.used.add(column)
         return self.row.get(column)
 
+    def take_text(self, column: str, may_be_empty: bool = True) -> str:
+        """Raises `BadRow` if the column holds no text."""
+        value = self.take(column)
+        if not isinstance(value, str):
+            raise BadRow(f"{column}: text is expected, found {self._describe(column, value)}")
+        if not value and not may_be_empty:
+            raise BadRow(f"{column}: empty")
+        return value
+
+    def take_messages(self, column: str) -> list[Any]:
+        """Raises `BadRow` if the column holds no list."""
+        value = self.take(column)
+        if not isinstance(value, list):
+            raise BadRow(f"{column}: a list of messages is expected, found {self._describe(column, value)}")
+        return value
+
+    def _describe(self, column: str, value: Any) -> str:
+        present = "" if column in self.row else f"; its columns are {list_columns(self.row)}"
+        return describe_value(value) + present
+
     @property
     def unused(self) -> tuple[str, ...]:
         """The columns that hold a value and have not been read."""
@@ -150,38 +170,38 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
 
 def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
     if source.prompt_column or source.completion_column:
-        question = _string(columns, source.prompt_column or "prompt")
-        answer = _string(columns, source.completion_column or "completion")
-        return _conversation(columns, [_turn("user", question), _turn("assistant", answer)])
+        question = columns.take_text(source.prompt_column or "prompt")
+        answer = columns.take_text(source.completion_column or "completion")
+        return _make_conversation(columns, [_make_message("user", question), _make_message("assistant", answer)])
     default = "messages" if columns.row.get("messages") is not None else "chosen"
-    return _conversation(columns, _turns(columns, source.messages_column or default))
+    return _make_conversation(columns, columns.take_messages(source.messages_column or default))
 
 
 def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
     default = "conversations" if columns.row.get("conversations") is not None else "conversation"
-    turns = list(_turns(columns, source.messages_column or default))
+    turns = list(columns.take_messages(source.messages_column or default))
     chosen = columns.take(source.completion_column or "chosen")  # of a preference pair
     if chosen is not None:
         turns += chosen if isinstance(chosen, list) else [chosen]
-    return _conversation(columns, turns)
+    return _make_conversation(columns, turns)
 
 
 def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
-    instruction = _string(columns, source.prompt_column or "instruction")
-    output = _string(columns, source.completion_column or "output")
-    extra = _string(columns, "input") if columns.row.get("input") is not None else ""
-    turns = [*_history(columns), _turn("user", f"{instruction}\n\n{extra}" if extra else instruction)]
-    return _conversation(columns, [*turns, _turn("assistant", output)])
+    instruction = columns.take_text(source.prompt_column or "instruction")
+    output = columns.take_text(source.completion_column or "output")
+    extra = columns.take_text("input") if columns.row.get("input") is not None else ""
+    turns = [*_parse_history(columns), _make_message("user", f"{instruction}\n\n{extra}" if extra else instruction)]
+    return _make_conversation(columns, [*turns, _make_message("assistant", output)])
 
 
-def _history(columns: Columns) -> list[Message]:
+def _parse_history(columns: Columns) -> list[Message]:
     """The earlier turns of an Alpaca row, from its list of [question, answer]."""
     history = parse_json(columns.take("history")) or []
     turns = []
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise BadRow(f"history: a list of [question, answer] is expected, found {describe_value(pair)}")
-        turns += [_turn("user", pair[0]), _turn("assistant", pair[1])]
+        turns += [_make_message("user", pair[0]), _make_message("assistant", pair[1])]
     return turns
 
 
@@ -191,15 +211,15 @@ def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Documen
         "completion" if row.get("completion") is not None or row.get("chosen") is None else "chosen"
     )
     if isinstance(row.get(prompt_column), list) or isinstance(row.get(completion_column), list):
-        prompt, completion = _turns(columns, prompt_column), _turns(columns, completion_column)
+        prompt, completion = columns.take_messages(prompt_column), columns.take_messages(completion_column)
         # Nothing in the prompt is trained on, its assistant turns included.
         untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in prompt]
-        return _conversation(columns, [*untrained, *completion])
-    return Completion(_string(columns, prompt_column), _string(columns, completion_column, empty=False))
+        return _make_conversation(columns, [*untrained, *completion])
+    return Completion(columns.take_text(prompt_column), columns.take_text(completion_column, may_be_empty=False))
 
 
 def _parse_text(columns: Columns, source: DatasetSource) -> Document:
-    return Text(_string(columns, source.text_column or "text", empty=False))
+    return Text(columns.take_text(source.text_column or "text", may_be_empty=False))
 
 
 PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
@@ -211,38 +231,16 @@ PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
 }
 
 
-def _turn(role: str, content: str) -> Message:
+def _make_message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _conversation(columns: Columns, turns: list[Any]) -> Conversation:
+def _make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     """The turns, with the row's `system` and `tools` columns. Raises `BadRow`."""
     messages, trained = parse_messages(turns)
     system = columns.row.get("system")
     if isinstance(system, str):
         columns.take("system")
-        if system and messages[0] != _turn("system", system):
-            messages, trained = (_turn("system", system), *messages), (False, *trained)
+        if system and messages[0] != _make_message("system", system):
+            messages, trained = (_make_message("system", system), *messages), (False, *trained)
     return Conversation(messages, trained, parse_tools(columns.take("tools")))
-
-
-def _turns(columns: Columns, column: str) -> list[Any]:
-    value = columns.take(column)
-    if not isinstance(value, list):
-        raise BadRow(
-            f"{column}: a list of messages is expected, found {describe_value(value)}{_missing(columns, column)}"
-        )
-    return value
-
-
-def _string(columns: Columns, column: str, empty: bool = True) -> str:
-    value = columns.take(column)
-    if not isinstance(value, str):
-        raise BadRow(f"{column}: text is expected, found {describe_value(value)}{_missing(columns, column)}")
-    if not value and not empty:
-        raise BadRow(f"{column}: empty")
-    return value
-
-
-def _missing(columns: Columns, column: str) -> str:
-    return "" if column in columns.row else f"; its columns are {list_columns(columns.row)}"

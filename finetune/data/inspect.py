@@ -126,7 +126,7 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     """One example: its file and row, and its tokens, each with whether it is trained on."""
     example = examples[example_id]
     texts = decode_tokens(example, tokenizer)
-    trained = trained_mask(example)
+    trained = find_trained_tokens(example)
     return {
         "example": example_id,
         "where": examples.where(example_id),
@@ -140,7 +140,7 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
 def format_example(examples: Examples, tokenizer: Any, example_id: int, color: bool) -> Iterator[str]:
     """The lines of one example: what is trained on is green, or stands between >> and << without color."""
     example = examples[example_id]
-    trained = trained_mask(example)
+    trained = find_trained_tokens(example)
     head = printable(
         f"example {example_id}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
     )
@@ -179,7 +179,7 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
     return texts
 
 
-def trained_mask(example: Example) -> list[bool]:
+def find_trained_tokens(example: Example) -> list[bool]:
     """bool[tokens]: whether each token is trained on, that is, the label of the position before it."""
     return [False, *(bool(label != IGNORE_INDEX) for label in example.labels[:-1])]
 
