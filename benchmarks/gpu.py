@@ -209,8 +209,8 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     import torch
 
     from finetune.distributed.parallelize import clip_gradients
-    from finetune.metrics import peak_flops, peak_memory_bytes
     from finetune.training.loop import accumulate_gradients
+    from finetune.training.throughput import peak_flops, peak_memory_bytes
 
     began = time.perf_counter()
     batches = step_batches(case, 4, options.data, options.tokenizer)
@@ -306,7 +306,7 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
     from trl import SFTConfig, SFTTrainer
 
     from finetune.flops import flop_per_token_of
-    from finetune.metrics import peak_flops, peak_memory_bytes
+    from finetune.training.throughput import peak_flops, peak_memory_bytes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = AutoConfig.for_model(**case.model)

@@ -1,4 +1,4 @@
-"""The `finetune` command: one subcommand for each thing a person does, each answered by its own room.
+"""The `finetune` command and its subcommands, each in the cli.py of its own package.
 
 Nothing heavy is imported before a subcommand has been chosen and its arguments have been read.
 """
@@ -8,14 +8,14 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 from finetune import __version__
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
-from finetune.quiet import quieten
 from finetune.recipe.overrides import read_overrides
-from finetune.terminal import clean_output
+from finetune.terminal import clean_output, silence_libraries
 
-# Subcommand -> the function that answers it, by name: importing it would import torch.
+# Subcommand -> the function that runs it, by name: importing it would import torch.
 COMMANDS = {
     "launch": "finetune.launch:launch_command",
     "plan": "finetune.plan.cli:plan_command",
@@ -27,11 +27,13 @@ COMMANDS = {
 }
 TAKES_A_RECIPE = ("launch", "plan", "inspect")
 
+Subcommands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
 
 @clean_output()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns its exit code: 0, 2 for a mistake of the user's, 75 for a run that was preempted."""
-    quieten()
+    """Runs one subcommand and returns its exit code: 0, 2 for a mistake that the user can fix, 75 for a preempted run."""
+    silence_libraries()
     try:
         options = read_arguments(sys.argv[1:] if arguments is None else arguments)
         module, _, function = COMMANDS[options.command].partition(":")
@@ -45,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # the shell's own for SIGINT
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone (`| head`); there is nobody left to tell
+        sys.stderr.close()  # the reader of our output has gone (`| head`)
         return 0
     return code
 
@@ -60,7 +62,7 @@ def read_arguments(arguments: Sequence[str]) -> argparse.Namespace:
         options.overrides = read_overrides(rest, vars(options).keys() - {"command"})
     elif rest:
         parser.error(
-            f"{options.command} takes no {' '.join(rest)}; finetune {options.command} --help lists what it does"
+            f"{options.command} takes no {' '.join(rest)}; finetune {options.command} --help lists what it takes"
         )
     return options
 
@@ -81,45 +83,52 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_commands_on_recipes(subcommands)
+    _add_commands_on_folders(subcommands)
+    return parser
 
+
+def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     launch = _add(subcommands, "launch", "start a run on this machine's GPUs, or on CPU ranks")
     _add_recipe(launch)
     _add_config(launch)
-    _add_processes(launch, "ranks on this machine; left out, one for each GPU, or one on the CPU")
+    _add_processes(launch, "ranks on this machine (default: one for each GPU, or one on the CPU)")
     launch.add_argument("--dry-run", action="store_true", help="print the plan of the run and stop")
 
-    plan = _add(subcommands, "plan", "memory and time of a run, before it: no GPU, no weights")
+    plan = _add(subcommands, "plan", "predict memory and time of a run; needs no GPU and no weights")
     _add_recipe(plan)
     _add_config(plan)
-    _add_processes(plan, "ranks of the run; left out, a table over many")
+    _add_processes(plan, "ranks of the run (default: a table over many)")
     plan.add_argument(
-        "--gpu-memory", metavar="SIZE", help="say whether the run fits, and what would make it fit; 80GiB"
+        "--gpu-memory", metavar="SIZE", help="print whether the run fits, and what would make it fit, for example 80GiB"
     )
-    plan.add_argument("--mfu", type=float, metavar="SHARE", help="assumed share of the peak FLOP/s; 0.4")
+    plan.add_argument("--mfu", type=float, metavar="SHARE", help="assumed share of the peak FLOP/s (default: 0.4)")
     plan.add_argument("--json", action="store_true", help="print JSON")
 
-    inspect = _add(subcommands, "inspect", "the data as the model will see it, and what is wrong with it")
+    inspect = _add(subcommands, "inspect", "show the data as the model will see it, and what is wrong with it")
     inspect.usage = (
         "finetune inspect [FILE [--model M] | --recipe R] [--rows N | --examples ID,ID] [--json] [key=value ...]"
     )
     inspect.description = (
-        "The data as the model will see it, and what is wrong with it: a recipe's, or FILE's without one."
+        "Show the data as the model will see it, and what is wrong with it: a recipe's, or FILE's without one."
     )
     inspect.add_argument("--recipe", metavar="R", help="a file, or a name in recipes/ (default: quickstart)")
     inspect.add_argument(
-        "--model", metavar="M", help="whose tokenizer and chat template are used: a folder or hub name"
+        "--model", metavar="M", help="use this model's tokenizer and chat template: a folder or hub name"
     )
     inspect.add_argument("--rows", type=int, default=3, metavar="N", help="examples to show (default: 3)")
-    inspect.add_argument("--examples", metavar="ID,ID", help="these instead, by the numbers that a run tells")
+    inspect.add_argument("--examples", metavar="ID,ID", help="show these instead, by the numbers in a run's messages")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
+
+def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     export = _add(subcommands, "export", "turn a checkpoint into a verified Hugging Face folder")
     export.add_argument(
         "source", metavar="RUN_OR_CHECKPOINT", help="a run's folder (its newest checkpoint), or a checkpoint"
     )
     export.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
     export.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; left out, the base checkpoint's"
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the base checkpoint's)"
     )
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
     export.add_argument(
@@ -130,34 +139,31 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--base-model",
         metavar="MODEL",
-        help="what was trained, where the checkpoint does not say: a folder or hub name",
+        help="the base model, where the checkpoint does not name it: a folder or hub name",
     )
     export.add_argument("--push-to-hub", metavar="REPO", help="upload the verified folder to this hub repository")
-    export.add_argument("--trust-remote-code", action="store_true", help="run code that the base model brings along")
+    export.add_argument("--trust-remote-code", action="store_true", help="run the base model's own code")
 
-    report = _add(subcommands, "report", "one HTML file on one run, or on several side by side")
+    report = _add(subcommands, "report", "write an HTML file on one run, or on several side by side")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     report.add_argument(
         "--output",
         metavar="FILE",
-        help="the file to write, and its .png; left out, report.html and loss.png in the first RUN",
+        help="the file to write, and its .png (default: report.html and loss.png in the first RUN)",
     )
 
-    checkpoints = _add(subcommands, "checkpoints", "what a run could be resumed or exported from")
+    checkpoints = _add(subcommands, "checkpoints", "list what a run can be resumed or exported from")
     checkpoints.add_argument("run", metavar="RUN", help="a run's folder")
     checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
 
-    convert = _add(subcommands, "convert", "write our recipe from TRL's, Axolotl's, LLaMA-Factory's or torchtune's")
+    convert = _add(subcommands, "convert", "write a recipe from TRL's, Axolotl's, LLaMA-Factory's or torchtune's")
     convert.add_argument("source", metavar="THEIR.yaml", help="the other tool's file")
-    convert.add_argument("--output", metavar="FILE", help="the recipe to write; left out, it is printed")
+    convert.add_argument("--output", metavar="FILE", help="the recipe to write (default: print it)")
     convert.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
-    return parser
 
 
-def _add(
-    subcommands: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, what: str
-) -> argparse.ArgumentParser:
+def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentParser:
     parser = subcommands.add_parser(name, help=what, description=what[0].upper() + what[1:] + ".", allow_abbrev=False)
     if name in TAKES_A_RECIPE:
         parser.epilog = "key=value (also --key value) overrides any key of the recipe; docs/recipes.md lists them."

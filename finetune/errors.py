@@ -1,4 +1,4 @@
-"""What the person at the keyboard can mend, as against what is a fault of this program."""
+"""Errors that the user can fix, the exit codes, and how a process reports its end."""
 
 import atexit
 import os
@@ -10,18 +10,18 @@ from typing import NoReturn
 
 from finetune.terminal import clean_output
 
-EXIT_FAULT = 1  # an error that is no UserError: a traceback tells it
+EXIT_FAULT = 1  # an error that is no UserError: printed with its traceback
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save
-EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to go on
+EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to resume
 SECONDS_FOR_RANK_0 = 5.0
-SECONDS_FOR_CAUSE = 2.0  # that a rank which only lost another waits before it tells, so that the cause stands first
+SECONDS_FOR_CAUSE = 2.0  # a rank that only lost another waits before it reports, so that the cause is printed first
 
 
 class UserError(Exception):
-    """A mistake that the user can mend. Its text is all that is shown: what is wrong, where, and what to do.
+    """A mistake that the user can fix. Its text is all that is shown: what is wrong, where, and what to do.
 
-    Several mistakes found in one go are told in one error, one a line.
+    Several mistakes found at once are one error, a line for each.
 
     >>> str(UserError("a.yaml:7: learning_rat: no such key; did you mean learning_rate?"))
     'a.yaml:7: learning_rat: no such key; did you mean learning_rate?'
@@ -29,7 +29,7 @@ class UserError(Exception):
 
     @classmethod
     def of(cls, problems: Iterable[str]) -> "UserError":
-        """One error that tells all `problems`, in the order given."""
+        """One error with all `problems`, in the order given."""
         return cls("\n".join(problems))
 
 
@@ -39,9 +39,9 @@ class Preempted(Exception):
 
 @clean_output()
 def exit_code(main: Callable[[], object]) -> int:
-    """Runs `main` and returns the process's exit code; what a person can mend is one message on stderr, no traceback.
+    """Runs `main` and returns the process's exit code; a mistake that the user can fix is one message on stderr, without a traceback.
 
-    Under a launcher every rank makes the same mistake: rank 0 tells it. Another rank's own is told once rank 0 has had
+    Under a launcher every rank makes the same mistake, and rank 0 prints it. Another rank prints its own once rank 0 has had
     the time to fail too, since the launcher ends all ranks with the first.
     """
     rank = os.environ.get("RANK", "0")
@@ -61,7 +61,7 @@ def exit_code(main: Callable[[], object]) -> int:
             print("interrupted", file=sys.stderr, flush=True)
         return EXIT_INTERRUPTED
     except Exception as fault:
-        _tell(fault, rank)
+        _print_fault(fault, rank)
         return EXIT_FAULT
     return 0
 
@@ -80,20 +80,20 @@ def end_process(code: int) -> NoReturn:
 
 
 def is_loss_of_peer(fault: BaseException) -> bool:
-    """Whether a collective failed because another rank is gone or did not come: then that rank's error is the cause."""
+    """Whether a collective failed because another rank ended or did not answer: then that rank's error is the cause."""
     return "gloo" in str(fault) or type(fault).__name__ in ("DistBackendError", "DistNetworkError", "DistStoreError")
 
 
-def _tell(fault: Exception, rank: str) -> None:
+def _print_fault(fault: Exception, rank: str) -> None:
     if not is_loss_of_peer(fault):
         print(f"rank {rank}: {''.join(traceback.format_exception(fault))}", file=sys.stderr, flush=True)
         return
     time.sleep(SECONDS_FOR_CAUSE)
     reason = str(fault).splitlines()[0]
-    doing = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
+    stack = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
     print(
-        f"rank {rank}: another rank is gone, or did not come within timeout_seconds; that rank's own error is the cause "
-        f"({reason}). Where this one waited:\n{doing}",
+        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; that rank's own error is the cause "
+        f"({reason}). This one waited at:\n{stack}",
         file=sys.stderr,
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""The floating-point operations of training, and what devices can do: for the plan before and the metrics during. No torch.
+"""Floating-point operations of training and peaks of devices, for the plan and for MFU. Imports no torch.
 
 FLOP to train on one token: 6N + 12 L H Q T, and 4N + 12 L H Q T under LoRA, where the base's weights get no gradients. N
 counts no untied input embedding, which multiplies nothing; L layers, H heads, Q head size, T tokens in a row. Recomputed

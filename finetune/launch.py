@@ -1,4 +1,4 @@
-"""`finetune launch`: Accelerate's own launcher, on CPU ranks too, with our checks before it and our exit codes after it."""
+"""`finetune launch`: checks recipe and config, then runs Accelerate's own launcher, on GPUs or CPU ranks."""
 
 import argparse
 import logging
@@ -14,11 +14,11 @@ from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_U
 from finetune.recipe.reader import find_file, read_recipe
 
 RUN = Path(__file__).resolve().parent / "run.py"
-FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own handlers save, and save and go on
+FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own handlers save, then stop or continue
 
 
 def launch_command(options: argparse.Namespace) -> int:
-    """Starts run.py on the ranks asked for and returns its exit code; wrong recipes and configs are told before torch loads."""
+    """Starts run.py on the ranks and returns its exit code. Raises `UserError` for a wrong recipe or config before torch loads."""
     recipe = read_recipe(options.recipe, options.overrides)
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
@@ -38,7 +38,7 @@ def launch_command(options: argparse.Namespace) -> int:
 
 
 def _default_ranks() -> int:
-    """One for each GPU; one on a machine without, which is seen without the seconds that importing torch takes."""
+    """One for each GPU; one on a machine without GPUs, which needs no import of torch to see."""
     if not any(Path("/dev").glob("nvidia[0-9]*")) and not any(Path(f"/dev/{name}").exists() for name in ("kfd", "dxg")):
         return 1
     import torch
@@ -49,51 +49,51 @@ def _default_ranks() -> int:
 def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
     """Runs `script` on `ranks` processes of this machine through Accelerate's multi-process launcher (torchrun's agent).
 
-    It is taken for one rank too: the simple launcher would leave its child behind on a signal.
+    For one rank too: the simple launcher would leave its child behind on a signal.
     """
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser, multi_gpu_launcher
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # The ranks tell their own errors; what the launchers add is a second telling of the same.
+    # The ranks report their own errors; the launchers would report the same ones again.
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _cores() // ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _count_cores() // ranks))
     given = ["--num_processes", str(ranks), "--num_cpu_threads_per_process", threads, "--main_process_port", "0"]
     given += ["--config_file", str(config)] if config else []
     try:
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args([*given, *script]))
         arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun ends the ranks on these; ours are in FORWARDED
-        with _forwarded_to_children():
+        with _forward_to_children():
             multi_gpu_launcher(arguments)
     except ChildFailedError as error:
         first, failure = error.get_first_failure()
         if failure.exitcode not in (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED):
-            print(f"rank {first} was the first to end, {_how(failure.exitcode)}", file=sys.stderr, flush=True)
+            print(f"rank {first} was the first to end, {_describe_end(failure.exitcode)}", file=sys.stderr, flush=True)
         return _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
     return 0
 
 
-def _how(code: int) -> str:
-    """How a process ended that had no words of its own.
+def _describe_end(code: int) -> str:
+    """How a process ended that printed no message of its own.
 
-    >>> _how(3), _how(-15)
+    >>> _describe_end(3), _describe_end(-15)
     ('with exit code 3', 'by SIGTERM')
     """
     if code >= 0:
         return f"with exit code {code}"
-    often = " (often the system's answer to a lack of memory)" if -code == signal.SIGKILL else ""
+    often = " (often because the machine ran out of memory)" if -code == signal.SIGKILL else ""
     return f"by {signal.Signals(-code).name}{often}"
 
 
-def _cores() -> int:
+def _count_cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager
-def _forwarded_to_children() -> Iterator[None]:
-    """Hands FORWARDED signals on to the ranks and goes on waiting, so that they can save and say how they ended."""
+def _forward_to_children() -> Iterator[None]:
+    """Forwards FORWARDED signals to the ranks and keeps waiting, so that they can save and report how they ended."""
     import psutil
 
     def forward(number: int, _frame: object) -> None:
@@ -119,7 +119,5 @@ def _exit_code(codes: dict[int, int]) -> int:
     for code in (EXIT_PREEMPTED, EXIT_USER_ERROR):
         if code in codes.values():
             return code
-    own = [
-        code for code in codes.values() if code > 0
-    ]  # a rank that the launcher ended for another's sake has a signal
+    own = [code for code in codes.values() if code > 0]  # a rank that the launcher ended has a signal
     return own[0] if own else 128 - min(codes.values())

@@ -1,89 +1,34 @@
-"""What is logged: metrics.jsonl always, a progress bar for the person at the terminal, plain lines for a log file."""
+"""What a run logs: metrics.jsonl always, a progress bar at a terminal, plain lines in a log file. Imports no torch."""
 
 import itertools
 import json
 import math
 import os
-import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
 
-import torch
-
-from finetune.divergence import LONG, find_divergence, losses_of
 from finetune.durable import replace_file
-from finetune.flops import peak_flops_of
 from finetune.json_lines import read_json_lines
 from finetune.trackers import Tracker, first_line
 from finetune.units import gib
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
 BAR_COLUMNS = 8  # of the bar itself, at least
+RATE_LINES = 20  # lines of metrics from which the time left is estimated
 DIVERGED_ADVICE = "lower learning_rate, or raise warmup_ratio"
-RATE_LINES = 20  # lines of metrics over which the time left is reckoned
-
-
-def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP per second; None where it is not known (a CPU)."""
-    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held so far: of the GPU, or of the host where there is none."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-class Window:
-    """What has happened since the last line of metrics. Loss stays on the device until a line is due."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.loss_sum = torch.zeros((), device=device)
-        self.trained_tokens = 0
-        self.tokens = 0
-        self.data_wait_seconds = 0.0
-        self._device = device
-        self._seconds = 0.0  # of the steps before the last pause
-        self._started = time.perf_counter()
-
-    def add(self, loss_sum: torch.Tensor, tokens: int, trained_tokens: int, data_wait_seconds: float) -> None:
-        """One step: this rank's summed loss, and the counts of all ranks."""
-        self.loss_sum += loss_sum
-        self.tokens += tokens
-        self.trained_tokens += trained_tokens
-        self.data_wait_seconds += data_wait_seconds
-
-    def tokens_per_second(self) -> float:
-        """Tokens of all ranks over the seconds of the steps, pauses left aside."""
-        return self.tokens / (self._seconds + time.perf_counter() - self._started)
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Around an evaluation or a save: its seconds are no step's. Waits for the device, whose queue is the steps'."""
-        _synchronize(self._device)
-        self._seconds += time.perf_counter() - self._started
-        try:
-            yield
-        finally:
-            _synchronize(self._device)
-            self._started = time.perf_counter()
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+DIVERGED_MARGIN = 1.0  # nats per token above the first loss, or a quarter of that loss where it is more: far above
+DIVERGED_LINES = 10  # lines of metrics in a row
 
 
 class MetricsLog:
-    """Appends to metrics.jsonl, hands on to a tracker, and tells the person. Only rank 0 makes one with a file; the
-    others' says nothing."""
+    """Appends to metrics.jsonl, passes lines to a tracker, and prints. Only rank 0 has one with a file; the others' is
+    silent."""
 
     def __init__(self, path: Path | None, steps: int, start_step: int, tracker: Tracker | None = None) -> None:
         self._file: Any = None
@@ -93,7 +38,7 @@ class MetricsLog:
         self._losses: list[tuple[int, float]] = []  # (step, loss) of every training line
         self._has_diverged = False
         if path is not None:
-            self._losses = losses_of(_kept_until(path, start_step))
+            self._losses = losses_of(drop_later_lines(path, start_step))
             self._display = Display(steps, start_step, (loss for _, loss in self._losses))
             self._file = path.open("ab", buffering=0)
 
@@ -101,7 +46,7 @@ class MetricsLog:
         return self
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
-        """A run that breaks off says so to its tracker, too; one that is done has more to write first."""
+        """Closes where the block raises; a run that is done has more to write first."""
         if error is not None:
             self.close()
 
@@ -109,17 +54,17 @@ class MetricsLog:
         """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line that finds room."""
         if self._file is not None:
             self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
-        self._hand_on(lambda tracker: tracker.log(line))
+        self._call_tracker(lambda tracker: tracker.log(line))
 
     def step(self, line: dict[str, Any]) -> None:
-        """A training line: written, and shown. Warns once a run whose loss has left where it started for long."""
+        """Writes and shows a training line. Warns once, when the loss has been far above its start for long."""
         self.write(line)
         if self._display is not None:
             self._display.step(line)
         self._losses.append((line["step"], line["loss"]))
         if not self._has_diverged and (diverged := find_divergence(self._losses, at_end=False)):
             self._has_diverged = True
-            self.say(f"warning {diverged}, for {LONG} lines in a row; {DIVERGED_ADVICE}")
+            self.say(f"warning {diverged}, for {DIVERGED_LINES} lines in a row; {DIVERGED_ADVICE}")
 
     def say(self, text: str) -> None:
         """A sentence for the person, above the bar."""
@@ -132,8 +77,8 @@ class MetricsLog:
         return None if self._tracker is None else self._tracker.watch
 
     def close_tracker(self) -> None:
-        """Says to the tracker that nothing more will come; before the process group goes."""
-        self._hand_on(lambda tracker: tracker.close())
+        """Closes the tracker. To be called before the process group is destroyed."""
+        self._call_tracker(lambda tracker: tracker.close())
         self._tracker = None
 
     def close(self) -> None:
@@ -159,8 +104,8 @@ class MetricsLog:
                     "once there is room"
                 )
 
-    def _hand_on(self, act: Callable[[Tracker], None]) -> None:
-        """Does `act` with the tracker; one that fails is told and left out from then on."""
+    def _call_tracker(self, act: Callable[[Tracker], None]) -> None:
+        """Calls `act` with the tracker; one that fails is reported once and not called again."""
         if self._tracker is None:
             return
         try:
@@ -168,7 +113,7 @@ class MetricsLog:
         except Exception as error:  # whatever its library raises: no reason to end a run
             name, self._tracker = self._tracker.name, None
             self.say(
-                f"report_to: {name}: it failed ({first_line(error)}); the run goes on without it, metrics.jsonl has every line"
+                f"report_to: {name}: it failed ({first_line(error)}); the run continues without it, metrics.jsonl has every line"
             )
 
 
@@ -176,7 +121,7 @@ class Display:
     """What the person sees on stderr: one bar at a terminal, one plain line for each line of metrics anywhere else."""
 
     def __init__(self, steps: int, start_step: int, losses: Iterable[float] = ()) -> None:
-        """`losses`: those of the lines before `start_step`, so that the smoothed one goes on where it was."""
+        """`losses`: those of the lines before `start_step`, from which the smoothed loss continues."""
         self._steps = steps
         self._smoothed, self._weight = 0.0, 0.0
         for loss in losses:
@@ -229,7 +174,7 @@ class Display:
 
 
 def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width: int | None = None) -> str:
-    """A training line as it is shown; in `width` characters, what matters least is left out.
+    """A training line as it is shown; what does not fit into `width` characters is dropped, what matters least first.
 
     >>> line = {"loss": 1.5, "learning_rate": 1e-3, "grad_norm": 0.8, "tokens_per_second": 5200.0, "mfu": None,
     ...         "peak_memory_bytes": 2**30}
@@ -255,9 +200,10 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
     return shown
 
 
-def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
-    """The lines up to the checkpoint that is resumed. Drops what an interrupted run wrote beyond it: those steps are
-    about to be done again."""
+def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
+    """Keeps the lines of metrics.jsonl or samples.jsonl up to `step`, that of the checkpoint from which a run resumes,
+    and returns them. What an interrupted run wrote after it is written again; so is all of a run that starts over.
+    """
     if not path.exists():
         return []
     # no line after one that cannot be read: a killed process has left it half-written
@@ -270,3 +216,48 @@ def _kept_until(path: Path, step: int) -> list[dict[str, Any]]:
 def _rounded(value: Any) -> Any:
     """Nine digits say all that fp32 knows."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first and the newest loss (nats per trained token) of a run that has diverged, and their steps."""
+
+    first_step: int
+    first_loss: float
+    step: int
+    loss: float
+
+    def __str__(self) -> str:
+        return f"the loss is {self.loss:.4g} at step {self.step:,}, far above the {self.first_loss:.4g} of step {self.first_step:,}"
+
+
+def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:
+    """(step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
+    found = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
+    return [
+        (step, float(loss))
+        for step, loss in found
+        if isinstance(step, int) and isinstance(loss, int | float) and (last_step is None or step <= last_step)
+    ]
+
+
+def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> Divergence | None:
+    """The divergence of a run with these (step, loss); None where the newest losses are not all far above the first.
+
+    The newest are the last DIVERGED_LINES; of a shorter run that is over (`at_end`) its last half, at least two. A loss that is
+    not finite is far above.
+
+    >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
+    the loss is 315 at step 3, far above the 7.6 of step 1
+    >>> find_divergence([(1, 2.0), (2, 9.0), (3, 2.5)])
+    """
+    start = next((index for index, (_, loss) in enumerate(losses) if math.isfinite(loss)), None)
+    if start is None:
+        return None
+    (first_step, first_loss), later = losses[start], losses[start + 1 :]
+    limit = first_loss + max(DIVERGED_MARGIN, first_loss / 4)
+    wanted = max(2, min(DIVERGED_LINES, len(later) // 2)) if at_end else DIVERGED_LINES
+    if len(later) < wanted or any(loss <= limit for _, loss in later[-wanted:]):
+        return None
+    step, loss = losses[-1]
+    return Divergence(first_step, first_loss, step, loss)

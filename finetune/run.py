@@ -10,10 +10,10 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.distributed.accelerate_config import Sharding, read_sharding
 from finetune.errors import end_process, exit_code
-from finetune.quiet import quieten
 from finetune.recipe.overrides import read_overrides
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
+from finetune.terminal import silence_libraries
 
 
 def main() -> None:
@@ -29,40 +29,45 @@ def main() -> None:
 
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
-    quieten()
-    from finetune.checkpoint import inputs
-    from finetune.checkpoint import resume as resuming
+    silence_libraries()
+    from finetune.checkpoint.inputs import fingerprint_inputs
+    from finetune.checkpoint.resume import resume
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
     from finetune.distributed.world import join, leave
     from finetune.models.load import load_model
     from finetune.models.probe import refuse_unsound
     from finetune.optim.build import build_optimizer
-    from finetune.training import dry_run as beforehand
-    from finetune.training import evaluate as evaluation
-    from finetune.training import finish as conclusion
-    from finetune.training import finished, loop, run_folder
-    from finetune.training.summary import assemble
+    from finetune.training.dry_run import explain_out_of_memory, print_dry_run
+    from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
+    from finetune.training.finish import finish, is_finished, leave_ranks
+    from finetune.training.loop import train
+    from finetune.training.run_folder import open_run_folder
+    from finetune.training.signals import SignalListener
+    from finetune.training.start import start_run
 
     world = join(sharding, recipe.run.timeout_seconds)
     if dry_run:
-        return beforehand.dry_run(recipe, world)
-    folder = run_folder.open_run_folder(recipe, world)
+        return print_dry_run(recipe, world)
+    folder = open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = prepare_data(recipe, tokenizer, world)
     recipe = data.complete_recipe(recipe)
-    found = inputs.fingerprint_inputs(recipe, tokenizer, data, world)
-    if finished.is_finished(folder, recipe, found, world):
+    inputs = fingerprint_inputs(recipe, tokenizer, data, world)
+    if is_finished(folder, recipe, inputs, world):
         return leave(world)
-    with beforehand.out_of_memory_answered(recipe, world):
+    with explain_out_of_memory(recipe, world):
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
         optimizer = build_optimizer(model, recipe.optimization)
-        progress = resuming.resume(recipe, folder, model, optimizer, world, found)
+        progress = resume(recipe, folder, model, optimizer, world, inputs)
         refuse_unsound(model, recipe.model, recipe.data, world)
-        run = assemble(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, found)
-        evaluation.evaluate_untrained(run, progress)
-        progress = evaluation.evaluate(run, loop.train(run, progress), questions=True)
-    return conclusion.conclude(run, progress)
+        run = start_run(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, inputs)
+        with run.log, SignalListener() as signals:
+            evaluate_before_training(run, progress, signals)
+            progress = train(run, progress, signals)
+            progress = evaluate_after_training(run, progress, signals)
+            leave_ranks(run, signals)
+    return finish(run, progress)
 
 
 if __name__ == "__main__":

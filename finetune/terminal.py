@@ -1,9 +1,10 @@
-"""What a process writes to its terminal: text that others chose (names of columns, files, keys, tensors) must not steer it.
+"""What a process writes to its terminal: nothing in a text chosen by others (column, file, key, tensor names) may steer it.
 
 It is cleaned in one place, where it leaves the process: errors, tracebacks and the warnings of libraries included. What goes
 to stderr is only shown: where nobody reads it any more (a closed pipe, a lost terminal), it is dropped and the work continues.
 """
 
+import logging
 import os
 import re
 import sys
@@ -16,6 +17,9 @@ from typing import Any, TextIO
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
     (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFFD
 )
+# Libraries whose warnings at import no user can act on: torchao, which transformers imports wherever it is installed, names
+# kernels for other GPUs that it does not find, and its own enums then run into a deprecation.
+NOISY = ("torchao", "torch.utils._pytree")
 BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")  # all that tqdm writes to move from one of its bars to another
 
 
@@ -96,3 +100,9 @@ def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], objec
 def unfiltered(stream: TextIO) -> TextIO:
     """The stream for a text that is `printable` but for colors of our own."""
     return stream.unfiltered if isinstance(stream, CleanStream) else stream
+
+
+def silence_libraries() -> None:
+    """Hides the warnings of NOISY libraries; their errors are shown. To be called before they are imported."""
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""Trackers beside metrics.jsonl: TensorBoard, Weights & Biases, MLflow, trackio, each through Accelerate's own class."""
+"""Experiment trackers: TensorBoard, Weights & Biases, MLflow, trackio, each through Accelerate's own class."""
 
 import io
 import json
@@ -15,8 +15,8 @@ from finetune.errors import UserError
 
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
-WRITE_ONCE = ("tensorboard", "mlflow")  # what they were told of a run's configuration stays
-IDENTITY = "tracker.json"  # in the run's folder: what the tracker calls the run, so that a resumed one goes on there
+WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
+IDENTITY = "tracker.json"  # in the run's folder: the tracker's id of the run, by which a resumed run continues there
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class Tracker:
     watch: str  # the page or the command that shows the run
 
     def log(self, line: dict[str, Any]) -> None:
-        """Hands on the numbers of a line of metrics."""
+        """Logs the numbers of a line of metrics."""
         numbers = {key: value for key, value in line.items() if isinstance(value, int | float) and key != "step"}
         self.inner.log(numbers, step=line["step"])
 
     def close(self) -> None:
-        """Says that the run is over. To be called while Accelerate's state is there, which its trackers ask for."""
+        """Ends the run in the tracker. To be called before Accelerate's state is reset, which its trackers read."""
         with _quiet():
-            if self.name == "trackio":  # Accelerate's leaves it to be finished, and told, once more at exit
+            if self.name == "trackio":  # Accelerate's would finish it once more at exit
                 import trackio
 
                 trackio.finish()
@@ -58,45 +58,45 @@ def open_tracker(
 ) -> Tracker | None:
     """The recipe's tracker with `settings` (the recipe, flat) as the run's configuration; None where none is asked for.
 
-    A run that goes on at `start_step` > 0 goes on in the tracker too. To be called on the main rank. Raises `UserError`
+    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main rank. Raises `UserError`
     where the tracker does not start. TensorBoard writes under `folder`; the others where their own environment says.
     """
     if report_to == "none":
         return None
-    known_as = _identities(folder).get(report_to) if start_step else None
+    identity = _read_identities(folder).get(report_to) if start_step else None
     try:
         with _quiet():
-            inner = _made(report_to, run_name, folder, known_as, start_step)
+            inner = _make_tracker(report_to, run_name, folder, identity, start_step)
             inner.start()
-        if known_as is None or report_to not in WRITE_ONCE:
+        if identity is None or report_to not in WRITE_ONCE:
             _store(report_to, inner, settings)
-        _remember(folder, report_to, _identity(report_to, inner))
+        _write_identity(folder, report_to, _identity(report_to, inner))
     except Exception as error:  # whatever a tracker's library raises
         raise UserError(
-            f"report_to: {report_to}: it does not start ({first_line(error)}); mend that, or set report_to: none "
+            f"report_to: {report_to}: it does not start ({first_line(error)}); fix that, or set report_to: none "
             "(metrics.jsonl is always written)"
         ) from error
-    return Tracker(report_to, inner, _watch(report_to, inner, folder))
+    return Tracker(report_to, inner, _find_page(report_to, inner, folder))
 
 
 def first_line(error: Exception) -> str:
-    """What an error of a library says, in a line."""
+    """The first line of a library's error."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def _made(report_to: str, run_name: str, folder: Path, known_as: str | None, start_step: int) -> Any:
+def _make_tracker(report_to: str, run_name: str, folder: Path, identity: str | None, start_step: int) -> Any:
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
     project = os.environ.get(PROJECT_VARIABLES.get(report_to, ""), "finetune")
     make = LOGGER_TYPE_TO_CLASS[report_to]
-    if report_to == "tensorboard":  # what a killed run logged beyond its checkpoint is about to be logged again
-        return make(run_name, logging_dir=str(folder / "tensorboard"), purge_step=start_step + 1 if known_as else None)
+    if report_to == "tensorboard":  # what a killed run logged after its checkpoint is logged again
+        return make(run_name, logging_dir=str(folder / "tensorboard"), purge_step=start_step + 1 if identity else None)
     if report_to == "mlflow":
-        return make(experiment_name=project, run_name=run_name, run_id=known_as)
+        return make(experiment_name=project, run_name=run_name, run_id=identity)
     if report_to == "wandb":
-        going_on = {"id": known_as, "resume": "allow"} if known_as else {}
-        return make(project, name=run_name, dir=str(folder), **going_on)
-    return make(project, name=known_as or run_name, resume="allow" if known_as else "never")
+        resumed = {"id": identity, "resume": "allow"} if identity else {}
+        return make(project, name=run_name, dir=str(folder), **resumed)
+    return make(project, name=identity or run_name, resume="allow" if identity else "never")
 
 
 def _store(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
@@ -104,7 +104,7 @@ def _store(report_to: str, inner: Any, settings: dict[str, Any]) -> None:
     plain = {
         key: value if isinstance(value, int | float | str) else json.dumps(value) for key, value in settings.items()
     }
-    if report_to == "tensorboard":  # Accelerate's own way makes a second run, named by the clock, for them
+    if report_to == "tensorboard":  # Accelerate's own would make a second run for them, named by the clock
         inner.tracker.add_hparams(plain, {}, run_name=".")
     else:
         inner.store_init_configuration(plain)
@@ -117,7 +117,7 @@ def _identity(report_to: str, inner: Any) -> str:
     return str(run.id if report_to == "wandb" else run.name if report_to == "trackio" else inner.logging_dir)
 
 
-def _watch(report_to: str, inner: Any, folder: Path) -> str:
+def _find_page(report_to: str, inner: Any, folder: Path) -> str:
     run = inner.tracker
     if report_to == "tensorboard":
         return f"tensorboard --logdir {shlex.quote(str(folder / 'tensorboard'))}"
@@ -132,14 +132,14 @@ def _watch(report_to: str, inner: Any, folder: Path) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """The first screen of a run is ours: no greetings of libraries, but for whoever asks for them in the environment."""
+    """The first screen of a run is ours: no greetings of libraries, unless the environment asks for them."""
     os.environ.setdefault("WANDB_SILENT", "true")
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
     with redirect_stdout(io.StringIO()):
         yield
 
 
-def _identities(folder: Path) -> dict[str, str]:
+def _read_identities(folder: Path) -> dict[str, str]:
     try:
         found = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -147,6 +147,6 @@ def _identities(folder: Path) -> dict[str, str]:
     return found if isinstance(found, dict) else {}
 
 
-def _remember(folder: Path, report_to: str, identity: str) -> None:
-    text = json.dumps(_identities(folder) | {report_to: identity})
+def _write_identity(folder: Path, report_to: str, identity: str) -> None:
+    text = json.dumps(_read_identities(folder) | {report_to: identity})
     (folder / IDENTITY).write_text(text + "\n", encoding="utf-8")

@@ -91,10 +91,10 @@ def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> N
         "sys.exit(code if rank == 1 else 0)\n"
     )
     program = (
-        "import sys, os; from finetune.launch import _launch, _cores\n"
+        "import sys, os; from finetune.launch import _launch, _count_cores\n"
         "os.environ.pop('OMP_NUM_THREADS')\n"
         f"codes = [_launch(2, None, [{str(script)!r}, code]) for code in ('0', '2', '75', '1', '7')]\n"
-        "print('cores', _cores(), 'codes', codes, flush=True)\n"
+        "print('cores', _count_cores(), 'codes', codes, flush=True)\n"
     )
     finished = run_command(("python", "-c", program))
     lines = finished.stdout.splitlines()
@@ -102,11 +102,11 @@ def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> N
     cores = int(lines[-1].split()[1])
     assert sorted(lines[:2]) == [f"threads {max(1, cores // 2)} rank {rank}" for rank in range(2)]
     assert finished.stderr == "rank 1 was the first to end, with exit code 7\n", (
-        "the rest the ranks have told themselves"
+        "the ranks have reported the rest themselves"
     )
 
 
-def test_a_bad_row_is_told_alone(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
+def test_a_bad_row_is_reported_alone(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
     data = tmp_path / "bad.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"mess\n')
     recipe = tiny_recipe(datasets=[{"path": str(data)}])
@@ -148,7 +148,7 @@ def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
     assert steps == list(range(1, 61)), "nothing repeated, nothing lost"
 
 
-def test_a_mistake_in_an_export_is_told_at_once(tmp_path: Path) -> None:
+def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path) -> None:
     model, file = tmp_path / "model", tmp_path / "file"
     model.mkdir()
     file.write_text("")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.cli import read_arguments
+from finetune.cli import TAKES_A_RECIPE, read_arguments
 from finetune.recipe.reader import read_recipe
 from tests.conftest import QuickstartRun
 from tests.plan.run_specs import LLAMA_31_8B
@@ -103,8 +103,14 @@ def test_every_command_is_one_that_is_taken(command: Command) -> None:
                 options = read_arguments(words[1:])
             except SystemExit as end:
                 raise AssertionError(said.getvalue()) from end
-        if "&" not in words and getattr(options, "recipe", "my_recipe.yaml") != "my_recipe.yaml":
-            read_recipe(options.recipe, options.overrides)
+        is_file = getattr(options, "file", None) is not None  # inspect's FILE stands in place of a recipe
+        if (
+            options.command in TAKES_A_RECIPE
+            and "&" not in words
+            and not is_file
+            and options.recipe != "my_recipe.yaml"
+        ):
+            read_recipe(options.recipe or "quickstart", options.overrides)
     elif words[0] == "python" and words[1].endswith(".py"):
         assert (ROOT / words[1]).is_file()
     if command.mark.startswith("runs in"):

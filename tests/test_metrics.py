@@ -1,4 +1,4 @@
-"""What the person sees of a run that is taken up again, beside one that nobody stopped."""
+"""What a resumed run shows, compared with one that was not stopped."""
 
 import contextlib
 import fcntl
@@ -34,7 +34,7 @@ def _smoothed(path: Path, start: int, stop: int, capsys: pytest.CaptureFixture[s
     return re.findall(r"\(smoothed (\S+)\)", capsys.readouterr().err)
 
 
-def test_the_smoothed_loss_goes_on_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_smoothed_loss_continues_where_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole = _smoothed(tmp_path / "whole.jsonl", 0, 6, capsys)
     broken = tmp_path / "broken.jsonl"
     before = _smoothed(broken, 0, 5, capsys)  # the last checkpoint was that of step 4

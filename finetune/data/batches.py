@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ import xxhash
 
 from finetune.constants import ROUND_TOKENS, global_batch_size
 from finetune.data.collate import Ids, MicroBatch, collate
-from finetune.data.data_report import Report
 from finetune.data.examples import Examples
 from finetune.data.packing import Rows
 from finetune.data.sampler import BatchConfig, arrange_epoch
@@ -23,7 +22,10 @@ from finetune.errors import UserError
 from finetune.recipe.schema import Recipe
 from finetune.units import counted
 
-OnReport = Callable[[Report, list[str]], None]  # the report so far, and what is new in it as lines for the log
+if TYPE_CHECKING:  # a training step does not need what reads and tokenizes the data
+    from finetune.data.data_report import Report
+
+OnReport = Callable[["Report", list[str]], None]  # the report so far, and what is new in it as lines for the log
 
 
 class RankInfo(Protocol):

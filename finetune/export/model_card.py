@@ -10,10 +10,10 @@ from typing import Any
 import yaml
 
 from finetune.constants import CONFIG_FILE
-from finetune.divergence import find_divergence, losses_of
 from finetune.errors import UserError
 from finetune.export.source import Source
 from finetune.json_lines import read_json_lines
+from finetune.metrics import find_divergence, losses_of
 from finetune.safetensors_io.header import read_json
 
 CARD_FILE = "README.md"

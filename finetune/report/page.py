@@ -12,7 +12,7 @@ import yaml
 from markupsafe import Markup
 
 from finetune import __version__
-from finetune.divergence import find_divergence, losses_of
+from finetune.metrics import find_divergence, losses_of
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
 from finetune.recipe.keys import leaves

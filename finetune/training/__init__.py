@@ -1,1 +1,1 @@
-"""The loop, and what is looked at on the way."""
+"""Training: one optimizer step, the loop round it, and how a run starts, evaluates, stops and ends."""

@@ -1,4 +1,4 @@
-"""The plan at work: what a dry run prints, and what is said when memory ran out after all."""
+"""The plan of a run: printed by a dry run, and shown beside the measured memory where a run is out of it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ from finetune.recipe.schema import Recipe
 from finetune.units import gib
 
 
-def dry_run(recipe: Recipe, world: World) -> None:
-    """A run up to its model: reads the data, prints the plan with its real steps and tokens, and writes no run's folder."""
+def print_dry_run(recipe: Recipe, world: World) -> None:
+    """Reads the data and prints the plan of the run with its real steps and tokens. Loads no model, writes no folder."""
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     data = prepare_data(recipe, tokenizer, world)
     if world.is_main:
@@ -40,24 +40,24 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
 
 
 @contextmanager
-def out_of_memory_answered(recipe: Recipe, world: World) -> Iterator[None]:
-    """Turns torch's out-of-memory error into the plan's numbers beside the measured ones, and the next smallest change."""
+def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
+    """Raises `UserError` for torch's out-of-memory error: measured and planned memory, and the next smallest change."""
     try:
         yield
     except torch.OutOfMemoryError as error:
-        raise UserError(out_of_memory(recipe, world, error)) from None
+        raise UserError(describe_out_of_memory(recipe, world, error)) from None
 
 
-def out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
-    """What to say: where the memory went by the plan, what was measured, what to change."""
+def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
+    """The message: what was measured, where the memory went by the plan, what to change."""
     plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
     planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
-    said = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
+    lines = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
     if world.device.type == "cuda":
         total = torch.cuda.get_device_properties(world.device).total_memory
         measured = torch.cuda.max_memory_allocated(world.device)
-        said.append(f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device")
-    said.append(
+        lines.append(f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device")
+    lines.append(
         f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, at {planned.name}: "
         f"weights {gib(planned.parameters)}, gradients {gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, "
         f"gathered {gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
@@ -65,7 +65,7 @@ def out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -
     smaller = [change for change in list_changes(plan.spec) if find_peak(change.apply(plan.spec)).total < planned.total]
     if smaller:
         after = find_peak(smaller[0].apply(plan.spec)).total
-        said.append(f"next       {smaller[0].text}   ({smaller[0].cost}; {gib(after)} GiB by the plan)")
+        lines.append(f"next       {smaller[0].text}   ({smaller[0].cost}; {gib(after)} GiB by the plan)")
     else:
-        said.append("next       more ranks, or a smaller max_length")
-    return "\n".join(said)
+        lines.append("next       more ranks, or a smaller max_length")
+    return "\n".join(lines)

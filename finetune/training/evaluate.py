@@ -1,8 +1,7 @@
-"""What a model is worth on rows it has not seen: the held-out loss, and questions answered."""
+"""Evaluation on rows that are not trained on: the held-out loss, and generated answers."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.json_lines import append_json_lines
 from finetune.progress import Progress
-from finetune.training.early_stopping import judged
-from finetune.training.summary import TrainingRun
+from finetune.training.signals import SignalListener
+from finetune.training.training_run import TrainingRun
 
 SAMPLES = "samples.jsonl"
 SAMPLE_TOKENS = 64  # of an answer to one of sample_prompts, at most
@@ -34,50 +33,69 @@ class Sample:
         return self.answer.strip() == self.expected.strip()
 
 
-def evaluate_untrained(run: TrainingRun, progress: Progress) -> None:
-    """Logs what the model is worth before its first step; of a resumed run that is known."""
-    if progress.step == 0:
-        evaluate(run, progress, questions=True)
+def evaluate(
+    run: TrainingRun,
+    progress: Progress,
+    watch: Callable[[Iterator[StepBatch]], Iterator[StepBatch]] = lambda batches: batches,
+) -> Progress:
+    """Logs the held-out loss, where something is held out, and answers `sample_prompts`.
 
-
-def evaluate(run: TrainingRun, progress: Progress, questions: bool = False) -> Progress:
-    """Logs the held-out loss, where something is held out, and returns the progress as judged by it, on every rank.
-
-    `sample_prompts` are answered as well; and with `questions`, how many held-out prompts are answered exactly.
+    Returns the progress with that loss, on every rank. What this run has logged of the step before is not repeated.
+    `watch`: wraps the held-out batches, and may raise before one.
     """
-    line: dict[str, Any] = {"step": progress.step, "epoch": progress.epoch}
-    loss = None
-    if run.data.evaluation is not None:
+    step, results = progress.step, run.results.setdefault(progress.step, {})
+    if run.data.evaluation is not None and "eval_loss" not in results:
         batches = run.watchdog.watched(run.data.evaluation.batches(), "evaluating")
-        loss = held_out_loss(run.model, batches, run.world)
-        run.log.write(line | {"eval_loss": loss})
-        run.log.say(f"step {progress.step}: held-out loss {loss:.4f}")
-    if questions and run.prompts:
-        samples = answer(run.model, run.prompts, run.tokenizer, run.world)
-        share = sum(sample.is_exact for sample in samples) / len(samples)
-        run.log.write(line | {"exact_match": share, "exact_match_samples": len(samples)})
-        run.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly")
-        keep_samples(run, progress, samples)
-    if run.sample_prompts:
+        results["eval_loss"] = held_out_loss(run.model, watch(batches), run.world)
+        run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": results["eval_loss"]})
+        run.log.say(f"step {step}: held-out loss {results['eval_loss']:.4f}")
+    if run.sample_prompts and "sample_prompts" not in results:
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
-        for asked, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
-            run.log.say(f"step {progress.step}: {asked!r} -> {sample.answer!r}")
-        keep_samples(run, progress, samples)
-    return judged(progress, loss)
+        for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
+            run.log.say(f"step {step}: {prompt!r} -> {sample.answer!r}")
+        _write_samples(run, step, samples)
+        results["sample_prompts"] = True
+    return progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
 
 
-def keep_samples(run: TrainingRun, progress: Progress, samples: Sequence[Sample]) -> None:
-    """Writes the samples down, on the main rank. They are only looked at: a full disk does not end the run here."""
+def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
+    """Logs what the model is worth before its first step. Raises `Preempted` where a signal asks to stop meanwhile."""
+    if progress.step == 0:
+        stopped = run.preempted("before the first step")
+        evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, stopped))
+        evaluate_exact_match(run, progress)
+
+
+def evaluate_after_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
+    """The last evaluation of a run. Raises `Preempted` where a signal asks to stop meanwhile."""
+    stopped = run.preempted(f"during the last evaluation; all {progress.step} steps are saved")
+    progress = evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, stopped))
+    if not signals.agree(run.world).stop:
+        evaluate_exact_match(run, progress)
+    if signals.agree(run.world).stop:
+        raise stopped
+    return progress
+
+
+def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
+    """Logs the share of held-out prompts that the model answers exactly, where this run has not logged it before."""
+    if not run.prompts or "exact_match" in run.results.get(progress.step, {}):
+        return
+    samples = answer(run.model, run.prompts, run.tokenizer, run.world)
+    share = sum(sample.is_exact for sample in samples) / len(samples)
+    line = {"step": progress.step, "epoch": progress.epoch, "exact_match": share, "exact_match_samples": len(samples)}
+    _write_samples(run, progress.step, samples)
+    run.log.write(line)
+    run.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly")
+
+
+def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:
+    """Adds the samples to samples.jsonl, on the main rank. They are only looked at: a full disk does not end the run."""
     if run.world.is_main:
         try:
-            append_samples(run.folder / SAMPLES, progress.step, samples)
+            append_json_lines(run.folder / SAMPLES, ({"step": step} | asdict(sample) for sample in samples))
         except OSError as error:
             run.log.say(f"{run.folder / SAMPLES}: cannot be written ({error.strerror}); the run continues")
-
-
-def append_samples(path: Path, step: int, samples: Sequence[Sample]) -> None:
-    """Adds a line for every sample to samples.jsonl."""
-    append_json_lines(path, ({"step": step} | asdict(sample) for sample in samples))
 
 
 @torch.no_grad()

@@ -1,37 +1,46 @@
-"""The end of a run: the export, some answers, and where everything is."""
+"""The end of a run: the export, the last screen, and finished.json, by which a second start sees that it is done."""
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from signal import Signals
 from typing import Any
 
-from finetune.checkpoint.retention import step_folder
-from finetune.distributed.world import leave
-from finetune.divergence import find_divergence, losses_of
-from finetune.errors import Preempted
-from finetune.json_lines import read_json_lines
-from finetune.metrics import DIVERGED_ADVICE
+from finetune.checkpoint.manifest import find_problems, hash_recipe
+from finetune.checkpoint.retention import list_checkpoints, step_folder
+from finetune.distributed.collective import RankGroup
+from finetune.distributed.world import World, leave
+from finetune.durable import replace_file
 from finetune.progress import Progress
+from finetune.recipe.reader import as_written
+from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import SAMPLES
-from finetune.training.finished import results, write_finished
-from finetune.training.summary import TrainingRun
+from finetune.training.signals import SignalListener
+from finetune.training.summary import answers_before_and_after, last_screen, results_line
+from finetune.training.training_run import TrainingRun
 
-SHOWN = 5  # held-out questions in the last screen
+FINISHED = "finished.json"
 
 
-def conclude(run: TrainingRun, progress: Progress) -> None:
-    """Takes leave of the other ranks and exports on rank 0, which needs none of them: nobody waits in a collective."""
+def leave_ranks(run: TrainingRun, signals: SignalListener) -> None:
+    """Ends the tracker and the process group. Raises `Preempted` where a signal has asked to stop meanwhile."""
     run.log.close_tracker()
     leave(run.world)
+    if signals.stop:
+        raise run.preempted("before the export; all steps are saved")
+
+
+def finish(run: TrainingRun, progress: Progress) -> None:
+    """Exports on rank 0, which needs no other rank: nobody waits in a collective. Prints the last screen."""
     if not run.world.is_main:
         return
     for line in answers_before_and_after(run.folder / SAMPLES, progress.step):
         run.log.say(line)
     if run.recipe.checkpoint.export_at_end:
         export(run, progress)
-    if diverged := find_divergence(losses_of(read_json_lines(run.folder / "metrics.jsonl"), progress.step)):
-        run.log.say(f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}")
     write_finished(run.folder, run.recipe, run.inputs, progress.step)
-    run.log.say(results(run.folder))
+    for line in last_screen(run.folder, progress.step):
+        run.log.say(line)
     run.log.close()
 
 
@@ -48,31 +57,39 @@ def export(run: TrainingRun, progress: Progress) -> None:
         with exit_on_signals():
             export_run(run.folder, checkpoint=checkpoint, log=run.log.say)
     except SystemExit as stop:
-        auto = "" if run.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
-        raise Preempted(
-            f"{run.folder}: stopped by {Signals(int(str(stop.code)) - 128).name} during the export; all {progress.step} "
-            f"steps are saved, and the same command{auto} exports them"
-        ) from None
+        number = Signals(int(str(stop.code)) - 128).name
+        raise run.preempted(f"during the export; all {progress.step} steps are saved", by=number) from None
 
 
-def answers_before_and_after(path: Path, last_step: int) -> list[str]:
-    """Some held-out questions with the first and the last answer, of the samples that can be read."""
-    samples = [sample for sample in read_json_lines(path) if sample is not None and _is_sample(sample)]
-    first = {s["prompt"]: s["answer"] for s in reversed(samples)}
-    last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN]
-    return [
-        f"  {_short(s['prompt'])}  before: {_short(first[s['prompt']])!r}  after: {_short(s['answer'])!r}  "
-        f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"
-        for s in last
-    ]
+def write_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], step: int) -> None:
+    """Writes finished.json: the run of `recipe` on these inputs is done, `step` is its last, and it has been exported."""
+    replace_file(folder / FINISHED, json.dumps(_record(recipe, inputs, step), indent=1) + "\n")
 
 
-def _is_sample(line: dict[str, Any]) -> bool:
-    return isinstance(line.get("step"), int) and all(
-        isinstance(line.get(key), str) for key in ("prompt", "answer", "expected")
-    )
+def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], world: World) -> bool:
+    """Whether this very run is done: same recipe, same inputs, its exports there, and its last checkpoint verifies.
+
+    All ranks call it; rank 0 looks, and prints where the results are.
+    """
+    is_done: bool = RankGroup(world).main(lambda: _is_finished(folder, recipe, inputs))
+    if is_done and world.is_main:
+        print(f"{folder}: this run is done, there is nothing left to do")
+        print(results_line(folder))
+    return is_done
 
 
-def _short(text: str, most: int = 60) -> str:
-    flat = " ".join(text.split())
-    return flat if len(flat) <= most else f"{flat[: most - 1]}…"
+def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str]) -> bool:
+    exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
+    checkpoints = list_checkpoints(folder)
+    try:
+        record = json.loads((folder / FINISHED).read_bytes())
+    except (OSError, ValueError):
+        return False
+    has_exports = all((folder / name).is_dir() for name in exports)
+    if not checkpoints or not has_exports or record != _record(recipe, inputs, checkpoints[-1][0]):
+        return False
+    return not find_problems(checkpoints[-1][1])
+
+
+def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
+    return {"step": step, "recipe_sha256": hash_recipe(as_written(recipe)), "inputs": dict(inputs)}

@@ -1,96 +1,129 @@
-"""The loop, on one page."""
+"""One optimizer step, whole, and the loop round it.
+
+The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; models/attention.py and
+models/loss.py are its forward; distributed/parallelize.py synchronizes and clips the gradients; training/nonfinite.py checks
+them; distributed/grad_scaler.py updates; optim/build.py has made the optimizer. training/schedule.py says what is due next.
+"""
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
-from finetune.checkpoint.save import Saver
 from finetune.data.batches import StepBatch
 from finetune.distributed.grad_scaler import unscale, update
 from finetune.distributed.parallelize import clip_gradients, without_gradient_sync
 from finetune.distributed.world import World
-from finetune.errors import Preempted
-from finetune.metrics import Window, peak_memory_bytes
 from finetune.optim.build import compute_learning_rate, set_learning_rate
 from finetune.progress import Progress
-from finetune.training.early_stopping import is_new_best, is_out_of_patience
+from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import evaluate
-from finetune.training.nonfinite import guard_of, refuse_or_skip, suspect
-from finetune.training.profiler import collect, garbage_collected_between_lines, profiled
-from finetune.training.signals import Interruption, agreed
-from finetune.training.summary import TrainingRun, stream_reporter
+from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, handle_nonfinite, make_guard
+from finetune.training.profiler import collect_garbage, garbage_collected_between_lines
+from finetune.training.schedule import find_due, find_due_after_evaluation, is_out_of_patience
+from finetune.training.signals import SignalListener
+from finetune.training.throughput import Window
+from finetune.training.training_run import TrainingRun
 
 
-def train(run: TrainingRun, progress: Progress) -> Progress:
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one optimizer step did. The tensors are 0-dim, on the device: to read one is to wait for it."""
+
+    loss_sum: torch.Tensor  # of this rank, in nats
+    grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
+    failed_check: StepCheck | None  # where the loss or gradient was not finite, and nothing was updated
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: StepBatch,
+    *,
+    recipe: Recipe,
+    world: World,
+    guard: HostGuard | DeviceGuard,
+    learning_rate: float,
+    before_update: Callable[[], None] = lambda: None,
+) -> StepResult:
+    """One optimizer step on every rank: forward, backward, clip, check, update.
+
+    Only where `guard` finds loss and gradient finite are the parameters updated, after `before_update` has returned: an
+    async save may still be copying them.
+    """
+    set_learning_rate(optimizer, learning_rate)
+    seed_dropout(recipe.run.seed, batch.step, world.rank)
+    loss_sum = accumulate_gradients(model, batch, world)
+    unscale(optimizer, world)
+    grad_norm = clip_gradients(model, recipe.optimization.max_grad_norm)
+    check = StepCheck.of(batch, loss_sum, grad_norm)
+    is_skipped = guard.must_skip(check)
+    if not is_skipped:
+        before_update()
+        seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
+        update(optimizer, world)
+    optimizer.zero_grad(set_to_none=True)
+    return StepResult(loss_sum, grad_norm, check if is_skipped else None)
+
+
+def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
     """Trains from `progress` to the schedule's last step. The same numbers on every layout and number of ranks.
 
     Raises `Preempted` after saving where a signal asks to stop, and `UserError` where a checkpoint cannot be written or
     a step's loss is not finite.
     """
-    recipe, world, steps = run.recipe, run.world, run.schedule.steps
+    recipe, world, saver, last_step = run.recipe, run.world, run.saver, run.schedule.steps
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
-    guard = guard_of(run.optimizer, recipe.optimization, world)
-    saver = Saver(run.folder, run.model, run.optimizer, world, recipe, run.tokenizer, run.inputs)
-    with run.log, run.watchdog, Interruption() as signals, saver, garbage_collected_between_lines():
-        saver.check_save(steps)
+    guard = make_guard(run.optimizer, recipe.optimization, world)
+    step = partial(
+        train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, before_update=saver.before_update
+    )
+    with run.watchdog, saver, garbage_collected_between_lines():
+        saver.check_save(last_step)
         run.model.train()
         window = Window(world.device)
-        for batch, waited in _timed(_batches(run, progress)):
+        for batch, waited in _timed(run.read_batches(progress.step)):
             run.watchdog.beat(f"training step {batch.step + 1}")
             rate = compute_learning_rate(batch.step, run.schedule)
-            set_learning_rate(run.optimizer, rate)
-            seed_dropout(recipe.run.seed, batch.step, world.rank)
-            loss_sum = accumulate_gradients(run.model, batch, world)
-            unscale(run.optimizer, world)
-            norm = clip_gradients(run.model, recipe.optimization.max_grad_norm)
-
-            looked_at = suspect(batch, loss_sum, norm)
-            stop, save_now, save_failed, skip = agreed(
-                world, signals.stop, signals.save, saver.has_failed, guard.is_bad(looked_at)
-            )
-            if save_failed:
-                saver.finish()  # raises what happened
-            if skip:
-                run.log.say(refuse_or_skip(recipe.optimization, looked_at, progress.skipped_steps, world))
+            result = step(batch, learning_rate=rate)
+            if result.failed_check is None:
+                window.add(result.loss_sum, batch, waited)
             else:
-                saver.before_update()  # an async save may still be copying the parameters
-                seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
-                update(run.optimizer, world)
-                window.add(loss_sum, batch.tokens, batch.trained_tokens, waited)
-            run.optimizer.zero_grad(set_to_none=True)
+                run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
+            progress = progress.after_step(batch, is_skipped=result.failed_check is not None)
 
-            progress = advanced(progress, batch, skip)
-            last = progress.step == steps
-            log_due = last or _due(progress.step, recipe.run.logging_steps)
-            eval_due = not last and _due(progress.step, recipe.run.eval_steps)  # after the last step, run.py evaluates
-            save_due = last or stop or save_now or _due(progress.step, recipe.checkpoint.save_steps)
-            if log_due or eval_due or save_due:
-                guard.check(recipe.optimization)
-            if log_due:
-                run.log.step(_line(run, window, progress, rate, norm))
+            requests = signals.agree(world, saver.has_failed)
+            if requests.failed_save:
+                saver.finish()  # raises what happened
+            due = find_due(progress.step, last_step, recipe, requests)
+            if due.reads_device:
+                guard.raise_if_bad(recipe.optimization)
+            if due.log:
+                run.log.step(window.metrics(run, progress, rate, result.grad_norm))
                 window = Window(world.device)
-                collect()
-            if eval_due:
+                collect_garbage()
+            if due.evaluate:
                 with window.paused():
                     progress = evaluate(run, progress)
                     run.model.train()
-                last = stopped_early(run, progress)
-            if save_due or last or is_new_best(progress, recipe.checkpoint):
+                due = find_due_after_evaluation(due, progress, recipe)
+            if due.save:
                 with window.paused():
                     saver.save(progress)
                 signals.save = False
-            if last:
+            if due.end:
                 break
-            if stop:
+            if due.stop:
                 saver.finish()
-                raise Preempted(stopped(run, progress))
+                raise run.preempted(f"after step {progress.step} of {last_step}, which is saved")
+    if progress.step < last_step:
+        run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
     return progress
 
 
@@ -105,82 +138,27 @@ def accumulate_gradients(model: nn.Module, batch: StepBatch, world: World) -> to
     """
     total = torch.zeros((), device=world.device)
     for index, micro_batch in enumerate(batch.micro_batches):
-        last = index == len(batch.micro_batches) - 1
-        with nullcontext() if last else without_gradient_sync(model):
+        is_last = index == len(batch.micro_batches) - 1
+        with nullcontext() if is_last else without_gradient_sync(model):
             loss_sum = model(**micro_batch.to(world.device).inputs)
             world.accelerator.backward(loss_sum * (world.size / max(1, batch.trained_tokens)))
         total += loss_sum.detach()
     return total
 
 
-def advanced(progress: Progress, batch: StepBatch, skipped: bool = False) -> Progress:
-    """The progress after `batch`'s step."""
-    return replace(
-        progress,
-        step=batch.step + 1,
-        epoch=batch.epoch,
-        tokens=progress.tokens + batch.tokens,
-        trained_tokens=progress.trained_tokens + batch.trained_tokens,
-        skipped_steps=progress.skipped_steps + skipped,
-    )
-
-
-def stopped(run: TrainingRun, progress: Progress) -> str:
-    """What a preempted run says last."""
-    auto = "" if run.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
-    return (
-        f"{run.folder}: stopped by a signal after step {progress.step} of {run.schedule.steps}, which is saved; "
-        f"the same command{auto} goes on from there"
-    )
-
-
-def stopped_early(run: TrainingRun, progress: Progress) -> bool:
-    """Whether the run ends here, since its held-out loss no longer falls; says so."""
-    if not is_out_of_patience(progress, run.recipe.run):
-        return False
-    run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
-    return True
-
-
 def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Dropout's randomness as a pure function of the step, so that a resumed run needs no state of it."""
+    """Seeds dropout by the step alone, so that a resumed run needs no random state."""
     _seed_from(f"{seed}/{step}/{rank}")
 
 
 def seed_rounding(seed: int, step: int, shard_rank: int) -> None:
-    """The randomness of stochastic rounding: ranks that hold the same shard must round alike, or their replicas drift."""
+    """Seeds stochastic rounding: ranks that hold the same shard must round alike, or their replicas drift apart."""
     _seed_from(f"{seed}/{step}/rounding/{shard_rank}")
 
 
 def _seed_from(text: str) -> None:
     digest = hashlib.sha256(text.encode()).digest()
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-
-
-def _line(run: TrainingRun, window: Window, progress: Progress, rate: float, norm: torch.Tensor) -> dict[str, Any]:
-    """A line of metrics. The one place of a step where the host waits for the device."""
-    loss = run.world.sum(window.loss_sum).item() / max(1, window.trained_tokens)
-    tokens_per_second = window.tokens_per_second()
-    peak = run.peak_flops
-    return {
-        "step": progress.step,
-        "epoch": progress.epoch,
-        "loss": loss,
-        "learning_rate": rate,
-        "grad_norm": float(norm),
-        "tokens": progress.tokens,
-        "trained_tokens": progress.trained_tokens,
-        "tokens_per_second": tokens_per_second,
-        "mfu": tokens_per_second * run.flop_per_token / (peak * run.world.size) if peak else None,
-        "peak_memory_bytes": peak_memory_bytes(run.world.device),
-        "data_wait_seconds": window.data_wait_seconds,
-    }
-
-
-def _batches(run: TrainingRun, progress: Progress) -> Iterator[StepBatch]:
-    """The steps that are left, those of `profile_steps` under the profiler."""
-    batches = run.data.train.batches(progress.step, stream_reporter(run))
-    return profiled(batches, run.recipe.run.profile_steps, run.folder, run.world.rank)
 
 
 def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
@@ -191,7 +169,3 @@ def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:
         if batch is None:
             return
         yield batch, time.perf_counter() - started
-
-
-def _due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0

@@ -1,7 +1,6 @@
 """A loss or gradient that is not finite never reaches the parameters."""
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,78 +11,77 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.schema import Optimization
 
-SHOWN = 16  # ids of examples named for each rank
+SHOWN_IDS = 16  # ids of examples named for each rank
+READS_NO_FLAG = ("adamw_torch", "adamw_8bit")  # optimizers that do not know found_inf
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """A step (0-based) as this rank sees it: the ids of its examples, its summed loss, and the norm of all gradients."""
+class StepCheck:
+    """What is checked of a step before its update, on this rank."""
 
-    step: int
-    ids: tuple[int, ...]
-    loss_sum: torch.Tensor
-    norm: torch.Tensor
+    step: int  # 0-based
+    example_ids: tuple[int, ...]
+    loss_sum: torch.Tensor  # of this rank, 0-dim
+    grad_norm: torch.Tensor  # of all ranks' gradients, 0-dim
 
-
-def suspect(batch: StepBatch, loss_sum: torch.Tensor, norm: torch.Tensor) -> Suspect:
-    """What is looked at of a step before its update."""
-    ids = tuple(id_ for micro_batch in batch.micro_batches for id_ in micro_batch.example_ids)
-    return Suspect(batch.step, ids, loss_sum, norm)
+    @classmethod
+    def of(cls, batch: StepBatch, loss_sum: torch.Tensor, grad_norm: torch.Tensor) -> "StepCheck":
+        """The check of `batch`'s step."""
+        ids = tuple(example_id for micro_batch in batch.micro_batches for example_id in micro_batch.example_ids)
+        return cls(batch.step, ids, loss_sum, grad_norm)
 
 
 class HostGuard:
-    """Looks at every step before its update: on a CPU nothing has to be waited for."""
+    """Reads every step's loss and gradient norm before its update: on a CPU nothing has to be waited for."""
 
     def __init__(self, world: World) -> None:
-        self._scaled = is_scaled(world)  # then a gradient may overflow: the scaler leaves that step out
+        self._world = world
+        self._scaled = is_scaled(world)  # then a gradient may overflow: the scaler skips that step's update
 
-    def is_bad(self, step: Suspect) -> bool:
-        """Whether this rank's loss or the gradient of all ranks is not finite."""
-        values = step.loss_sum if self._scaled else step.loss_sum + step.norm
-        return not bool(torch.isfinite(values))
+    def must_skip(self, check: StepCheck) -> bool:
+        """Whether any rank's loss, or the gradient, is not finite. All ranks call it and return the same."""
+        values = check.loss_sum if self._scaled else check.loss_sum + check.grad_norm
+        return self._world.any(not bool(torch.isfinite(values)))
 
-    def check(self, policy: Optimization) -> None:
-        """Nothing is left to look at."""
-
-
-READS_NO_FLAG = ("adamw_torch", "adamw_8bit")  # optimizers that do not know found_inf
+    def raise_if_bad(self, policy: Optimization) -> None:
+        """Every step has been checked already."""
 
 
 class DeviceGuard:
     """Finds steps that are not finite without making the host wait for the GPU.
 
-    The optimizer itself is told to leave the parameters alone, by the flag that torch's fused optimizers read for loss
-    scaling (`found_inf`), from the first bad step on; the host looks at the flag when it waits anyway. Only under
+    From the first bad step on, the optimizer itself leaves the parameters alone, by the flag that torch's fused
+    optimizers read for loss scaling (`found_inf`); the host reads the flag when it waits anyway. Only under
     on_nonfinite: stop, since to count skipped steps the host must know of each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, world: World) -> None:
         self._world = world
-        self._first = torch.full((), -1, dtype=torch.int64, device=world.device)  # the first bad step
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=world.device)  # the first bad step
         self._flag = torch.zeros((), device=world.device)
-        self._unseen: dict[int, tuple[int, ...]] = {}  # steps that the host has not looked at -> their examples
+        self._unread: dict[int, tuple[int, ...]] = {}  # steps that the host has not read yet -> their examples
         optimizer.found_inf = self._flag  # type: ignore[attr-defined]
         optimizer.grad_scale = None  # type: ignore[attr-defined]
 
-    def is_bad(self, step: Suspect) -> bool:
-        """Marks the step on the device where any rank's loss, or the gradient, is not finite. Not known here yet."""
-        self._unseen[step.step] = step.ids
-        total = self._world.sum(step.loss_sum.clone())
-        bad = ~(torch.isfinite(total) & torch.isfinite(step.norm))
-        self._first.copy_(torch.where(bad & (self._first < 0), step.step, self._first))
-        self._flag.copy_(torch.maximum(self._flag, bad))
+    def must_skip(self, check: StepCheck) -> bool:
+        """Marks the step on the device where any rank's loss, or the gradient, is not finite. The host knows later."""
+        self._unread[check.step] = check.example_ids
+        total = self._world.sum(check.loss_sum.clone())
+        is_bad = ~(torch.isfinite(total) & torch.isfinite(check.grad_norm))
+        self._first_bad.copy_(torch.where(is_bad & (self._first_bad < 0), check.step, self._first_bad))
+        self._flag.copy_(torch.maximum(self._flag, is_bad))
         return False
 
-    def check(self, policy: Optimization) -> None:
-        """Waits for the device. Raises `UserError` where a step since the last look was not finite."""
-        first = int(self._first.item())
+    def raise_if_bad(self, policy: Optimization) -> None:
+        """Waits for the device. Raises `UserError` where a step since the last call was not finite."""
+        first = int(self._first_bad.item())
         if first >= 0:
             unknown = torch.full((), float("nan"))
-            refuse_or_skip(policy, Suspect(first, self._unseen[first], unknown, unknown), 0, self._world)
-        self._unseen.clear()
+            handle_nonfinite(policy, StepCheck(first, self._unread[first], unknown, unknown), 0, self._world)
+        self._unread.clear()
 
 
-def guard_of(optimizer: torch.optim.Optimizer, policy: Optimization, world: World) -> HostGuard | DeviceGuard:
+def make_guard(optimizer: torch.optim.Optimizer, policy: Optimization, world: World) -> HostGuard | DeviceGuard:
     """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
 
     Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived.
@@ -93,19 +91,23 @@ def guard_of(optimizer: torch.optim.Optimizer, policy: Optimization, world: Worl
     return DeviceGuard(optimizer, world) if on_device and policy.optim not in READS_NO_FLAG else HostGuard(world)
 
 
-def refuse_or_skip(policy: Optimization, step: Suspect, skipped: int, world: World) -> str:
-    """What is told of a step that is left out. All ranks call it, once one has seen a value that is not finite.
+def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:
+    """The message about a step that was skipped. All ranks call it, once one has seen a value that is not finite.
 
-    Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been left out already.
+    Raises `UserError` where `on_nonfinite` is stop, or `max_skipped_steps` have been skipped already.
     """
-    ids, more = step.ids[:SHOWN], max(0, len(step.ids) - SHOWN)
-    reports = world.gather({"loss": _value(step.loss_sum), "ids": ids, "more": more})
-    culprits = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(enumerate(reports))
+    ids, more = check.example_ids[:SHOWN_IDS], max(0, len(check.example_ids) - SHOWN_IDS)
+    reports = world.gather({"loss": _describe(check.loss_sum), "ids": ids, "more": more})
+    bad = {rank: r for rank, r in enumerate(reports) if r["loss"] in ("nan", "inf")} or dict(enumerate(reports))
     places = "; ".join(
-        f"rank {rank}: loss {r['loss']}, examples {_named(r['ids'])}" + (f" and {r['more']} more" if r["more"] else "")
-        for rank, r in culprits.items()
+        f"rank {rank}: loss {r['loss']}, examples {', '.join(map(str, r['ids']))}"
+        + (f" and {r['more']} more" if r["more"] else "")
+        for rank, r in bad.items()
     )
-    what = f"step {step.step + 1}: the loss or gradient is not finite (gradient norm {_value(step.norm)}; {places})"
+    what = (
+        f"step {check.step + 1}: the loss or gradient is not finite "
+        f"(gradient norm {_describe(check.grad_norm)}; {places})"
+    )
     if policy.on_nonfinite == "stop":
         raise UserError(
             f"{what}; the parameters were not updated. Look at these examples with "
@@ -116,10 +118,6 @@ def refuse_or_skip(policy: Optimization, step: Suspect, skipped: int, world: Wor
     return f"{what}; its update is skipped"
 
 
-def _value(tensor: torch.Tensor) -> str:
-    value = abs(float(tensor))
-    return f"{value:g}" if math.isfinite(value) else "nan" if math.isnan(value) else "inf"
-
-
-def _named(ids: Iterable[int]) -> str:
-    return ", ".join(str(id_) for id_ in ids)
+def _describe(value: torch.Tensor) -> str:
+    magnitude = abs(float(value))
+    return f"{magnitude:g}" if math.isfinite(magnitude) else "nan" if math.isnan(magnitude) else "inf"

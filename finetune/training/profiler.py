@@ -1,4 +1,4 @@
-"""A closer look at a few steps: what ran when, and what held the memory."""
+"""Profiling of a few steps, and garbage collection between steps."""
 
 import gc
 import json
@@ -11,10 +11,10 @@ import torch
 from finetune.data.batches import StepBatch
 
 
-def profiled(
+def profile_steps(
     batches: Iterator[StepBatch], steps: tuple[int, int] | None, folder: Path, rank: int
 ) -> Iterator[StepBatch]:
-    """Passes `batches` on, and records the steps from the first to the last of `steps` (1-based) in `folder`/profile.
+    """Yields `batches`, and records the steps from the first to the last of `steps` (1-based) in `folder`/profile.
 
     Leaves `trace-rank<r>.json` (chrome://tracing, ui.perfetto.dev), and on CUDA `memory-rank<r>.json`: the allocator's
     segments and blocks with the stack of each, without a pickle.
@@ -59,7 +59,7 @@ def _finish(profiler: torch.profiler.profile, folder: Path, rank: int) -> None:
 def garbage_collected_between_lines() -> Iterator[None]:
     """Keeps Python's garbage collector out of the steps: a full collection stops one rank, and all others wait for it.
 
-    The loop collects at its lines of metrics instead, see `collect`.
+    The loop collects at its lines of metrics instead, see `collect_garbage`.
     """
     was_enabled = gc.isenabled()
     gc.collect()
@@ -73,6 +73,6 @@ def garbage_collected_between_lines() -> Iterator[None]:
             gc.enable()
 
 
-def collect() -> None:
-    """What a step has left behind: the young generations only."""
+def collect_garbage() -> None:
+    """Collects what steps have left behind: the young generations only."""
     gc.collect(1)

@@ -1,4 +1,4 @@
-"""The folder that a run leaves: what was run, on what, and how it went."""
+"""The folder of a run: opened and locked at its start, with the files that say what was run and on what."""
 
 import json
 import os
@@ -17,6 +17,7 @@ from finetune.checkpoint.retention import lock_run
 from finetune.distributed.accelerate_config import to_accelerate_config
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
+from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.export.publish import restore_export, restore_exports
 from finetune.optim.build import check_optimizer
@@ -24,24 +25,25 @@ from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
 from finetune.trackers import refuse_missing
 
+METRICS = "metrics.jsonl"
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
 
 def run_folder(recipe: Recipe) -> Path:
-    """`output_dir`, else runs/<run_name>; the name is the recipe's file name where it is left out."""
+    """`output_dir`, else runs/<run_name>."""
     return Path(recipe.run.output_dir or Path("runs") / run_name(recipe))
 
 
 def run_name(recipe: Recipe) -> str:
-    """The run's name, for folders and trackers."""
+    """The run's name, for folders and trackers: `run_name`, else the recipe's file name."""
     return recipe.run.run_name or Path(recipe.path).stem
 
 
 def open_run_folder(recipe: Recipe, world: World) -> Path:
-    """Makes the run's folder and holds it against other runs.
+    """Makes the run's folder and locks it against other runs.
 
-    Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has it, where
-    the recipe asks for what is not installed, and where it names a checkpoint that is damaged.
+    Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has locked it,
+    where the recipe asks for a package that is not installed, and where it names a checkpoint that is damaged.
     """
     refuse_missing(recipe.run.report_to)
     check_optimizer(recipe.optimization, world.sharding)
@@ -64,7 +66,7 @@ def _open(folder: Path, recipe: Recipe) -> None:
 
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     """Writes what is enough to repeat the run. On the main rank, once the run is sure to start: a start that is refused
-    leaves the description of the run that is there.
+    does not change the files of the run before it.
 
     Raises `UserError` where it cannot be written.
     """
@@ -78,12 +80,17 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
         raise _unwritable(folder, error) from None
 
 
+def write_data_report(folder: Path, report: dict[str, Any]) -> None:
+    """Writes data_report.json in place of an older one; `finetune report` may be reading it."""
+    replace_file(folder / "data_report.json", json.dumps(report, indent=2, ensure_ascii=False, default=str) + "\n")
+
+
 def _unwritable(folder: Path, error: OSError) -> UserError:
     return UserError(f"{folder}: cannot be written ({error.strerror}); set output_dir to a folder that can")
 
 
 def environment(world: World) -> dict[str, Any]:
-    """Versions, machine and command: what a result depends on beside recipe and config."""
+    """Versions, machine and command: what a result depends on besides recipe and config."""
     on_gpu = world.device.type == "cuda"
     return {
         "finetune": __version__,

@@ -1,4 +1,4 @@
-"""Signals: a run that is told to stop saves first, on all ranks at the same step."""
+"""Signals: a run that is asked to stop saves first, on all ranks at the same step."""
 
 import os
 import signal
@@ -6,8 +6,10 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,16 +18,23 @@ from finetune.distributed.world import World
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 ECHO_SECONDS = 2.0  # Ctrl-C reaches a rank from the terminal and again from its launcher: that is one request
 
-
-def agreed(world: World, *flags: bool) -> list[bool]:
-    """Each flag, set where it is set on any rank. One small word over gloo; a GPU's queue is left alone."""
-    return [bool(count) for count in world.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
+Item = TypeVar("Item")
 
 
-class Interruption:
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """What all ranks have agreed to do at this step."""
+
+    stop: bool = False
+    save: bool = False
+    failed_save: bool = False  # an async save has failed
+
+
+class SignalListener:
     """What signals have asked of this rank; the loop looks once a step and agrees on it with the other ranks.
 
-    SIGTERM and SIGINT ask to save and stop, SIGUSR1 to save and go on. A second request to stop ends the process at once.
+    SIGTERM and SIGINT ask to save and stop, SIGUSR1 to save and continue. A second request to stop ends the process at
+    once.
     """
 
     def __init__(self) -> None:
@@ -34,7 +43,7 @@ class Interruption:
         self._asked_at = 0.0
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> "Interruption":
+    def __enter__(self) -> "SignalListener":
         # Python runs a handler only between two of its own instructions, and a rank that hangs in a collective comes to
         # none. The number of the signal is written to this pipe all the same, and a thread reads it.
         self._read, self._write = socket.socketpair()
@@ -53,6 +62,18 @@ class Interruption:
             signal.signal(number, handler)
         self._write.close()  # ends the thread
 
+    def agree(self, world: World, has_failed_save: bool = False) -> Requests:
+        """What any rank asks for. All ranks call it. One small word over gloo; a GPU's queue is left alone."""
+        flags = torch.tensor([int(self.stop), int(self.save), int(has_failed_save)])
+        return Requests(*(bool(count) for count in world.sum(flags).tolist()))
+
+    def interrupt(self, items: Iterable[Item], world: World, error: Exception) -> Iterator[Item]:
+        """The items, of which every rank has as many. Raises `error` on all ranks once a signal asks any to stop."""
+        for item in items:
+            if self.agree(world).stop:
+                raise error
+            yield item
+
     def _listen(self) -> None:
         while received := self._read.recv(1):
             self._on_signal(received[0])
@@ -63,11 +84,11 @@ class Interruption:
             self.save = True
         elif number in STOPPING and not self.stop:
             self.stop, self._asked_at = True, time.monotonic()
-            _tell(f"{signal.Signals(number).name}: saving after this step, then stopping; once more to stop at once")
+            _print(f"{signal.Signals(number).name}: saving, then stopping; send it again to stop at once")
         elif number in STOPPING and time.monotonic() - self._asked_at > ECHO_SECONDS:
-            _tell("stopped at once; what was not saved is lost")
+            _print("stopped at once; what was not saved is lost")
             os._exit(128 + number)
 
 
-def _tell(text: str) -> None:
+def _print(text: str) -> None:
     print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""A run that hangs is ended, and every rank's stacks say where it hung."""
+"""The watchdog: ends a run that hangs, and prints where every rank hung."""
 
 import faulthandler
 import os
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 class Watchdog:
     """Ends this process where `beat` has not been called for `timeout_seconds`, after writing all its stacks to stderr.
 
-    Every rank has one, and in a hang all of them wait: so each tells its own place.
+    Every rank has one: in a hang all of them wait, and each prints its own stacks.
     """
 
     def __init__(self, rank: int, timeout_seconds: float) -> None:
@@ -41,10 +41,10 @@ class Watchdog:
         faulthandler.cancel_dump_traceback_later()
 
     def beat(self, doing: str) -> None:
-        """There is progress: `doing` begins now. Of no effect outside the `with`."""
+        """Reports progress: `doing` starts now. Of no effect outside the `with`."""
         self._doing, self._since = doing, time.monotonic()
         if self._watching:
-            # In case the hang holds Python's lock, so that no thread of Python can tell: a timer of the C runtime.
+            # In case the hang holds Python's lock, so that no thread of Python runs: a timer of the C runtime.
             faulthandler.dump_traceback_later(self._timeout + 5.0, exit=True)
 
     def watched(self, items: Iterator[Item], doing: str) -> Iterator[Item]:
@@ -56,7 +56,7 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._ended.wait(max(0.05, self._since + self._timeout - time.monotonic())):
             since = self._since
-            if _waits_for_others():  # the rank that they wait for tells first
+            if _waits_for_others():  # the rank that they wait for prints first
                 self._ended.wait(SECONDS_FOR_CAUSE)
             if self._ended.is_set() or self._since != since or time.monotonic() < since + self._timeout:
                 continue

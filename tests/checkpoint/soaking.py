@@ -140,7 +140,7 @@ class Story:
         self._compare(ended)
 
     def _look(self, ended: Ended, newest: int) -> bool:
-        if "Traceback" in ended.log and "another rank is gone" not in ended.log:
+        if "Traceback" in ended.log and "another rank ended" not in ended.log:
             raise Lost(f"a traceback; codes {ended.codes}\n{ended.log[-4000:]}")
         resumed = re.search(r"resumed at step (\d+)", ended.log)
         begun = re.search(r"^layout  ", ended.log, re.M) is not None

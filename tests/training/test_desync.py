@@ -66,18 +66,18 @@ def test_the_run_ends_everywhere_in_time(layout: str, fault: str, ended: Case) -
 @pytest.mark.parametrize("layout", ["full_shard", "ddp"])
 def test_the_error_of_the_rank_that_raised_stands_first(layout: str, ended: Case) -> None:
     _, output = ended(layout, "raises")
-    cause, consequence = output.index("rank 1: Traceback"), output.index("rank 0: another rank is gone")
+    cause, consequence = output.index("rank 1: Traceback"), output.index("rank 0: another rank ended")
     assert cause < output.index("ZeroDivisionError") < consequence
 
 
-def test_the_rank_that_fell_behind_tells_first_where_it_was(ended: Case) -> None:
+def test_the_rank_that_fell_behind_reports_first_where_it_was(ended: Case) -> None:
     _, output = ended("full_shard", "sleeps")
-    told = output.index(f"rank 1: no progress for {TIMEOUT_SECONDS} s")
-    assert told < output.index("seed_and_fail") < output.index("rank 0: ")
+    reported = output.index(f"rank 1: no progress for {TIMEOUT_SECONDS} s")
+    assert reported < output.index("seed_and_fail") < output.index("rank 0: ")
 
 
 @pytest.mark.parametrize("fault", ["exits", "killed"])
 def test_a_rank_that_cannot_speak_is_missed_by_the_other(fault: str, ended: Case) -> None:
     end, output = ended("full_shard", fault)
     assert end["codes"] == [1, 3 if fault == "exits" else -9]
-    assert "rank 0: another rank is gone" in output
+    assert "rank 0: another rank ended" in output

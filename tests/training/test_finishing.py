@@ -1,4 +1,4 @@
-"""The end of a run, by `finetune launch`: its export is interrupted, the same command exports, and then nothing is left to do."""
+"""The end of a run: stopped in its last evaluation, then in its export, each time finished by the same command."""
 
 import json
 import re
@@ -9,40 +9,62 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.errors import EXIT_PREEMPTED
+from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from tests.ranks import ROOT, environment, run_command
 
 SECONDS = 240.0
+STEPS = 6
+# run.py, sent SIGTERM while it evaluates for the second time: once before training, once after.
+STOPPED_IN_EVALUATION = """
+import os, signal, sys, time
+from finetune import run
+from finetune.errors import end_process, exit_code
+from finetune.training import evaluate
+
+def evaluate_and_signal(*arguments, held_out_loss=evaluate.held_out_loss, calls=[]):
+    calls.append(arguments)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+    return held_out_loss(*arguments)
+
+evaluate.held_out_loss = evaluate_and_signal
+end_process(exit_code(run.main))
+"""
 
 
-def test_an_interrupted_export_is_made_by_the_same_command_and_a_run_that_is_done_ends_at_once(
+def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     tiny_recipe: Callable[..., Path], tmp_path: Path
 ) -> None:
     """The learning rate makes the run diverge, which its last screen and its model card say."""
-    run, printed = tmp_path / "run", tmp_path / "printed"
-    recipe = tiny_recipe(learning_rate=5.0, lr_scheduler_type="constant", max_grad_norm=None, max_steps=6)
-    command = ["-m", "finetune", "launch", "--num-processes", "1", "--recipe", str(recipe)]
-    with printed.open("w") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, *command],
-            env=environment(),
-            stdout=output,
-            stderr=output,
-            cwd=ROOT,
-            start_new_session=True,
-        )
-    deadline = time.monotonic() + SECONDS
-    while not (run / ".export.exporting" / "config.json").exists():
-        assert launcher.poll() is None and time.monotonic() < deadline, printed.read_text()
-        time.sleep(0.01)
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(SECONDS) == EXIT_PREEMPTED, printed.read_text()
-    assert (
-        "stopped by SIGINT during the export; all 6 steps are saved, and the same command exports them"
-        in printed.read_text()
+    run = tmp_path / "run"
+    recipe = tiny_recipe(
+        learning_rate=5.0,
+        lr_scheduler_type="constant",
+        max_grad_norm=None,
+        max_steps=STEPS,
+        eval_split_size=4,
+        exact_match_samples=2,
+        sample_prompts=["How much is 1 plus 1?"],
     )
-    assert "Traceback" not in printed.read_text() and "KeyboardInterrupt" not in printed.read_text()
+    stopped = run_command(["python", "-c", STOPPED_IN_EVALUATION, "--recipe", str(recipe)], timeout=SECONDS)
+    assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr
+    assert "SIGTERM: saving, then stopping" in stopped.stderr
+    assert stopped.stderr.endswith(
+        f"stopped by a signal during the last evaluation; all {STEPS} steps are saved; the same command resumes from there\n"
+    )
+    assert _evaluated(run) == {"eval_loss": [0], "exact_match": [0]}
+
+    command = ["-m", "finetune", "launch", "--num-processes", "1", "--recipe", str(recipe)]
+    printed = _interrupt_export(command, run, tmp_path / "printed")
+    assert (
+        f"stopped by SIGINT during the export; all {STEPS} steps are saved; the same command resumes from there"
+        in printed
+    )
+    assert "Traceback" not in printed and "KeyboardInterrupt" not in printed
     assert not (run / "export").exists() and not (run / ".export.exporting").exists()
+    assert _evaluated(run) == {"eval_loss": [0, STEPS], "exact_match": [0, STEPS]}
+    metrics, samples = (run / "metrics.jsonl").read_text(), (run / "samples.jsonl").read_text()
 
     again = run_command(["python", *command], timeout=SECONDS)
     assert again.returncode == 0, again.stderr
@@ -51,6 +73,8 @@ def test_an_interrupted_export_is_made_by_the_same_command_and_a_run_that_is_don
     )
     assert diverged is not None, again.stderr
     assert f"**This run diverged**: {diverged[1]}." in (run / "export" / "README.md").read_text()
+    assert (run / "metrics.jsonl").read_text() == metrics, "no line is repeated"
+    assert (run / "samples.jsonl").read_text() == samples
 
     before = {path: path.stat().st_mtime_ns for path in [run / "metrics.jsonl", *(run / "export").iterdir()]}
     done = run_command(["python", *command], timeout=SECONDS)
@@ -61,4 +85,37 @@ def test_an_interrupted_export_is_made_by_the_same_command_and_a_run_that_is_don
     ]
     assert "LlamaForCausalLM" not in done.stderr, "no model is loaded"
     assert {path: path.stat().st_mtime_ns for path in before} == before
-    assert json.loads((run / "finished.json").read_text())["step"] == 6
+    assert json.loads((run / "finished.json").read_text())["step"] == STEPS
+
+    weights = next((run / "checkpoints").glob(f"step-{STEPS:08d}/model/*.safetensors"))
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    damaged = run_command(["python", *command], timeout=SECONDS)
+    assert damaged.returncode == EXIT_USER_ERROR, damaged.stdout
+    assert "does not match its checksum" in damaged.stderr and "this run is done" not in damaged.stdout
+
+
+def _interrupt_export(command: list[str], run: Path, log: Path) -> str:
+    """Starts the command, sends it SIGINT once its export writes, and returns what it printed."""
+    with log.open("w") as output:
+        launcher = subprocess.Popen(
+            [sys.executable, *command],
+            env=environment(),
+            stdout=output,
+            stderr=output,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+    deadline = time.monotonic() + SECONDS
+    while not (run / ".export.exporting" / "config.json").exists():
+        assert launcher.poll() is None and time.monotonic() < deadline, log.read_text()
+        time.sleep(0.01)
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(SECONDS) == EXIT_PREEMPTED, log.read_text()
+    return log.read_text()
+
+
+def _evaluated(run: Path) -> dict[str, list[int]]:
+    """The steps of the lines of metrics.jsonl that evaluations wrote."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {key: [line["step"] for line in lines if key in line] for key in ("eval_loss", "exact_match")}

@@ -1,4 +1,4 @@
-"""A bad step is kept from the parameters by the device alone; the host learns of it when it looks."""
+"""A bad step is kept from the parameters by the device alone; the host reads it later."""
 
 import math
 from dataclasses import replace
@@ -15,7 +15,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
 from finetune.recipe.schema import Optimization
-from finetune.training.nonfinite import DeviceGuard, HostGuard, guard_of, suspect
+from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, make_guard
 
 
 def alone() -> World:
@@ -40,17 +40,17 @@ def test_from_the_first_bad_step_on_nothing_moves_and_the_step_is_named(
     values = []
     for step in range(5):
         weight.grad = torch.full_like(weight, bad if step == 2 else 1.0)
-        assert not guard.is_bad(suspect(step_batch(step), torch.tensor(1.0), weight.grad.norm()))
+        assert not guard.must_skip(StepCheck.of(step_batch(step), torch.tensor(1.0), weight.grad.norm()))
         optimizer.step()
         values.append(weight.detach().clone())
         if step == 1:
-            guard.check(Optimization())  # nothing is wrong yet
+            guard.raise_if_bad(Optimization())  # nothing is wrong yet
     assert not torch.equal(values[0], values[1])
     assert torch.equal(values[1], values[2]) and torch.equal(values[1], values[4])
     assert all(torch.isfinite(each).all() for each in optimizer.state[weight].values())
 
     with pytest.raises(UserError, match=r"step 3: the loss or gradient is not finite.*examples 12"):
-        guard.check(Optimization())
+        guard.raise_if_bad(Optimization())
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_8bit"])
@@ -58,7 +58,7 @@ def test_where_the_optimizer_reads_no_flag_the_host_looks_at_every_step(optim: A
     accelerator: Any = SimpleNamespace(scaler=None)
     on_gpu = replace(alone(), device=torch.device("cuda"), accelerator=accelerator)
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
-    assert isinstance(guard_of(optimizer, Optimization(optim=optim), on_gpu), HostGuard)
+    assert isinstance(make_guard(optimizer, Optimization(optim=optim), on_gpu), HostGuard)
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1"])
@@ -68,7 +68,7 @@ def test_where_the_update_runs_on_the_host_the_host_looks_at_every_step(layout: 
     sharding = Sharding(layout=layout, cpu_offload=True)
     on_gpu = replace(alone(), device=torch.device("cuda"), sharding=sharding, accelerator=accelerator)
     optimizer = AdamWBf16Moments([torch.nn.Parameter(torch.zeros(1))])
-    guard = guard_of(optimizer, Optimization(optim="adamw_bf16_moments"), on_gpu)
+    guard = make_guard(optimizer, Optimization(optim="adamw_bf16_moments"), on_gpu)
     assert isinstance(guard, HostGuard) and optimizer.found_inf is None
 
 

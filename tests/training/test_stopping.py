@@ -1,4 +1,4 @@
-"""How a run stops before its end: told to, unable to go on, or hanging. Through run.py, on real ranks."""
+"""How a run stops before its end: by a signal, by a step that is not finite, or hanging. Through run.py, on real ranks."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def wait_for(condition: Callable[[], bool], ranks: Ranks) -> None:
 
 
 def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
-    """SIGUSR1 to one rank saves and goes on, SIGTERM to another saves and stops; the same command goes on from there."""
+    """SIGUSR1 to one rank saves and the run continues, SIGTERM to another saves and stops; the same command resumes."""
     recipe = tiny_recipe(max_steps=FOR_EVER, export_at_end=False, async_save=True)
     with running(recipe) as started:
         os.kill(started.processes[1].pid, signal.SIGUSR1)
@@ -64,10 +64,10 @@ def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callabl
         os.kill(started.processes[1].pid, signal.SIGTERM)
         ended = started.wait(PATIENCE_SECONDS)
     assert ended.returncodes == (EXIT_PREEMPTED, EXIT_PREEMPTED), ended.outputs
-    assert "SIGTERM: saving after this step, then stopping; once more to stop at once" in ended.outputs[1]
+    assert "SIGTERM: saving, then stopping; send it again to stop at once" in ended.outputs[1]
     last, newest = retention.list_checkpoints(tmp_path / "run")[-1]
     assert (
-        f"stopped by a signal after step {last} of {FOR_EVER}, which is saved; the same command goes on"
+        f"stopped by a signal after step {last} of {FOR_EVER}, which is saved; the same command resumes from there"
         in ended.outputs[0]
     )
     assert manifest.find_problems(newest) == []
@@ -88,10 +88,10 @@ def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, tiny_recip
     launcher.kill()
     launcher.wait()
     assert len(ranks) == 2
-    assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank goes on alone"
+    assert psutil.wait_procs(ranks, timeout=30)[1] == [], "no rank trains on alone"
     [(_, saved)] = retention.list_checkpoints(tmp_path / "run")
     assert manifest.find_problems(saved) == []
-    assert "which is saved; the same command goes on" in (tmp_path / "output").read_text()
+    assert "which is saved; the same command resumes from there" in (tmp_path / "output").read_text()
 
 
 def test_a_second_signal_ends_a_run_at_once_even_where_it_hangs(

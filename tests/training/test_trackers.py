@@ -79,23 +79,21 @@ def test_a_tracker_that_does_not_start_is_one_sentence_on_every_rank(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_a_tracker_that_fails_on_the_way_is_told_once_and_the_run_goes_on(
+def test_a_tracker_that_fails_is_reported_once_and_the_run_continues(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class AwayServer:
-        """A tracker whose server has gone."""
+    class UnreachableServer:
+        """A tracker with an unreachable server."""
 
         def log(self, numbers: dict[str, float], step: int) -> None:
             raise ConnectionError(f"no answer at step {step}\nsee the log")
 
-    log = MetricsLog(tmp_path / "metrics.jsonl", 3, 0, Tracker("mlflow", AwayServer(), "mlflow ui"))
+    log = MetricsLog(tmp_path / "metrics.jsonl", 3, 0, Tracker("mlflow", UnreachableServer(), "mlflow ui"))
     for step in (1, 2):
         log.write({"step": step, "eval_loss": 1.0})
     log.close()
-    told = (
-        "report_to: mlflow: it failed (no answer at step 1); the run goes on without it, metrics.jsonl has every line\n"
-    )
-    assert capsys.readouterr().err == told
+    reported = "report_to: mlflow: it failed (no answer at step 1); the run continues without it, metrics.jsonl has every line\n"
+    assert capsys.readouterr().err == reported
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
 
 

@@ -1,4 +1,4 @@
-"""What is seen of a run while it goes: plain lines, samples, early stopping, the best checkpoint, trackers, a dry run."""
+"""What a run shows: plain lines, samples, early stopping, the best checkpoint, trackers, a dry run."""
 
 import json
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.trackers import PACKAGES
-from finetune.training.dry_run import out_of_memory_answered
+from finetune.training.dry_run import explain_out_of_memory
 from tests.ranks import ROOT, launch_ranks
 
 RUN = ROOT / "finetune" / "run.py"
@@ -47,8 +47,8 @@ def test_a_run_that_no_longer_learns_stops_early_and_exports_its_best(
     assert ended.outputs[1] == ""  # the other rank says nothing
     assert {path.name for path in (run / "checkpoints").glob("step-*")} == {"step-00000001", "step-00000003"}
     samples = [s for s in _lines(run / "samples.jsonl") if "How much is 1 plus 1?" in str(s["prompt"])]
-    assert [s["step"] for s in samples] == [0, 1, 2, 3, 3]
-    assert [line["step"] for line in _lines(run / "metrics.jsonl") if "eval_loss" in line] == [0, 1, 2, 3, 3]
+    assert [s["step"] for s in samples] == [0, 1, 2, 3]
+    assert [line["step"] for line in _lines(run / "metrics.jsonl") if "eval_loss" in line] == [0, 1, 2, 3]
     assert "checkpoints/step-00000001" in (run / "export" / "README.md").read_text() or "best    step 1" in said
     assert json.loads((run / "data_report.json").read_text())["examples"] == 20
     if find_spec("tensorboard"):
@@ -81,7 +81,7 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_load
 def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe: Callable[..., Path]) -> None:
     recipe = read_recipe(str(tiny_recipe(per_device_train_batch_size=4)))
     world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="fsdp2", activation_checkpointing=True), None)  # type: ignore[arg-type]
-    with pytest.raises(UserError) as answered, out_of_memory_answered(recipe, world):
+    with pytest.raises(UserError) as answered, explain_out_of_memory(recipe, world):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
     said = str(answered.value).splitlines()
     assert said[0] == "rank 0: out of memory: CUDA out of memory"

@@ -1,0 +1,139 @@
+"""The start of a run: its log, its first screen, and everything that training works with."""
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.checkpoint.save import Saver
+from finetune.data.batches import OnReport, StepBatch
+from finetune.data.data_report import Report
+from finetune.data.examples import Prompt
+from finetune.data.prepare import PreparedData
+from finetune.distributed.collective import RankGroup
+from finetune.distributed.parallelize import unwrap
+from finetune.distributed.world import World
+from finetune.flops import flop_per_token_of
+from finetune.json_lines import read_json_lines
+from finetune.metrics import MetricsLog, drop_later_lines
+from finetune.models.load import Size
+from finetune.optim.build import build_schedule
+from finetune.progress import Progress
+from finetune.recipe.reader import as_written
+from finetune.recipe.schema import Recipe
+from finetune.trackers import Tracker, open_tracker
+from finetune.training.evaluate import SAMPLES
+from finetune.training.profiler import profile_steps
+from finetune.training.run_folder import METRICS, describe_run, run_name, write_data_report
+from finetune.training.summary import first_screen
+from finetune.training.throughput import peak_flops
+from finetune.training.training_run import TrainingRun
+from finetune.training.watchdog import Watchdog
+
+
+def start_run(
+    recipe: Recipe,
+    world: World,
+    folder: Path,
+    tokenizer: Any,
+    data: PreparedData,
+    model: nn.Module,
+    size: Size,
+    optimizer: torch.optim.Optimizer,
+    progress: Progress,
+    inputs: Mapping[str, str],
+) -> TrainingRun:
+    """The run on this rank; rank 0 opens metrics.jsonl and prints the first screen. All ranks call it.
+
+    Raises `UserError` on all ranks where one of the run's files cannot be written, or the tracker does not start.
+    """
+    config: Any = unwrap(model).config
+    log, results = open_log(recipe, world, folder, data, progress)
+    run = TrainingRun(
+        recipe=recipe,
+        world=world,
+        folder=folder,
+        tokenizer=tokenizer,
+        data=data,
+        read_batches=partial(read_batches, recipe, world, folder, data, log),
+        prompts=tuple(data.held_out_prompts(recipe.run.exact_match_samples)),
+        sample_prompts=tuple(Prompt(user_prompt(text, tokenizer), "") for text in recipe.run.sample_prompts),
+        model=model,
+        optimizer=optimizer,
+        schedule=build_schedule(recipe.optimization, data.train.steps),
+        saver=Saver(folder, model, optimizer, world, recipe, tokenizer, inputs),
+        log=log,
+        results={progress.step: results},
+        inputs=inputs,
+        watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
+        flop_per_token=flop_per_token_of(
+            config, parameters=size.multiplied, length=recipe.data.max_length, frozen_base=recipe.lora.use_peft
+        ),
+        peak_flops=peak_flops(world.device),
+    )
+    for line in first_screen(run, size, progress):
+        log.say(line)
+    return run
+
+
+def open_log(
+    recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
+) -> tuple[MetricsLog, dict[str, Any]]:
+    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the description of the run;
+    a silent log on the others. With it, on every rank, what an earlier start has logged of evaluations at this step.
+    """
+    step = progress.step
+    tracker: Tracker | None = None
+    log = MetricsLog(None, data.train.steps, step)
+
+    def start() -> dict[str, Any]:
+        nonlocal tracker, log
+        tracker = open_tracker(recipe.run.report_to, run_name(recipe), folder, as_written(recipe), step)
+        describe_run(folder, recipe, world)
+        if data.report.is_complete:  # a stream is reported while it is read
+            write_data_report(folder, data.report.as_json())
+        samples = drop_later_lines(folder / SAMPLES, step)
+        log = MetricsLog(folder / METRICS, data.train.steps, step, tracker)
+        lines = [line for line in read_json_lines(folder / METRICS) if line is not None and line.get("step") == step]
+        results = {key: value for line in lines for key, value in line.items() if key in ("eval_loss", "exact_match")}
+        has_samples = any(sample["step"] == step and sample.get("expected") == "" for sample in samples)
+        return results | ({"sample_prompts": True} if has_samples else {})
+
+    results: dict[str, Any] = RankGroup(world).main(start)
+    return log, results
+
+
+def read_batches(
+    recipe: Recipe, world: World, folder: Path, data: PreparedData, log: MetricsLog, from_step: int
+) -> Iterator[StepBatch]:
+    """This rank's batches from `from_step` (0-based) to the end, those of `profile_steps` under the profiler."""
+    batches = data.train.batches(from_step, stream_reporter(world, folder, log))
+    return profile_steps(batches, recipe.run.profile_steps, folder, world.rank)
+
+
+def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
+    """Logs what is found in data that is read while training, and keeps data_report.json up to date."""
+
+    def log_news(report: Report, news: list[str]) -> None:
+        for line in news:
+            log.say(f"stream  {line}")
+        if world.is_main:
+            try:
+                write_data_report(folder, report.as_json())
+            except OSError as error:  # it is only looked at; the next block writes it again
+                log.say(f"{error.filename}: cannot be written ({error.strerror}); the run continues")
+
+    return log_news
+
+
+def user_prompt(text: str, tokenizer: Any) -> list[int]:
+    """The ids of `text` as a user's turn, up to where the assistant begins; of the bare text without a chat template."""
+    if tokenizer.chat_template is not None:
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
+        )
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
+    return list(ids)

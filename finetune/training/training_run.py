@@ -1,0 +1,51 @@
+"""What a training run works with, as one value: the model and optimizer on their ranks, the data, the log, the saver."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from finetune.data.batches import StepBatch
+from finetune.data.examples import Prompt
+from finetune.distributed.world import World
+from finetune.errors import Preempted
+from finetune.metrics import MetricsLog
+from finetune.optim.build import Schedule
+from finetune.recipe.schema import Recipe
+from finetune.training.watchdog import Watchdog
+
+if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it
+    from finetune.checkpoint.save import Saver
+    from finetune.data.prepare import PreparedData
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRun:
+    """One run on this rank."""
+
+    recipe: Recipe
+    world: World
+    folder: Path
+    tokenizer: Any
+    data: "PreparedData"
+    read_batches: Callable[[int], Iterator[StepBatch]]  # this rank's training batches from a step (0-based) on
+    prompts: tuple[Prompt, ...]  # held out, to be answered before and after training
+    sample_prompts: tuple[Prompt, ...]  # the recipe's, to be answered at every evaluation
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Schedule
+    saver: "Saver"
+    log: MetricsLog
+    results: dict[int, dict[str, Any]]  # step -> what this run has logged of evaluations there, also in earlier starts
+    inputs: Mapping[str, str]  # fingerprints of what the recipe names
+    watchdog: Watchdog
+    flop_per_token: float
+    peak_flops: float | None  # per second and device; None where it is not known
+
+    def preempted(self, where: str, by: str = "a signal") -> Preempted:
+        """The exception of a run that a signal stops; `where` says what is saved."""
+        auto = "" if self.recipe.checkpoint.resume_from_checkpoint != "none" else " with resume_from_checkpoint=auto"
+        return Preempted(f"{self.folder}: stopped by {by} {where}; the same command{auto} resumes from there")
