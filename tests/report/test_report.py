@@ -96,6 +96,9 @@ def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_pa
     assert text.count('class="line run-1"') >= 5
     assert not re.search(r"https?://", text.replace("http://www.w3.org", ""))  # nothing is fetched
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    width = "w.document.querySelector('tbody th').getBoundingClientRect().width"
+    first_column, _ = look(page, tmp_path, width=390, height=900, dark=False, script=width)
+    assert first_column < 0.6 * 390, "on a phone the summary shows a run's name and at least one of its numbers"
 
 
 def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
@@ -113,7 +116,7 @@ def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path]
     assert re.search(r"<td>chat.jsonl</td><td class=\"number\">2,417</td>", text)
 
 
-def test_a_run_that_is_going_on_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
+def test_a_run_in_progress_is_reported_as_far_as_it_is(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     (run / "metrics.jsonl").write_text('{"step": 1, "loss": 2.5}\n{"step": 2, "loss": NaN}\n{"step": 3, "lo')
