@@ -31,7 +31,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Place:
-    """A folder with a tiny model and data, in which runs of one recipe are begun and go on."""
+    """A folder with a tiny model and data, in which runs of one recipe start and resume."""
 
     root: Path
 
@@ -188,7 +188,7 @@ def test_what_a_recipe_may_change_on_the_way(place: Place) -> None:
 
 
 def test_a_damaged_checkpoint_is_named_and_passed_over_without_a_network(place: Place) -> None:
-    """The network is away, too: what is local is never asked for over it."""
+    """The network is unreachable too: nothing local is requested over it."""
     run_folder = stopped_at(place, STEPS, "damaged")
     newest = retention.step_folder(run_folder, STEPS)
     weights = next((newest / manifest.MODEL).glob("*.safetensors"))
