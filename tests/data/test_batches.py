@@ -150,7 +150,7 @@ def test_a_rank_without_a_row_has_a_round_of_tokens_without_a_label() -> None:
     assert filler.inputs["cu_seq_lens"].tolist() == [0, ROUND_TOKENS]
 
 
-def test_leaving_the_loader_early_leaves_no_thread_behind() -> None:
+def test_closing_the_loader_early_leaves_no_thread_behind() -> None:
     import threading
 
     batches = loader(packing=True, threads=2).batches()

@@ -90,7 +90,7 @@ def test_the_sequence_is_the_same_on_any_ranks_and_after_any_stop(stream: Stream
         assert steps == [Counter(step) for step in truth[start:]]
 
 
-def test_a_damaged_note_is_not_believed(stream: Stream, tmp_path: Path) -> None:
+def test_a_damaged_note_is_not_used(stream: Stream, tmp_path: Path) -> None:
     truth = texts(stream().batches())
     note = next((tmp_path / "cache").rglob("block-000000.json"))
     written = note.read_bytes()
@@ -102,7 +102,7 @@ def test_a_damaged_note_is_not_believed(stream: Stream, tmp_path: Path) -> None:
         assert note.read_bytes() == written
 
 
-def test_only_notes_are_left_when_it_ends_or_is_left_early(stream: Stream, tmp_path: Path) -> None:
+def test_only_notes_are_left_when_it_ends_or_is_closed_early(stream: Stream, tmp_path: Path) -> None:
     whole, early = stream(), stream()
     assert len(list(whole.batches())) == 40
     batches = early.batches()
@@ -164,7 +164,7 @@ def test_what_is_skipped_and_cut_is_reported_once_and_counted(stream: Stream, tm
     assert isinstance(report, StreamReport) and report.add(grown)[0].startswith("warning: truncated: in ")
 
 
-def test_a_run_over_a_stream_says_what_it_skips_and_cuts(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_run_over_a_stream_reports_what_it_skips_and_cuts(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
     rows = [json.dumps({"text": f"row {i} " + "word " * (100 if i == 5 else 1)}) for i in range(20)]
     (tmp_path / "a.jsonl").write_text("\n".join([*rows, "nope"]))
     (tmp_path / "held.jsonl").write_text(json.dumps({"text": "word " * 100}))

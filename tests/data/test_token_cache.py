@@ -55,7 +55,7 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
-def test_one_rank_makes_it_the_others_wait_and_all_read_the_same(rows: Path, tmp_path: Path) -> None:
+def test_one_rank_writes_it_the_others_wait_and_all_read_the_same(rows: Path, tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(RANK)
     cache = tmp_path / "cache"
@@ -130,7 +130,7 @@ def test_a_damaged_store_is_written_again(rows: Path, tmp_path: Path, capfd: pyt
         assert list((tmp_path / "c").iterdir()) == [folder]
 
 
-def test_what_a_living_process_is_making_is_left_alone(rows: Path, tmp_path: Path) -> None:
+def test_what_a_living_process_is_writing_stays(rows: Path, tmp_path: Path) -> None:
     theirs = tmp_path / "cache" / f"making-{socket.gethostname()}-{os.getppid()}-abc"
     theirs.mkdir(parents=True)
     open_cached_store(
