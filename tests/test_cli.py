@@ -163,7 +163,7 @@ def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path) -> None:
         ([str(file)], out, [], f"{file}: a file; give the folder that holds it"),
         ([str(model)], model, [], f"{model}: holds what is exported; choose another --output"),
         ([str(tmp_path / "model")], file, [], f"{file}: exists; choose another --output"),
-        ([str(model)], file, ["--overwrite"], f"{file}: is no exported model, so --overwrite does not replace it"),
+        ([str(model)], file, ["--overwrite"], f"{file}: not an exported model, so --overwrite does not replace it"),
         (
             [str(model)],
             file / "out",
