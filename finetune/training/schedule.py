@@ -29,7 +29,7 @@ def find_due(step: int, last_step: int, recipe: Recipe, requests: Requests) -> D
     There is no evaluation at the last step: the run evaluates once more after training.
 
     >>> from finetune.recipe.schema import Checkpoint, Run, Recipe
-    >>> recipe = Recipe("r.yaml", frozenset(), run=Run(logging_steps=2, eval_steps=3), checkpoint=Checkpoint(save_steps=4))
+    >>> recipe = Recipe(path="r", given=frozenset(), run=Run(logging_steps=2, eval_steps=3), checkpoint=Checkpoint(save_steps=4))
     >>> [find_due(step, 6, recipe, Requests()).log for step in range(1, 7)]
     [False, True, False, True, False, True]
     >>> [find_due(step, 6, recipe, Requests()).evaluate for step in range(1, 7)]
