@@ -53,7 +53,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where the files go for the time being; left out, a temporary one")
+    parser.add_argument("--folder", type=Path, help="folder for the files while it runs; default: a temporary one")
     parser.add_argument("--make", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--copy", type=Path, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
