@@ -67,16 +67,18 @@ def collate(examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int) -
     """The examples `ids` as one micro-batch; a filler where there are none."""
     if len(ids) == 0:
         return make_filler(packing)
-    return (_pack if packing else _pad)(examples, ids, pad_token_id)
+    return _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
 
 
-def _pack(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
+def _pack(examples: Examples, ids: Ids) -> MicroBatch:
     lengths = examples.lengths[ids].astype(np.int64)
     tokens = int(lengths.sum())
     padding = -tokens % ROUND_TOKENS
-    input_ids = np.full(tokens + padding, pad_token_id, np.int64)
-    labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
     picked = [examples[example_id] for example_id in ids]
+    # The padding repeats a token of the text. The pad token's embedding may be zero, and where a document holds nothing
+    # else, Gemma 3n, which takes the square root of its states' mean square, has a gradient of 0 x infinity.
+    input_ids = np.full(tokens + padding, picked[0].input_ids[0], np.int64)
+    labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
     np.concatenate([example.input_ids for example in picked], out=input_ids[:tokens])
     np.concatenate([example.labels for example in picked], out=labels[:tokens])
     lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which no other attends to
@@ -123,7 +125,7 @@ def make_filler(packing: bool) -> MicroBatch:
     """ROUND_TOKENS tokens without a label, for a rank that has no row: it takes part in the step's collectives and adds
     nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers again."""
     return MicroBatch(
-        input_ids=torch.zeros(1, ROUND_TOKENS, dtype=torch.int64),
+        input_ids=torch.ones(1, ROUND_TOKENS, dtype=torch.int64),  # 0 is often the pad token, see `_pack`
         labels=torch.full((1, ROUND_TOKENS), IGNORE_INDEX, dtype=torch.int64),
         position_ids=torch.arange(ROUND_TOKENS)[None],
         trained_positions=torch.zeros(0, dtype=torch.int64),

@@ -108,7 +108,9 @@ def documents(micro_batch: MicroBatch) -> list[tuple[list[int], list[int]]]:
         assert labels[length:] == [IGNORE_INDEX] * (len(ids) - length)
         found.append((ids[:length], labels[:length]))
     padding = found[len(micro_batch.example_ids) :]
-    assert padding in ([], [([0], [IGNORE_INDEX])])
+    assert len(padding) <= 1 and all(label == IGNORE_INDEX for _, labels in padding for label in labels)
+    if micro_batch.example_ids:  # a pad token's embedding may be zero, which some families cannot differentiate
+        assert {token for ids, _ in padding for token in ids} <= {found[0][0][0]}
     return found[: len(micro_batch.example_ids)]
 
 
@@ -165,7 +167,7 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
 
     from finetune.constants import IGNORE_INDEX
     from finetune.data.examples import cut
-    from finetune.models.attention import install
+    from finetune.models.attention import install_attention
     from tests.data.world import store_of
 
     folder = shared / "models" / "stories260k"
@@ -174,7 +176,7 @@ def test_packed_and_padded_training_give_the_same_loss_for_every_token(tmp_path,
     ids = [tokenizer(line).input_ids[:length] for length, line in zip(range(1, 65), lines, strict=True)]
     examples = cut(store_of(ids, first_trained=3), 64, "error")[0]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    install(model)
+    install_attention(model)
 
     def losses(packing: bool) -> dict[tuple[int, int], float]:
         """(example, position) -> loss."""
