@@ -163,13 +163,12 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     from finetune.distributed.world import join
     from finetune.flops import flop_per_token_of
     from finetune.models.activation_checkpointing import checkpoint_activations
-    from finetune.models.attention import install
+    from finetune.models.attention import install_attention
     from finetune.models.build import build_on_meta, load_config
     from finetune.models.compile import compile_layers
-    from finetune.models.load import size_of
-    from finetune.models.lora import add_adapters
+    from finetune.models.load import count_parameters
+    from finetune.models.lora import add_adapters, is_adapter, with_adapters
     from finetune.models.loss import install_loss
-    from finetune.models.weights import is_adapter, with_adapters
     from finetune.optim.build import build_optimizer
     from finetune.recipe.schema import Lora, Model, Optimization
 
@@ -179,7 +178,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     world = join(read_sharding(str(config_file), None, {}))
     config = load_config(Model(model_config=case.model))
     model = build_on_meta(config, torch.float32)
-    install(model)
+    install_attention(model)
     install_loss(model)
     torch.manual_seed(0)
 
@@ -196,7 +195,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
         values = with_adapters(values, shapes, seed=0)
     if case.checkpointed:
         checkpoint_activations(model, every=1)
-    multiplied = size_of(model).multiplied
+    multiplied = count_parameters(model).multiplied
     flop = flop_per_token_of(config, parameters=multiplied, length=case.length, frozen_base=case.use_peft)
     model = parallelize(model, values, world).train()
     if case.torch_compile:

@@ -99,7 +99,7 @@ def shards(name: str, ranks: int) -> int:
 def measure(name: str, model_config: dict[str, Any], steps: int, world: World) -> Measured | None:
     """Trains on this rank; all ranks call it, and rank 0 gets the result."""
     started_at = reset_peak(world.device)
-    model, size = load_model(Model(model_config=model_config), Lora(), 0, 1, world)
+    model, size = load_model(Model(model_config=model_config), Lora(), 0, world)
     optimizer = build_optimizer(model, Optimization())
     batch = step_batch(world, model_config["vocab_size"])
     gathered = []

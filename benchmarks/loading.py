@@ -124,7 +124,7 @@ def measure(way: str, folder: Path, world: World) -> dict[str, Any]:
             for parameter in model.parameters():  # from_pretrained maps the files: the weights are there once touched
                 parameter.data = parameter.data.clone()
         else:
-            model, _ = load_model(Model(model_name_or_path=str(folder), dtype=dtype), Lora(), 0, 1, world)  # type: ignore[arg-type]
+            model, _ = load_model(Model(model_name_or_path=str(folder), dtype=dtype), Lora(), 0, world)  # type: ignore[arg-type]
     loaded = sum(getattr(p, "to_local", p.detach)().nbytes for p in model.parameters())
     return {"loaded": loaded, "seconds": time.perf_counter() - begun} | memory
 

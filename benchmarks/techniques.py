@@ -27,7 +27,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from finetune.models.attention import install
+    from finetune.models.attention import install_attention
     from finetune.models.compile import compile_layers
     from finetune.models.loss import install_loss
     from finetune.optim.build import build_optimizer
@@ -37,7 +37,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
         attention: str = "auto", loss: str = "ours", optim: str = "adamw_torch_fused", compile_: bool = False
     ) -> Any:
         model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype=torch.float32).train()
-        install(model, attention)
+        install_attention(model, attention)
         install_loss(model)
         if loss == "whole":
             _whole_logits(model)

@@ -34,9 +34,12 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.checkpoint.resume import resume
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
+    from finetune.distributed.collective import RankGroup
     from finetune.distributed.world import join, leave
+    from finetune.export.logits_check import check_streamed_logits
+    from finetune.models.build import check_config, load_config
     from finetune.models.load import load_model
-    from finetune.models.probe import refuse_unsound
+    from finetune.models.probe import check_training_forward
     from finetune.optim.build import build_optimizer
     from finetune.training.dry_run import explain_out_of_memory, print_dry_run
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
@@ -51,16 +54,19 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
         return print_dry_run(recipe, world)
     folder = open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
+    config = load_config(recipe.model)
+    check_config(config, recipe.model, recipe.data, len(tokenizer))
+    RankGroup(world, None).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
     data = prepare_data(recipe, tokenizer, world)
     recipe = data.complete_recipe(recipe)
     inputs = fingerprint_inputs(recipe, tokenizer, data, world)
     if is_finished(folder, recipe, inputs, world):
         return leave(world)
     with explain_out_of_memory(recipe, world):
-        model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
+        model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world)
         optimizer = build_optimizer(model, recipe.optimization)
         progress = resume(recipe, folder, model, optimizer, world, inputs)
-        refuse_unsound(model, recipe.model, recipe.data, world)
+        check_training_forward(model, recipe.model, recipe.data, world)
         run = start_run(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, inputs)
         with run.log, SignalListener() as signals:
             evaluate_before_training(run, progress, signals)

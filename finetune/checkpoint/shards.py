@@ -31,6 +31,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.parallelize import tied_names, unwrap
 from finetune.errors import UserError
+from finetune.models.lora import is_adapter
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import read_folder, read_slice
 
@@ -53,8 +54,13 @@ class TensorShard:
 
 
 def get_model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """The trained parameters by transformers' names, each where it lives; a tied tensor under one name only."""
+    """The trained parameters by transformers' names, each where it lives; a tied tensor under one name only.
+
+    With the model's saved buffers, but not where adapters are trained: those buffers are the base model's.
+    """
     state: dict[str, Any] = get_model_state_dict(model, options=_TRAINABLE)
+    if any(is_adapter(name) for name in state):
+        return {name: value for name, value in state.items() if is_adapter(name)}
     for name in tied_names(unwrap(model)):
         state.pop(name, None)
     return state

@@ -91,8 +91,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
 
     A line that begins with `fatal:` would stop it.
     """
-    from finetune.models.build import load_config
-    from finetune.models.load import refuse_unfit
+    from finetune.models.build import check_config, load_config
 
     try:
         config = load_config(recipe.model)
@@ -100,7 +99,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
         return [f"notice: the data was not compared with the model: {error}"]
     lines = check_longest_example(longest, getattr(config, "max_position_embeddings", None))
     try:
-        refuse_unfit(config, recipe.model, len(tokenizer))
+        check_config(config, recipe.model, recipe.data, len(tokenizer))
     except UserError as error:
         lines.append(f"fatal: {error}")
     return lines

@@ -1,1 +1,1 @@
-"""From a name or an architecture to a model on the ranks: built on meta, adapted, spread, filled slice by slice."""
+"""Models: built on the meta device, adapted, sharded over the ranks, and filled with each rank's slices of the weights."""

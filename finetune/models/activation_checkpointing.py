@@ -1,4 +1,4 @@
-"""Activation checkpointing: a layer's inside is computed again in backward instead of kept (Chen et al. 2016)."""
+"""Activation checkpointing: backward recomputes a layer's activations instead of keeping them (Chen et al. 2016)."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from torch import nn
 
 
 def checkpoint_activations(model: nn.Module, every: int) -> int:
-    """Turns on the model's own checkpointing for every `every`-th decoder layer; returns how many layers that is.
+    """Turns on transformers' own checkpointing for every `every`-th decoder layer; returns the number of those layers.
 
-    Not the FSDP plugin's: that drops the RNG state, so with dropout its gradients are wrong (relative error 0.5), and
-    under LoRA it renames the modules, so that the saved adapter is empty.
+    Not the FSDP plugin's, which drops the RNG state, so that its gradients are wrong with dropout (relative error 0.5),
+    and renames modules under LoRA, so that the saved adapter is empty.
     """
     transformer: Any = model
     # Renamed in transformers 5.23; the older name goes in 6.

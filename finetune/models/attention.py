@@ -1,11 +1,11 @@
 """Attention that keeps packed documents apart without an O(tokens^2) mask, on every device, with no flash-attn build.
 
-`install` gives a transformers model our attention. From then on its forward takes `cu_seq_lens` (int32[documents + 1],
-the documents' boundaries in the one packed row) and `max_document_length` (int), or neither where every row is one
-document padded on the right. Generation, which brings an attention mask or a cache, runs as transformers' SDPA.
+After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of the
+documents in the one packed row) and `max_document_length` (int); without them every row is one document padded on the
+right. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
 
-On CUDA one varlen kernel (torch's own flash attention) serves all documents. On a CPU each document is a causal SDPA in
-float32 whatever the precision: torch's backward there takes twice as long in bf16, and compiles a kernel for every length.
+On CUDA one varlen kernel (torch's own flash attention) handles all documents. On a CPU each document is a causal SDPA in
+float32 whatever the precision: torch's backward there is half as fast in bf16, and compiles a kernel for every length.
 """
 
 import inspect
@@ -20,24 +20,24 @@ from torch.nn.attention.varlen import varlen_attn
 from finetune.errors import UserError
 
 NAME = "packed"
-# What transformers may hand to an attention function and this one cannot honor: attention sinks, learned biases.
+# Arguments that transformers may pass and this attention does not support: attention sinks, learned biases.
 UNSUPPORTED = ("s_aux", "position_bias")
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LARGEST_FLASH_HEAD = 256
-# torch 2.12 and later refuse fewer key-value heads than heads without it; 2.11 takes them as they are.
-ASKS_FOR_GROUPED_HEADS = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# torch 2.12 and later reject fewer key-value heads than heads without it; 2.11 has no such argument.
+NEEDS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the padding to its caller
 
 
-def install(model: Any, implementation: str = "auto") -> None:
-    """Gives `model` (an `XForCausalLM`) the attention that the recipe's `attn_implementation` names.
+def install_attention(model: Any, implementation: str = "auto") -> None:
+    """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
 
-    `auto` is ours; any other name is transformers' own, which finds the documents in the position ids
-    (sdpa, eager, flex_attention) or is handed their boundaries (flash_attention_2 and _3).
-    UserError where the model's layers cannot be kept to a document, or where the implementation is not to be had.
+    `auto` is this module's; any other name is transformers' own, which finds the documents in the position ids
+    (sdpa, eager, flex_attention) or receives their boundaries (flash_attention_2 and _3).
+    Raises `UserError` where a layer keeps a state across documents, or where the implementation is not available.
     """
     if implementation == "auto":
-        _refuse_unsupported(model.config)
+        _refuse_stateful_layers(model.config)
         _register()
     try:
         model.set_attn_implementation(NAME if implementation == "auto" else implementation)
@@ -46,14 +46,18 @@ def install(model: Any, implementation: str = "auto") -> None:
             f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
             f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
         ) from error
-    rewrite = {"auto": _for_ours, "flash_attention_2": _for_flash, "flash_attention_3": _for_flash}
-    # On the trunk, which is told `use_cache` by whoever calls it: False is training.
+    rewrite = {
+        "auto": _prepare_for_packed,
+        "flash_attention_2": _prepare_for_flash,
+        "flash_attention_3": _prepare_for_flash,
+    }
+    # A hook on the trunk, whose every caller passes `use_cache`: False is training.
     getattr(model, model.base_model_prefix).register_forward_pre_hook(
-        lambda _, args, kwargs: (args, rewrite.get(implementation, _for_position_ids)(kwargs)), with_kwargs=True
+        lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
     )
 
 
-def _refuse_unsupported(config: Any) -> None:
+def _refuse_stateful_layers(config: Any) -> None:
     unknown = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
     if unknown:
         raise UserError(
@@ -62,18 +66,18 @@ def _refuse_unsupported(config: Any) -> None:
         )
 
 
-# What a training forward brings -> what the implementation reads. Generation passes through untouched.
+# From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.
 
 
-def _for_ours(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _prepare_for_packed(kwargs: dict[str, Any]) -> dict[str, Any]:
     if kwargs.get("attention_mask") is None and kwargs.get("use_cache") is False:
-        # A mask that is four-dimensional already is handed on as it is. Without one, transformers compares position
-        # ids to find packed documents in every forward: a host synchronization on CUDA, for a mask nobody reads.
+        # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to find packed
+        # documents in every forward: a host synchronization on CUDA, for a mask that nothing reads.
         return kwargs | {"attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool)}
     return kwargs
 
 
-def _for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
     kwargs = dict(kwargs)
     boundaries, longest = kwargs.pop("cu_seq_lens", None), kwargs.pop("max_document_length", None)
     if boundaries is None:
@@ -82,7 +86,7 @@ def _for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
     return kwargs | names
 
 
-def _for_position_ids(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in kwargs.items() if name not in ("cu_seq_lens", "max_document_length")}
 
 
@@ -92,13 +96,14 @@ def _register() -> None:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
     AttentionInterface.register(NAME, packed_attention)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # of generation only: training brings its own, see `_for_ours`
+    # For generation; training passes a mask of its own, see `_prepare_for_packed`.
+    AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-class Scores(NamedTuple):
-    """What is done to the products of queries and keys."""
+class ScoreOptions(NamedTuple):
+    """What attention does with the products of queries and keys."""
 
-    scale: float | None = None  # left out, 1 / sqrt(head size)
+    scale: float | None = None  # None: 1 / sqrt(head size)
     window: int | None = None  # tokens that a query sees, itself included
     softcap: float | None = None  # softcap * tanh(scores / softcap)
     dropout: float = 0.0  # of the weights
@@ -124,7 +129,7 @@ def packed_attention(
     Args:
         query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head size].
         attention_mask: empty in training; what `sdpa_mask` made, in generation.
-        dropout, scaling, sliding_window, softcap: see `Scores`.
+        dropout, scaling, sliding_window, softcap: see `ScoreOptions`.
         cu_seq_lens: int32[documents + 1] of the one row, or None where each row is one document.
         max_document_length: tokens.
     Returns:
@@ -133,44 +138,44 @@ def packed_attention(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} needs {name}; set attn_implementation: eager for this model")
-    scores = Scores(scaling, sliding_window, softcap, dropout)
+    options = ScoreOptions(scaling, sliding_window, softcap, dropout)
     if attention_mask is None or attention_mask.numel() > 0:
-        return _generation(module, query, key, value, attention_mask, scores), None
+        return _attend_with_mask(module, query, key, value, attention_mask, options), None
     # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type.
     device = query.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
     compute_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
     query, key, value = (states.to(compute_dtype) for states in (query, key, value))
     with torch.autocast(device, enabled=False):
-        if _varlen_serves(query, value, scores):
-            return _varlen(query, key, value, cu_seq_lens, max_document_length, scores), None
+        if _can_use_varlen(query, value, options):
+            return _attend_varlen(query, key, value, cu_seq_lens, max_document_length, options), None
         if cu_seq_lens is None:
-            return _document(query, key, value, scores).transpose(1, 2).to(dtype), None
-        return _each_document(query, key, value, cu_seq_lens, scores).to(dtype), None
+            return _attend_causally(query, key, value, options).transpose(1, 2).to(dtype), None
+        return _attend_each_document(query, key, value, cu_seq_lens, options).to(dtype), None
 
 
-def _varlen_serves(query: Tensor, value: Tensor, scores: Scores) -> bool:
+def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
     """Whether torch's flash attention computes this: on CUDA, in half precision, heads of one size, nothing else."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     sizes = query.shape[-1] == value.shape[-1] <= LARGEST_FLASH_HEAD
-    return query.is_cuda and half and sizes and scores.softcap is None and scores.dropout == 0.0
+    return query.is_cuda and half and sizes and options.softcap is None and options.dropout == 0.0
 
 
-def _varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor | None, longest: int | None, scores: Scores
+def _attend_varlen(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor | None, longest: int | None, options: ScoreOptions
 ) -> Tensor:
     """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head size]."""
     rows, heads, tokens, size = query.shape
     if cu_seq_lens is None or longest is None:
         cu_seq_lens = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
         longest = tokens
-    grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and ASKS_FOR_GROUPED_HEADS else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if key.shape[1] != heads and NEEDS_ENABLE_GQA else {}
     query, key, value = [each.transpose(1, 2).reshape(rows * tokens, -1, size) for each in (query, key, value)]
     padding = -size % FLASH_HEAD_MULTIPLE  # zeros add nothing to the scores, and zeros to the output
     query, key, value = [F.pad(each, (0, padding)) for each in (query, key, value)] if padding else (query, key, value)
-    scale = size**-0.5 if scores.scale is None else scores.scale  # the padded size is not the head's
+    scale = size**-0.5 if options.scale is None else options.scale  # the padded size is not the head's
     # Flash attention counts the tokens BEFORE a query, transformers counts the query itself too.
-    window = (-1 if scores.window is None else scores.window - 1, 0)
+    window = (-1 if options.window is None else options.window - 1, 0)
     boundaries = (cu_seq_lens, cu_seq_lens, longest, longest)
     out = varlen_attn(query, key, value, *boundaries, scale=scale, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # and not with the log-sum-exp, which is not asked for
@@ -178,54 +183,58 @@ def _varlen(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
-def _each_document(query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, scores: Scores) -> Tensor:
+def _attend_each_document(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, options: ScoreOptions
+) -> Tensor:
     """Causal attention over each document by itself. query: [1, heads, tokens, head size] -> [1, tokens, heads, ...]."""
     lengths = cu_seq_lens.diff().tolist()
     documents = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
-    return torch.cat([_document(q, k, v, scores).transpose(1, 2) for q, k, v in documents], dim=1)
+    return torch.cat([_attend_causally(q, k, v, options).transpose(1, 2) for q, k, v in documents], dim=1)
 
 
-def _document(query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
     """Causal attention over whole rows. query: [rows, heads, tokens, head size] -> the same shape."""
     tokens = query.shape[2]
-    windowed = scores.window is not None and scores.window < tokens
-    if scores.softcap is None and not windowed:
+    windowed = options.window is not None and options.window < tokens
+    if options.softcap is None and not windowed:
         return F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, dropout_p=scores.dropout, scale=scores.scale, enable_gqa=True
+            query, key, value, is_causal=True, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
         )
     visible = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
-    if scores.window is not None:
-        visible = visible.triu(1 - scores.window)
-    if scores.softcap is not None:
-        return _softcapped(query, key, value, visible, scores, scores.softcap)
+    if options.window is not None:
+        visible = visible.triu(1 - options.window)
+    if options.softcap is not None:
+        return _attend_softcapped(query, key, value, visible, options, options.softcap)
     return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=visible, dropout_p=scores.dropout, scale=scores.scale, enable_gqa=True
+        query, key, value, attn_mask=visible, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
     )
 
 
-def _softcapped(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, how: Scores, softcap: float) -> Tensor:
-    """Attention written out, for models that cap the scores (Gemma 2): no fused kernel of torch's does."""
+def _attend_softcapped(
+    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions, softcap: float
+) -> Tensor:
+    """Attention written out, for models that cap the scores (Gemma 2), which no fused kernel of torch can."""
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if how.scale is None else how.scale)
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
     scores = softcap * torch.tanh(scores / softcap)
-    # Not -inf: a padding token that sees nothing would become NaN, and spread.
+    # Not -inf: a padding token that sees nothing would become NaN, and so would what reads it.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
     weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
-    return F.dropout(weights, how.dropout) @ value
+    return F.dropout(weights, options.dropout) @ value
 
 
-def _generation(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scores: Scores
+def _attend_with_mask(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Attention under a mask or a cache, as transformers' SDPA has it, and with capped scores, which it refuses."""
+    """Attention under a mask or a cache: transformers' SDPA, or written out where scores are capped, which SDPA cannot."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if scores.softcap is None:
+    if options.softcap is None:
         out: Tensor = sdpa_attention_forward(
-            module, query, key, value, mask, dropout=scores.dropout, scaling=scores.scale
+            module, query, key, value, mask, dropout=options.dropout, scaling=options.scale
         )[0]
         return out
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = mask.tril(key.shape[2] - query.shape[2])
-    return _softcapped(query, key, value, mask, scores, scores.softcap).transpose(1, 2).contiguous()
+    return _attend_softcapped(query, key, value, mask, options, options.softcap).transpose(1, 2).contiguous()

@@ -1,4 +1,4 @@
-"""The architecture: a transformers model on the meta device, with not a byte of weights."""
+"""From a recipe to a transformers config that can be trained, and to the model on the meta device, without weights."""
 
 from pathlib import Path
 from typing import Any
@@ -8,13 +8,15 @@ from torch import nn
 
 from finetune.errors import UserError
 from finetune.hub import download_file, hub_error
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Data, Model
+
+MAX_LAYERS = 1000  # decoder layers; a config that claims more would be built for minutes
 
 
 def load_config(model: Model) -> Any:
     """The transformers config of the recipe's model (hub name, folder, or inline architecture).
 
-    Raises `UserError` in one sentence where it cannot be had.
+    Raises `UserError` where the hub, the folder or the architecture does not give one.
     """
     from transformers import AutoConfig
 
@@ -24,12 +26,49 @@ def load_config(model: Model) -> Any:
         except Exception as error:  # each family checks its config in its own way
             raise UserError(f"model_config: {_one_line(error)}") from None
     else:
-        assert model.model_name_or_path is not None  # the reader saw to it
+        assert model.model_name_or_path is not None  # the recipe reader requires one of the two
         config = _pretrained_config(model.model_name_or_path, model)
     if model.attention_dropout is not None:
         config.attention_dropout = model.attention_dropout
     config.use_cache = False
     return getattr(config, "text_config", None) or config
+
+
+def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None:
+    """Raises `UserError` for a model that cannot be trained on such rows, as far as its config shows.
+
+    `vocabulary`: the number of tokens that the embedding must hold, which is the tokenizer's size.
+    """
+    name = model.model_name_or_path or "model_config"
+    layers = getattr(config, "num_hidden_layers", 1)
+    if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
+        raise UserError(f"{name}: num_hidden_layers: {layers}: from 1 to {MAX_LAYERS:,} decoder layers can be trained")
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(f"{name}: its weights are quantized; name the unquantized model")
+    if any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
+        raise UserError(f"{name}: {config.model_type} is a mixture of experts; only dense models are trained here")
+    if vocabulary > config.vocab_size:
+        raise UserError(
+            f"{name}: its embedding has {config.vocab_size} rows, but the tokenizer has {vocabulary} tokens; "
+            "use the model's own tokenizer, or set vocab_size in model_config"
+        )
+    if data.packing:
+        _refuse_length_dependent_rope(config, data.max_length)
+
+
+def _refuse_length_dependent_rope(config: Any, max_length: int) -> None:
+    """longrope and dynamic RoPE choose their frequencies by the largest position in a row, for all documents in it."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer_type = [each for each in parameters.values() if isinstance(each, dict)]
+    for rope in by_layer_type or [parameters]:
+        if rope.get("rope_type") not in ("longrope", "dynamic"):
+            continue
+        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        if max_length > original:
+            raise UserError(
+                f"max_length: {max_length}: {rope['rope_type']} RoPE changes its frequencies beyond {original} tokens, by the "
+                f"longest document in a row and for all of them; set packing: false, or max_length: {original} at most"
+            )
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
@@ -53,7 +92,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
 def weights_folder(model: Model) -> Path:
     """The local folder with the model's safetensors: a folder as it is, a hub name from the cache or the hub.
 
-    Raises `UserError` where the hub, the model or the right to it is missing.
+    Raises `UserError` where the hub is unreachable, or the model or the permission to read it is missing.
     """
     assert model.model_name_or_path is not None
     if Path(model.model_name_or_path).is_dir():
@@ -87,7 +126,7 @@ def _pretrained_config(name: str, model: Model) -> Any:
     if not folder.is_dir():
         download_file(
             name, "config.json", model.model_revision
-        )  # says why where it is out of reach; transformers guesses
+        )  # names the reason where it is unreachable; transformers guesses
     try:
         return AutoConfig.from_pretrained(
             name, revision=model.model_revision, trust_remote_code=model.trust_remote_code
@@ -97,5 +136,5 @@ def _pretrained_config(name: str, model: Model) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    """A validation error of transformers has its cause in its second line."""
+    """The whole message: a validation error of transformers names its cause in the second line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -1,4 +1,4 @@
-"""Fewer, larger kernels: the decoder layers compiled, or Liger's kernels in them. Both leave names and weights alone."""
+"""torch.compile for each decoder layer, and Liger's kernels. Neither changes parameters or their names."""
 
 from typing import Any
 
@@ -7,13 +7,13 @@ from torch import nn
 
 from finetune.errors import UserError
 
-# Graphs that dynamo keeps for one piece of code before it runs the rest uncompiled, which the default of 8 is soon at: one
-# for each kind of layer, with and without gradients, and for a batch of one row.
+# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the default
+# of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
 RECOMPILE_LIMIT = 64
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
-    """Compiles the inside of every decoder layer (regional compilation) of a sharded model; returns how many.
+    """Compiles the forward of every decoder layer (regional compilation) of a sharded model; returns how many.
 
     Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are alike, share one
     compiled body. After sharding, because FSDP2 changes a layer's class: the forward compiled before would be the old
@@ -44,9 +44,9 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def use_liger_kernels(model: Any, device: torch.device) -> None:
-    """Puts Liger's norms, rotary embeddings and MLPs into `model`. The loss stays ours, which is chunked alike.
+    """Puts Liger's norms, rotary embeddings and MLPs into `model`. The loss stays ours, which is chunked as well.
 
-    UserError where there is no GPU, no liger-kernel package, or no kernels of Liger's for this model.
+    Raises `UserError` where there is no GPU, no liger-kernel package, or no Liger kernels for this model.
     """
     if device.type != "cuda":
         raise UserError("use_liger_kernel: Liger's kernels run on CUDA only, and this is a CPU run; leave the key out")

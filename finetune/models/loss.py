@@ -1,6 +1,6 @@
 """The loss: cross entropy of a linear head in chunks of tokens, so that the logits [tokens, vocabulary] are never whole.
 
-Per chunk the forward computes the loss and, where a gradient is wanted, its gradients at once (as Liger does: Hsu et al.
+Per chunk the forward computes the loss and, where needed, its gradients at once (as Liger does: Hsu et al.
 2024, arXiv:2410.10989), so that the backward keeps no logits and multiplies nothing again.
 """
 
@@ -16,23 +16,24 @@ from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.errors import UserError
 
 
-class Logits(NamedTuple):
+class LogitTransform(NamedTuple):
     """What a model does to its head's output before the softmax: softcap * tanh(scale * logits / softcap)."""
 
     scale: float = 1.0
     softcap: float | None = None
 
     @classmethod
-    def of(cls, config: Any) -> "Logits":
-        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 caps."""
+    def from_config(cls, config: Any) -> "LogitTransform":
+        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 and xLSTM cap."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
         scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
         scale *= scaling if text.model_type.startswith("hyperclovax") else 1 / scaling
-        return cls(scale, getattr(text, "final_logit_softcapping", None))
+        softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "output_logit_soft_cap", None)
+        return cls(scale, softcap)
 
 
-AS_THEY_ARE = Logits()
+UNCHANGED = LogitTransform()
 
 
 def linear_cross_entropy(
@@ -41,7 +42,7 @@ def linear_cross_entropy(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
-    logits: Logits = AS_THEY_ARE,
+    logits: LogitTransform = UNCHANGED,
     trained_positions: Tensor | None = None,
     chunk_tokens: int | None = None,
 ) -> Tensor:
@@ -53,7 +54,8 @@ def linear_cross_entropy(
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         bias: [vocabulary] or None.
         trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps others, which add nothing;
-            only these are multiplied by the head. Left out, they are looked up on the CPU; elsewhere that would synchronize, and all positions are multiplied.
+            only these are multiplied by the head. By default they are
+            looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would synchronize.
         chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
@@ -63,8 +65,8 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
     gradients = torch.is_grad_enabled()
-    wanted = tuple(gradients and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    arguments = (hidden, weight, bias, labels, trained_positions, logits, chunk_tokens, wanted)
+    needs_grad = tuple(gradients and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
+    arguments = (hidden, weight, bias, labels, trained_positions, logits, chunk_tokens, needs_grad)
     loss: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
 
@@ -78,16 +80,22 @@ class _LinearCrossEntropy(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         positions: Tensor | None,
-        logits: Logits,
+        logits: LogitTransform,
         chunk_tokens: int,
-        wanted: tuple[bool, bool, bool],
+        needs_grad: tuple[bool, bool, bool],
     ) -> Tensor:
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
         with torch.autocast(device, enabled=False):
             trained, ids = (hidden, labels) if positions is None else (hidden[positions], labels[positions])
-            loss, *gradients = _chunked(
-                trained.to(dtype), weight.to(dtype), bias, ids, logits, _even_chunk(len(ids), chunk_tokens), wanted
+            loss, *gradients = _compute_in_chunks(
+                trained.to(dtype),
+                weight.to(dtype),
+                bias,
+                ids,
+                logits,
+                _balance_chunks(len(ids), chunk_tokens),
+                needs_grad,
             )
         if positions is not None and gradients[0] is not None:
             whole = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
@@ -108,27 +116,27 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None, None, None)
 
 
-def _even_chunk(tokens: int, chunk_tokens: int) -> int:
+def _balance_chunks(tokens: int, chunk_tokens: int) -> int:
     """At most `chunk_tokens`, such that the last chunk is not much smaller than the others.
 
-    >>> _even_chunk(tokens=1000, chunk_tokens=900)
+    >>> _balance_chunks(tokens=1000, chunk_tokens=900)
     500
     """
     chunks = max(-(-tokens // chunk_tokens), 1)
     return max(-(-tokens // chunks), 1)
 
 
-def _chunked(
+def _compute_in_chunks(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    logits: Logits,
+    logits: LogitTransform,
     chunk_tokens: int,
-    wanted: tuple[bool, bool, bool],
+    needs_grad: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """The summed loss and its gradients to hidden (in hidden's type), weight and bias (in fp32), where wanted."""
-    to_hidden, to_weight, to_bias = wanted
+    """The summed loss and its gradients to hidden (in hidden's type), weight and bias (in fp32), where needed."""
+    to_hidden, to_weight, to_bias = needs_grad
     wide = torch.promote_types(weight.dtype, torch.float32)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
@@ -137,7 +145,7 @@ def _chunked(
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         scores = F.linear(hidden[chunk], weight, None if bias is None else bias.to(weight.dtype))
-        chunk_loss, grad_scores = loss_and_gradient(scores, labels[chunk], logits, any(wanted))
+        chunk_loss, grad_scores = _compute_chunk(scores, labels[chunk], logits, any(needs_grad))
         loss += chunk_loss
         if grad_scores is not None:
             if grad_bias is not None:
@@ -151,7 +159,9 @@ def _chunked(
     return loss, grad_hidden, grad_weight, grad_bias
 
 
-def loss_and_gradient(scores: Tensor, labels: Tensor, logits: Logits, gradient: bool) -> tuple[Tensor, Tensor | None]:
+def _compute_chunk(
+    scores: Tensor, labels: Tensor, logits: LogitTransform, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
     """Summed cross entropy of one chunk, and its gradient to `scores` [tokens, vocabulary], both in fp32 (or wider)."""
     wide = torch.promote_types(scores.dtype, torch.float32)
     if logits.scale != 1.0:
@@ -181,14 +191,14 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left, right)
     elif not total.is_cuda:
         total += left @ right
-    elif _adds_to_fp32():
+    elif _can_add_to_fp32():
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
     else:
         total += torch.mm(left, right, out_dtype=total.dtype)
 
 
 @functools.cache
-def _adds_to_fp32() -> bool:
+def _can_add_to_fp32() -> bool:
     """Whether this torch's CUDA kernel adds a product of bf16 matrices to an fp32 one; older ones refuse."""
     one = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
     try:
@@ -204,7 +214,7 @@ class CrossEntropyHead(nn.Linear):
     The loss is computed inside this module's forward, so that FSDP gathers the weight for it, once.
     """
 
-    logits: Logits
+    logits: LogitTransform
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None, trained_positions: Tensor | None = None) -> Tensor:
         """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss (fp32 scalar)."""
@@ -224,17 +234,17 @@ def install_loss(model: Any) -> None:
     """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32 scalar.
 
     Labels are shifted already: labels[i] is the id to predict at position i. `trained_positions` (int64[trained tokens],
-    into the flattened labels) may come with them. Without labels the model answers as before. Call it before sharding.
-    UserError where the output head is not a plain linear layer.
+    into the flattened labels) may come with them. Without labels the model returns logits as before. Call it before sharding.
+    Raises `UserError` where the output head is not a plain linear layer.
     """
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UserError(
             f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and cannot be "
-            "trained here; leave it out of lora_target_modules, or name another model"
+            "trained here; remove it from lora_target_modules, or name another model"
         )
     head.__class__ = CrossEntropyHead
-    head.logits = Logits.of(model.config)  # type: ignore[assignment]
+    head.logits = LogitTransform.from_config(model.config)  # type: ignore[assignment]
     plain = type(model).forward
 
     @functools.wraps(plain)  # generation reads the signature

@@ -1,10 +1,8 @@
-"""Where parameters get their values: from the slices of safetensors files, or from a seed and a name.
+"""The values of a model's parameters: slices of safetensors files, or random from a seed.
 
 Both are pure functions of (name, slices), so every layout and every number of ranks starts from the same weights.
 """
 
-import hashlib
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,9 +12,8 @@ from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
+from finetune.models.lora import base_name, is_adapter, seed_of
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
-
-ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
 
 
 def stored_values(model: nn.Module, stored: Mapping[str, StoredTensor], where: str) -> Values:
@@ -95,50 +92,13 @@ def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:
         if next(module.parameters(recurse=False)).is_meta:
             module.to_empty(device="cpu", recurse=False)
             with torch.random.fork_rng(devices=[]), torch.no_grad():
-                torch.manual_seed(_seed_of(seed, module_name))
+                torch.manual_seed(seed_of(seed, module_name))
                 twin._init_weights(module)
         value: torch.Tensor = getattr(module, leaf).detach()[slices].clone()
         module.to_empty(device="meta", recurse=False)
         return value
 
     return values
-
-
-def with_adapters(base: Values, shapes: Mapping[str, torch.Size], seed: int) -> Values:
-    """`base` for the frozen parameters; for adapters their start: A uniform (He et al. 2015 with a = sqrt 5, as in
-    peft), B zero, and DoRA's magnitude the norm of each row of the base weight (Liu et al. 2024, eq. 5, at B = 0)."""
-
-    def values(name: str, slices: Slices) -> torch.Tensor:
-        if not is_adapter(name):
-            return base(name, slices)
-        if ".lora_A." in name:
-            bound = 1 / math.sqrt(shapes[name][1])
-            generator = torch.Generator().manual_seed(_seed_of(seed, name))
-            return torch.empty(shapes[name]).uniform_(-bound, bound, generator=generator)[slices]
-        if ".lora_B." in name:
-            return torch.zeros(shapes[name])[slices]
-        if ".lora_magnitude_vector." in name:
-            layer = name.split(".lora_magnitude_vector.")[0]
-            columns = slice(0, shapes[f"{layer}.lora_A{ADAPTER}"][1])
-            rows = base(f"{layer}.base_layer.weight", (slices[0], columns))
-            norm: torch.Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
-            return norm
-        raise AssertionError(f"{name}: an adapter parameter without a start value")
-
-    return values
-
-
-def is_adapter(name: str) -> bool:
-    return ".lora_" in name
-
-
-def base_name(name: str) -> str:
-    """A parameter's name in the base model's files: peft moves an adapted layer's own into `base_layer`."""
-    return name.replace(".base_layer.", ".")
-
-
-def _seed_of(seed: int, name: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:8], "little") >> 1
 
 
 def _listed(names: Iterable[str], most: int = 4) -> str:

@@ -19,7 +19,7 @@ from finetune.distributed.world import World
 from finetune.flops import flop_per_token_of
 from finetune.json_lines import read_json_lines
 from finetune.metrics import MetricsLog, drop_later_lines
-from finetune.models.load import Size
+from finetune.models.load import ModelSize
 from finetune.optim.build import build_schedule
 from finetune.progress import Progress
 from finetune.recipe.reader import as_written
@@ -41,7 +41,7 @@ def start_run(
     tokenizer: Any,
     data: PreparedData,
     model: nn.Module,
-    size: Size,
+    size: ModelSize,
     optimizer: torch.optim.Optimizer,
     progress: Progress,
     inputs: Mapping[str, str],

@@ -11,7 +11,7 @@ from finetune.data.prepare import PreparedData
 from finetune.distributed.parallelize import count_wrapped_units, unwrap
 from finetune.json_lines import read_json_lines
 from finetune.metrics import DIVERGED_ADVICE, find_divergence, losses_of
-from finetune.models.load import Size
+from finetune.models.load import ModelSize
 from finetune.progress import Progress
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun
@@ -20,7 +20,7 @@ from finetune.units import counted
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
 
 
-def first_screen(run: TrainingRun, size: Size, progress: Progress) -> list[str]:
+def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[str]:
     """The first screen of a run."""
     sharding, world, recipe = run.world.sharding, run.world, run.recipe
     model: Any = unwrap(run.model)

@@ -61,7 +61,7 @@ def trained_by_us(recipe_path: str, world: World) -> torch.Tensor:
 
     recipe = read_recipe(recipe_path)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, len(tokenizer), world)
+    model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world)
     optimizer = world.accelerator.prepare_optimizer(build_optimizer(model, recipe.optimization))
     for _ in range(2):
         world.accelerator.backward(model(input_ids=IDS, labels=IDS.roll(-1, 1), use_cache=False) / IDS.numel())

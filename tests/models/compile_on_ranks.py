@@ -1,4 +1,4 @@
-"""Run on ranks by test_fusing.py: models loaded with torch_compile under FSDP2, attention by the varlen kernel.
+"""Run on ranks by test_compile.py: models loaded with torch_compile under FSDP2, attention by the varlen kernel.
 
 Writes results.json into the folder given: for each job, what every rank found.
 """
@@ -85,7 +85,7 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
     world = replace(world, sharding=replace(world.sharding, activation_checkpointing=job["checkpointing"]))
     lora = Lora(use_peft=job["lora"], lora_target_modules=["q_proj"]) if job["lora"] else Lora()
     recipe = Model(model_name_or_path=str(folder), torch_compile=job["compile"])
-    model, _ = load.load_model(recipe, lora, 0, 1, world)
+    model, _ = load.load_model(recipe, lora, 0, world)
     if job["generate"]:
         prompts = [Prompt([5, 6, 7][:n], "a b") for n in (1, 2, 3)]
         answer(model, prompts, make_tokenizer(), world)
@@ -112,7 +112,7 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
 
 if __name__ == "__main__":
     register_cpu_kernels()
-    attention._varlen_serves = lambda _query, _value, scores: scores.softcap is None
+    attention._can_use_varlen = lambda _query, _value, options: options.softcap is None
     world = join(Sharding(layout="fsdp2", use_cpu=True))
     folder = Path(sys.argv[1])
     if world.is_main:

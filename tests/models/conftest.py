@@ -31,6 +31,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         *_broken(root),
         *_deep(root),
         *_checkpoint(root),
+        *_inline(),
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
     launch_ranks(SCRIPT, [str(root)], ranks=2, timeout=300).check()
@@ -51,7 +52,7 @@ def _probed(root: Path) -> list[Job]:
     eager = {"attn_implementation": "eager"}
     cases = [
         *((family, packed) for family in (*OTHERS, *HYBRIDS, *LEAKY, *OWN_ATTENTION, "modernbert-decoder")),
-        *((family, padded) for family in LEAKY),
+        *((family, padded) for family in (*OTHERS, *LEAKY, "modernbert-decoder")),
         *((family, padded | eager) for family in (*HYBRIDS, *OWN_ATTENTION)),
     ]
     for family in {family for family, _ in cases}:
@@ -117,9 +118,18 @@ def _deep(root: Path) -> list[Job]:
     return [{"name": "deep", "kind": "recomputes", "folder": str(root / "deep")}]
 
 
+def _inline() -> list[Job]:
+    sizes = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    llama = sizes | {"model_type": "llama", "intermediate_size": 64}
+    return [
+        {"name": "inline, LoRA", "kind": "builds", "model_config": llama},
+        {"name": "inline, wrong", "kind": "builds", "model_config": llama | {"num_attention_heads": 5}},
+    ]
+
+
 def _checkpoint(root: Path) -> list[Job]:
     recipe = root / "checkpoint.yaml"
     model = make_model(root / "before")
     data = make_chat(root / "chat.jsonl", rows=4)
     recipe.write_text(yaml.safe_dump({"model_name_or_path": str(model), "datasets": [{"path": str(data)}]}))
-    return [{"name": "checkpoint", "kind": "goes_on", "folder": str(root / "run"), "recipe": str(recipe)}]
+    return [{"name": "checkpoint", "kind": "restarts", "folder": str(root / "run"), "recipe": str(recipe)}]

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.models.attention import install
+from finetune.models.attention import install_attention
 from finetune.models.loss import install_loss
 
 WINDOW = 7  # tokens; shorter than the longer documents below
@@ -115,7 +115,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, **config: Any) -> Any
 
 def ours(model: Any, implementation: str = "auto") -> Any:
     """`model` with our attention and our loss."""
-    install(model, implementation)
+    install_attention(model, implementation)
     install_loss(model)
     return model
 

@@ -1,6 +1,6 @@
 """Run on ranks by the fixture `loaded` in conftest.py: folders of every form and family, loaded and trained under FSDP2.
 
-Reads jobs.json in the folder given; rank 0 writes one JSON line for each job, for the tests to judge.
+Reads jobs.json in the folder given; rank 0 writes one JSON line for each job, which the tests check.
 """
 
 import json
@@ -22,8 +22,9 @@ from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import clip_gradients, count_wrapped_units
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
+from finetune.models.build import check_config, load_config
 from finetune.models.load import load_model
-from finetune.models.probe import refuse_unsound
+from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
@@ -49,7 +50,7 @@ def step_batch(world: World) -> StepBatch:
 
 def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, Any]]:
     """The model of `folder` after `steps` steps, its losses and gradient norms, and what was made a unit."""
-    model, size = load_model(Model(model_name_or_path=folder), Lora(), 0, 1, world)
+    model, size = load_model(Model(model_name_or_path=folder), Lora(), 0, world)
     optimizer = build_optimizer(model, OPTIMIZATION)
     losses, norms = [], []
     for _ in range(steps):
@@ -84,7 +85,7 @@ def plain(folder: str, steps: int) -> dict[str, Any]:
 
 
 def differing(model: torch.nn.Module, folder: Path) -> list[str]:
-    """The parameters that are not, bit for bit, what stands in `folder`. All ranks call it."""
+    """The parameters that are not, bit for bit, in `folder`. All ranks call it."""
     stored = read_folder(folder)
     return [
         name
@@ -105,8 +106,8 @@ def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
         model_name_or_path=job["folder"], attn_implementation=job.get("attn_implementation", "auto"), dtype="float32"
     )
     try:
-        model: Any = load_model(recipe, Lora(), 0, 1, world)[0]
-        refuse_unsound(model, recipe, Data(packing=job["packing"], max_length=64), world)
+        model: Any = load_model(recipe, Lora(), 0, world)[0]
+        check_training_forward(model, recipe, Data(packing=job["packing"], max_length=64), world)
     except UserError as error:
         return {"error": str(error)}
     truth = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32, attn_implementation="eager")
@@ -123,12 +124,24 @@ def loads(job: dict[str, Any], world: World) -> dict[str, Any]:
 
 
 def refuses(job: dict[str, Any], world: World) -> dict[str, Any]:
-    """A broken folder: what the user is told."""
+    """A broken folder: the message."""
+    model = Model(model_name_or_path=job["folder"])
     try:
+        check_config(load_config(model), model, Data(), 1)
         ours(job["folder"], world, steps=0)
     except UserError as error:
         return {"error": str(error)}
     return {"error": None}
+
+
+def builds(job: dict[str, Any], world: World) -> dict[str, Any]:
+    """An inline architecture under LoRA: the standard deviation of an adapted layer's own weight, or why it is refused."""
+    try:
+        model: Any = load_model(Model(model_config=job["model_config"]), Lora(use_peft=True), 0, world)[0]
+    except UserError as error:
+        return {"error": str(error)}
+    weight = model.model.layers[1].mlp.up_proj.base_layer.weight.full_tensor()
+    return {"error": None, "std": float(weight.float().std())}
 
 
 def recomputes(job: dict[str, Any], world: World) -> dict[str, Any]:
@@ -140,7 +153,7 @@ def recomputed(folder: str, every: int | None, world: World) -> list[bool]:
     """For each decoder layer, whether it ran a second time. Seen before its feed-forward part: torch stops when it has what it needs."""
     on = replace(world, sharding=replace(world.sharding, activation_checkpointing=every is not None))
     keys: dict[str, Any] = {} if every is None else {"activation_checkpointing_every": every}
-    model: Any = load_model(Model(model_name_or_path=folder, **keys), Lora(), 0, 1, on)[0]
+    model: Any = load_model(Model(model_name_or_path=folder, **keys), Lora(), 0, on)[0]
     calls: Counter[int] = Counter()
     for index, layer in enumerate(model.model.layers):
         layer.mlp.register_forward_pre_hook(lambda *_, index=index: calls.update([index]))
@@ -149,8 +162,8 @@ def recomputed(folder: str, every: int | None, world: World) -> list[bool]:
     return [times == 2 for _, times in sorted(calls.items())]
 
 
-def goes_on(job: dict[str, Any], world: World) -> dict[str, Any]:
-    """A checkpoint of this project as the model of another run: its weights and its tokenizer."""
+def restarts(job: dict[str, Any], world: World) -> dict[str, Any]:
+    """A checkpoint as the model that another run starts from: its weights and its tokenizer."""
     recipe = read_recipe(job["recipe"])
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     trained, optimizer, _ = ours(str(recipe.model.model_name_or_path), world, steps=1)
@@ -161,7 +174,7 @@ def goes_on(job: dict[str, Any], world: World) -> dict[str, Any]:
     same = {}
     for name in (checkpoint, checkpoint / "model"):
         model = read_recipe(job["recipe"], [f"model_name_or_path={name}"]).model
-        loaded, _ = load_model(model, Lora(), 0, len(load_tokenizer(model, recipe.data)), world)
+        loaded, _ = load_model(model, Lora(), 0, world)
         after = {name: parameter.full_tensor().detach() for name, parameter in loaded.named_parameters()}  # type: ignore[operator]
         same[name.name] = before.keys() == after.keys() and all(torch.equal(before[n], after[n]) for n in before)
     return {"same": same, "moved": bool(differing(trained, Path(str(recipe.model.model_name_or_path))))}
@@ -174,8 +187,9 @@ if __name__ == "__main__":
         "probes": probes,
         "loads": loads,
         "refuses": refuses,
+        "builds": builds,
         "recomputes": recomputes,
-        "goes_on": goes_on,
+        "restarts": restarts,
     }
     folder = Path(sys.argv[1])
     results = []

@@ -13,7 +13,7 @@ from torch import library
 
 from finetune.errors import UserError
 from finetune.models import attention
-from finetune.models.attention import NAME, install
+from finetune.models.attention import NAME, install_attention
 from finetune.models.compile import decoder_layers
 from tests.models.families import (
     FAMILIES,
@@ -129,10 +129,10 @@ def test_what_cannot_be_kept_apart_is_refused_in_one_sentence() -> None:
     strange = copy.deepcopy(model)
     strange.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(UserError, match="chunked_attention layers, in which packed documents cannot be kept apart"):
-        install(strange)
+        install_attention(strange)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="flash_attention_2 cannot be used with LlamaForCausalLM here"):
-            install(model, "flash_attention_2")
+            install_attention(model, "flash_attention_2")
 
 
 def test_our_name_does_not_leak_into_the_saved_config(tmp_path: Path) -> None:
@@ -177,9 +177,9 @@ def _(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def use_documented_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sends attention the way it goes on CUDA under torch 2.11, to the kernel above."""
-    monkeypatch.setattr(attention, "ASKS_FOR_GROUPED_HEADS", False)
-    monkeypatch.setattr(attention, "_varlen_serves", lambda _query, _value, scores: scores.softcap is None)
+    """Sends attention the way that CUDA takes under torch 2.11, to the kernel above."""
+    monkeypatch.setattr(attention, "NEEDS_ENABLE_GQA", False)
+    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.softcap is None)
     monkeypatch.setattr(
         attention,
         "varlen_attn",
@@ -219,7 +219,7 @@ def test_a_layer_with_the_varlen_kernel_compiles_into_one_graph_for_all_lengths(
             layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=counted)  # type: ignore[method-assign]
         found = [model(**batch).item() for batch in batches]
     assert found == pytest.approx(expected, rel=1e-6)
-    assert graphs <= len(decoder_layers(model)), f"{graphs} graphs: something is compiled anew for every length"
+    assert graphs <= len(decoder_layers(model)), f"{graphs} graphs: something is recompiled for every length"
 
 
 def varlen_on_cpu(
@@ -260,8 +260,8 @@ def varlen_on_cpu(
 
 @pytest.fixture
 def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sends attention the way it goes on CUDA, through torch's own operator, for which the kernel above is registered."""
-    monkeypatch.setattr(attention, "_varlen_serves", lambda _query, _value, scores: scores.softcap is None)
+    """Sends attention the way that CUDA takes, through torch's own operator, for which the kernel above is registered."""
+    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.softcap is None)
     kernels = library.Library("torch_attn", "IMPL")
     kernels.impl("_varlen_attn", varlen_on_cpu, "CPU", allow_override=True)
     yield

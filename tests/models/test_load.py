@@ -33,12 +33,12 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(loaded: dict[str, Any]) ->
     assert "model.layers.1.input_layernorm.weight has the shape [47], but the config says [48]" in error
 
 
-def test_all_mistakes_are_told_at_once(loaded: dict[str, Any]) -> None:
+def test_all_mistakes_are_reported_at_once(loaded: dict[str, Any]) -> None:
     lines = loaded["all three"]["error"].splitlines()
     assert all(part in line for part, line in zip(("lm_head", "model.extra", "input_layernorm"), lines, strict=True))
 
 
-def test_what_is_no_dense_model_is_refused_by_its_own_reason(loaded: dict[str, Any]) -> None:
+def test_a_folder_that_is_not_a_dense_model_is_refused_for_its_own_reason(loaded: dict[str, Any]) -> None:
     assert "mixtral is a mixture of experts" in loaded["experts"]["error"]
     assert (
         "GPTNeoXForCausalLM name or arrange its tensors otherwise than its modules do" in loaded["converted"]["error"]
@@ -47,6 +47,17 @@ def test_what_is_no_dense_model_is_refused_by_its_own_reason(loaded: dict[str, A
     assert "is a run's folder" in loaded["run of others"]["error"]
 
 
-def test_a_checkpoint_of_this_project_is_a_model_to_begin_with(loaded: dict[str, Any]) -> None:
+def test_a_run_can_start_from_a_checkpoint(loaded: dict[str, Any]) -> None:
     assert loaded["checkpoint"]["moved"], "the checkpoint holds the weights of before"
     assert all(loaded["checkpoint"]["same"].values())
+
+
+def test_an_inline_architecture_takes_adapters(loaded: dict[str, Any]) -> None:
+    assert loaded["inline, LoRA"]["error"] is None
+    assert loaded["inline, LoRA"]["std"] == pytest.approx(0.02, rel=0.05), "the base is not the family's initialization"
+
+
+def test_an_inline_architecture_that_cannot_be_built_is_refused_in_a_sentence(loaded: dict[str, Any]) -> None:
+    error = loaded["inline, wrong"]["error"]
+    assert error.startswith("model_config: ") and "not a multiple of the number of attention heads" in error
+    assert "\n" not in error

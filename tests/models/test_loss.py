@@ -9,8 +9,8 @@ from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
-from finetune.models.attention import install
-from finetune.models.loss import Logits, install_loss, linear_cross_entropy
+from finetune.models.attention import install_attention
+from finetune.models.loss import LogitTransform, install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.ranks import launch_ranks
 
@@ -29,7 +29,7 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, logits: Logits) -> Tensor:
+def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, logits: LogitTransform) -> Tensor:
     scores = F.linear(hidden, weight, bias).float() * logits.scale
     if logits.softcap is not None:
         scores = torch.tanh(scores / logits.softcap) * logits.softcap
@@ -37,9 +37,14 @@ def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, l
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000, None])
-@pytest.mark.parametrize("logits", [Logits(), Logits(scale=0.3), Logits(softcap=2.0), Logits(scale=2.5, softcap=3.0)])
+@pytest.mark.parametrize(
+    "logits",
+    [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(scale=2.5, softcap=3.0)],
+)
 @pytest.mark.parametrize("given", [True, False], ids=["positions given", "positions sought"])
-def test_value_and_gradients_are_those_of_whole_logits(chunk_tokens: int | None, logits: Logits, given: bool) -> None:
+def test_value_and_gradients_are_those_of_whole_logits(
+    chunk_tokens: int | None, logits: LogitTransform, given: bool
+) -> None:
     hidden, weight, bias, labels = problem()
     for offset in (None, bias):
         sources = [hidden, weight] + ([] if offset is None else [offset])
@@ -61,7 +66,7 @@ def test_value_and_gradients_are_those_of_whole_logits(chunk_tokens: int | None,
 
 def test_in_double_the_difference_is_rounding_only() -> None:
     hidden, weight, bias, labels = problem(torch.float64)
-    logits = Logits(scale=0.7, softcap=4.0)
+    logits = LogitTransform(scale=0.7, softcap=4.0)
     scores = torch.tanh(F.linear(hidden, weight, bias) * logits.scale / 4.0) * 4.0
     truth = F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=4)
@@ -88,7 +93,9 @@ def test_frozen_head_gets_no_gradient_and_evaluation_keeps_none() -> None:
     assert [g is None for g in loss.grad_fn.gradients] == [False, True, True]  # type: ignore[union-attr]
     loss.backward()
     assert (
-        relative_error(hidden.grad, torch.autograd.grad(plain(hidden, weight, None, labels, Logits()), hidden)[0])
+        relative_error(
+            hidden.grad, torch.autograd.grad(plain(hidden, weight, None, labels, LogitTransform()), hidden)[0]
+        )
         <= EXACT
     )  # type: ignore[arg-type]
     with torch.no_grad():
@@ -99,7 +106,7 @@ def test_in_bf16_the_softmax_and_the_sums_stay_fp32() -> None:
     """Against fp32 arithmetic on the same bf16 factors: only the rounding of logits and gradients to bf16 is left."""
     hidden, weight, _, labels = problem(torch.bfloat16)
     exact_hidden, exact_weight = (t.detach().float().requires_grad_() for t in (hidden, weight))
-    truth = plain(exact_hidden, exact_weight, None, labels, Logits())
+    truth = plain(exact_hidden, exact_weight, None, labels, LogitTransform())
     (truth / 50).backward()
     loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=1)  # one chunk a token: a bf16 sum would drift
     (loss / 50).backward()
@@ -134,7 +141,7 @@ def test_logits_are_never_whole() -> None:
 
 def test_without_labels_the_model_answers_as_before_and_a_wrapped_head_is_refused() -> None:
     model = build("llama")
-    install(model)
+    install_attention(model)
     ids = torch.arange(3, 20)[None]
     expected = model(ids).logits
     install_loss(model)
@@ -176,7 +183,7 @@ def test_on_cuda_the_value_and_gradients_are_the_same_and_nothing_waits(given: b
         (loss / 50).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    truth = plain(*exact, None, labels, Logits())
+    truth = plain(*exact, None, labels, LogitTransform())
     (truth / 50).backward()
     assert relative_error(loss, truth) < 2e-3
     assert relative_error(hidden.grad, exact[0].grad) < 1.5e-2  # type: ignore[arg-type]

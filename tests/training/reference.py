@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
-from finetune.models.weights import with_adapters
+from finetune.models.lora import with_adapters
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
 

@@ -53,7 +53,7 @@ def test_under_fsdp2_one_graph_serves_every_layer_and_length_and_checkpointing_s
         assert compiled["saved_bytes"] <= plain["saved_bytes"] + rotary
 
 
-def test_decoder_layers_are_found_by_the_models_own_word() -> None:
+def test_decoder_layers_are_those_that_transformers_does_not_split() -> None:
     assert len(decoder_layers(build("qwen3"))) == 2
 
 
