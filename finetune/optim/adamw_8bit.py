@@ -1,6 +1,6 @@
 """torchao's AdamW with 8-bit moments (Dettmers et al. 2022): 2 bytes a parameter and a scale for every 256 numbers.
 
-Imports torchao, so that it is imported only where a recipe asks for it.
+Imports torchao, so import this module only where a recipe asks for it.
 """
 
 from collections.abc import Callable
@@ -15,21 +15,21 @@ from finetune.optim.adamw_bf16 import has_compiler, load_state_unconverted
 
 
 class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
-    """torchao's AdamW8bit with learning rates that are numbers, as every other optimizer's here.
+    """torchao's AdamW8bit with learning rates that are numbers, like those of the other optimizers.
 
-    State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq`, shaped and sharded like it; of what a rank
-    holds, 4096 numbers and more that divide by 256 are quantized, and the rest is fp32.
+    State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq`, shaped and sharded like it. A rank's part is
+    quantized if it has at least 4096 numbers and divides by 256, else it is fp32.
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's; torchao would make the rate a tensor, which a checkpoint would then hold for every parameter."""
+        """Keeps the rate a number: torchao makes it a tensor, which a checkpoint would then hold for every parameter."""
         rate = param_group.get("lr", self.defaults["lr"])
         super().add_param_group(param_group)
         self.param_groups[-1]["lr"] = rate
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """One update of every parameter that has a gradient. torchao wants rates as tensors: numbers compile it anew."""
+        """Updates every parameter that has a gradient. torchao gets rates as tensors: a number would recompile its update."""
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.tensor(rate, dtype=torch.float32)
@@ -39,17 +39,17 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
             group["lr"] = rate
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments stay as they are where torch would make them the parameter's type."""
+        """Like torch's, but moments keep their dtype, which torch would cast to the parameter's."""
         load_state_unconverted(self, state_dict)
 
     def _new_buffer(self, p: Tensor, signed: bool) -> Tensor:
-        # A second moment in plain bf16, as torchao's would be where it is not quantized, stops moving.
+        # fp32 where it is not quantized: a second moment in plain bf16, as torchao's would be, stops changing.
         moment: Tensor = super()._new_buffer(p.detach().float(), signed)
         return moment
 
 
 def compile_on_cuda_only(device: torch.device) -> AbstractContextManager[Any]:
-    """torchao compiles its update for every shape. On a CPU that takes minutes, and without a compiler it fails."""
+    """Turns torch.compile off for torchao's update except on CUDA: on a CPU it takes minutes, without a compiler it fails."""
     if device.type == "cuda" and has_compiler():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

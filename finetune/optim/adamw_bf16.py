@@ -1,6 +1,6 @@
 """AdamW whose moments are kept in bf16: 4 bytes a parameter instead of 8, beside fp32 parameters.
 
-torch's fused AdamW wants moments of the parameter's type, and a plain bf16 second moment stops moving: with beta2 = 0.999
+torch's fused AdamW wants moments of the parameter's type, and a plain bf16 second moment stops changing: with beta2 = 0.999
 a step changes it by 0.1%, and bf16 resolves 0.4%. Stochastic rounding keeps it right on average.
 """
 
@@ -20,9 +20,9 @@ class AdamWBf16Moments(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with stochastically rounded bf16 moments.
 
     State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded like it).
-    Draws from torch's default generator: seeded by the step a run resumes exactly, and seeded alike on all ranks that
-    hold the same shard their replicas stay equal. Where `found_inf` (a scalar
-    on the device, as for torch's fused optimizers) is not zero, parameters and moments stay as they are.
+    Draws from torch's default generator: seed it by the step, so that a run resumes exactly, and alike on all ranks that
+    hold the same shard, so that replicas stay equal. Where `found_inf` (a scalar on the device, as for torch's fused
+    optimizers) is not zero, parameters and moments do not change.
     """
 
     found_inf: Tensor | None = None
@@ -40,8 +40,8 @@ class AdamWBf16Moments(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        assert closure is None, "AdamW evaluates nothing"
+        """Updates every parameter that has a gradient."""
+        assert closure is None, "closures are not supported"
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:
@@ -56,12 +56,12 @@ class AdamWBf16Moments(torch.optim.Optimizer):
                 update_(parameter, parameter.grad, *moments, int(state["step"]), group, self.found_inf)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the moments stay bf16 where torch would make them the parameter's type."""
+        """Like torch's, but moments stay bf16, which torch would cast to the parameter's dtype."""
         load_state_unconverted(self, state_dict)
 
 
 def load_state_unconverted(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """Loads a state dict into `optimizer`, every tensor in the type that it has there."""
+    """Loads a state dict into `optimizer` without casting its tensors."""
     groups: list[dict[str, Any]] = []
     for group, saved in zip(optimizer.param_groups, state_dict["param_groups"], strict=True):
         groups.append(saved | {"params": group["params"]})
@@ -82,7 +82,7 @@ def update_(
 ) -> None:
     """Updates one parameter and its moments in place; of a sharded one, this rank's part."""
     beta1, beta2 = settings["betas"]
-    # All that changes with the step goes in as tensors on the host: a number would compile the update anew.
+    # All that changes with the step is passed as tensors on the host: a number would recompile the update.
     rate = torch.tensor(settings["lr"] / (1 - beta1**step))
     decay = torch.tensor(1 - settings["lr"] * settings["weight_decay"])
     correction = torch.tensor((1 - beta2**step) ** -0.5)
@@ -101,7 +101,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @cache
 def has_compiler() -> bool:
-    """Whether torch.compile finds a C compiler. Asked once: searching the PATH for every parameter takes milliseconds a step."""
+    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds a step."""
     return shutil.which("cc") is not None
 
 
