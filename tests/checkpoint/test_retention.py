@@ -78,7 +78,7 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: p
     run.save(4, 8, 12)
     run.damage(8, 12)
     assert run.start() == 4
-    assert "damaged-00000008: kept under this name" in capsys.readouterr().out
+    assert "damaged-00000008: damaged, kept under this name" in capsys.readouterr().out
     run.save(6, limit=2)  # a signal came at step 6
     assert run.names() == ["damaged-00000008", "damaged-00000012", "step-00000004", "step-00000006"]
     assert run.start() == 6
