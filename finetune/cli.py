@@ -157,7 +157,9 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
     checkpoints.add_argument("--json", action="store_true", help="print JSON")
 
-    convert = _add(subcommands, "convert", "write a recipe from TRL's, Axolotl's, LLaMA-Factory's or torchtune's")
+    convert = _add(
+        subcommands, "convert", "write a recipe from TRL's, Axolotl's, LLaMA-Factory's, torchtune's, Automodel's"
+    )
     convert.add_argument("source", metavar="THEIR.yaml", help="the other tool's file")
     convert.add_argument("--output", metavar="FILE", help="the recipe to write (default: print it)")
     convert.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")

@@ -1,7 +1,6 @@
-"""Our recipe from TRL's, Axolotl's, LLaMA-Factory's or torchtune's file.
+"""Our recipe from TRL's, Axolotl's, LLaMA-Factory's, torchtune's or NeMo Automodel's file, with the same meaning.
 
-The keys and their counterparts are the tables of finetune/recipe/hints.py; here stands how values are carried over.
-Nothing is dropped without a word: what has no counterpart is listed in the recipe, with the reason.
+Nothing is dropped silently: what differs is listed in the recipe, and a file of another method is refused by name.
 """
 
 from finetune.convert.cli import convert_command

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.convert.docs_page import coming_from_page
-from finetune.recipe.hints import TOOLS, foreign_names
+from finetune.convert.coming_from import coming_from_page
+from finetune.convert.tool_keys import TOOLS
+from finetune.recipe.hints import foreign_names
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import read_recipe
 from tests.ranks import ROOT, run_command
@@ -147,7 +148,8 @@ def test_axolotl(converted: Convert) -> None:
         "report_to": "wandb",
     }
     assert {key: ours[key] for key in expected} == expected
-    assert said.splitlines() == ["neftune_noise_alpha: 5   (not supported)"]
+    assert said.splitlines()[0] == "neftune_noise_alpha: 5   (not supported)"
+    assert "load_in_8bit" not in said  # it is off
     assert read_recipe(str(path)).optimization.learning_rate == 2e-5
 
 
@@ -216,7 +218,7 @@ def test_torchtune(converted: Convert) -> None:
         ],
     }
     assert {key: ours[key] for key in expected} == expected
-    assert "to mend" not in said
+    assert "to do" not in said
     read_recipe(str(path))
 
 
@@ -224,9 +226,14 @@ def test_trl(converted: Convert) -> None:
     ours, said, path = converted(TRL)
     assert ours["datasets"] == [{"path": "trl-lib/Capybara"}]
     assert ours["eval_datasets"] == [{"path": "trl-lib/Capybara", "split": "test"}]
-    expected = {"max_length": 1024, "eval_steps": 100, "report_to": "wandb", "accelerate_config": "fsdp_full_shard"}
+    expected = {
+        "max_length": 1024,
+        "eval_steps": 100,
+        "report_to": "wandb",
+        "accelerate_config": "fsdp_full_shard_auto",
+    }
     assert {key: ours[key] for key in expected} == expected
-    assert said.splitlines()[0].startswith("push_to_hub: true")
+    assert said == "" and "# Without effect here: " in path.read_text()
     read_recipe(str(path))
 
 
@@ -255,7 +262,7 @@ def test_every_counterpart_is_a_key_of_ours_and_named_once() -> None:
         names = [pair.theirs for pair in pairs]
         assert len(names) == len(set(names)), (tool, sorted(name for name in names if names.count(name) > 1))
         assert {pair.ours for pair in pairs} - {None} <= recipe_keys().keys()
-        assert all(pair.note for pair in pairs if pair.ours is None or pair.carry == "data")
+        assert all(pair.note for pair in pairs if pair.ours is None)
     assert {"base_model", "cutoff_len", "lr", "torch_dtype"} <= foreign_names().keys()
 
 
@@ -268,11 +275,11 @@ def test_their_eight_bit_adamw_is_ours(converted: Convert) -> None:
     assert ours["optim"] == "adamw_8bit"
 
 
-def test_what_is_only_nearly_the_same_is_told(converted: Convert) -> None:
-    exact, told, _ = converted(LLAMA_FACTORY + "bf16: true\n")
-    assert exact["accelerate_config"] == "fsdp_full_shard" and "mixed_precision" not in told
-    half, told, _ = converted(LLAMA_FACTORY + "fp16: true\n")
-    assert half["accelerate_config"] == "fsdp_full_shard" and "mixed_precision: fp16" in told
+def test_what_is_only_nearly_the_same_is_reported(converted: Convert) -> None:
+    exact, said, _ = converted(LLAMA_FACTORY + "bf16: true\n")
+    assert exact["accelerate_config"] == "ddp_checkpointing" and "mixed_precision" not in said
+    half, said, _ = converted(LLAMA_FACTORY + "fp16: true\n")
+    assert half["accelerate_config"] == "ddp_checkpointing" and "mixed_precision: fp16" in said
 
 
 def _datasets(entries: str) -> str:
@@ -292,7 +299,7 @@ def test_alpaca_with_columns_of_other_names(converted: Convert) -> None:
     ours, said, _ = converted(_datasets("[{path: org/a, type: alpaca, field_instruction: q, field_output: a}]"))
     columns = {"prompt_column": "q", "completion_column": "a"}
     assert ours["datasets"] == [{"path": "org/a", "type": "messages", **columns}]
-    assert said == ""
+    assert "field_" not in said
 
 
 @pytest.mark.parametrize(
@@ -333,8 +340,8 @@ def test_what_is_not_understood_of_dataset_info_is_listed(converted: Convert, tm
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"questions": info}))
     ours, said, _ = converted(LLAMA_FACTORY)
-    assert ours["datasets"] == [{"path": "org/chats", "messages_column": "turns"}]
-    listed = ["ranking: true", "num_samples: 100", 'tags.role_tag: "speaker"', 'tags.user_tag: "client"']
+    assert ours["datasets"] == [{"path": "org/chats", "messages_column": "turns", "split": "train[:100]"}]
+    listed = ["ranking: true", 'tags.role_tag: "speaker"', 'tags.user_tag: "client"']
     found = [line.split("   (")[0] for line in said.splitlines() if line.startswith("dataset_info")]
     assert found == [f"dataset_info.json: questions.{key}" for key in listed]
 
@@ -403,3 +410,53 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
 def test_a_value_of_the_wrong_kind_is_no_traceback(converted: Convert) -> None:
     _, said, _ = converted(AXOLOTL + "lora_target_modules: 5\nfsdp: 2020-01-01\n")
     assert "lora_target_modules: 5   (no such value here)" in said
+
+
+FSDP = "fsdp: [full_shard, auto_wrap]\nfsdp_config: {fsdp_offload_params: %s, fsdp_cpu_ram_efficient_loading: true}\n"
+
+
+def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
+    for asked, layout in (("false", "fsdp_full_shard_auto"), ("true", "fsdp_cpu_offload")):
+        text = AXOLOTL.replace("deepspeed: deepspeed_configs/zero2.json\n", FSDP % asked)
+        assert converted(text)[0]["accelerate_config"] == layout
+
+
+def test_references_are_resolved(converted: Convert) -> None:
+    extra = "batch_size_val: ${batch_size}\noutput_dir: ${root}/${name}\nname: one\nroot: runs\n"
+    ours, _, _ = converted(TORCHTUNE + extra)
+    assert (ours["per_device_eval_batch_size"], ours["output_dir"]) == (4, "runs/one")
+    circle, _, _ = converted(TORCHTUNE + "output_dir: ${other}\nother: ${output_dir}\n")
+    assert "${" in str(circle["output_dir"])
+
+
+@pytest.mark.parametrize(
+    ("theirs", "cause"),
+    [
+        (AXOLOTL + "rl: dpo\n", "rl: dpo: preference tuning"),
+        (AXOLOTL + "reward_model: true\n", "reward model"),
+        (AXOLOTL + "processor_type: AutoProcessor\n", "multimodal"),
+        (AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1"), "mixtures of experts"),
+        (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
+        (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
+        ("model: Qwen/Qwen3-4B\ntrain_dataset: rows.yaml\nmicro_batch_size: 1\n", "LLaMA-Factory's v1 schema"),
+        ("model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n", "merging (finetune export)"),
+        (TORCHTUNE + "teacher_model: {_component_: torchtune.models.llama3.llama3_8b}\n", "distillation"),
+        (TRL + "beta: 0.1\nmax_prompt_length: 512\n", "preference tuning"),
+        ("recipe: KnowledgeDistillationRecipeForNextTokenPrediction\nstep_scheduler: {max_steps: 1}\n", "distillation"),
+        ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "an Accelerate config"),
+    ],
+)
+def test_another_method_is_refused_by_name(tmp_path: Path, theirs: str, cause: str) -> None:
+    (tmp_path / "theirs.yaml").write_text(theirs)
+    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"], cwd=tmp_path)
+    assert (ended.returncode, len(ended.stderr.splitlines())) == (2, 1), ended.stderr
+    assert cause in ended.stderr and not (tmp_path / "ours.yaml").exists()
+
+
+def test_a_recipe_that_our_reader_refuses_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(AXOLOTL + "seed: -1\n")
+    ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"], cwd=tmp_path)
+    assert (
+        ended.returncode == 2 and "not converted; the recipe would be wrong" in ended.stderr and "seed" in ended.stderr
+    )
+    assert not (tmp_path / "ours.yaml").exists()

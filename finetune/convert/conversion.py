@@ -1,0 +1,331 @@
+"""A recipe of ours with the meaning of another tool's file: its values, its defaults, and what differs."""
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.convert.layout import read_layout
+from finetune.convert.methods import Refusal, recognize_tool, refuse_other_methods
+from finetune.convert.tool_keys import DEFAULTS, LORA_DEFAULTS, TOOL_NAMES, TOOLS, UNLIMITED, UNLIMITED_NOTE, Tool
+from finetune.convert.value_rules import LEAVE, TORCHTUNE_LAYERS, convert_number, convert_value
+from finetune.errors import UserError
+from finetune.recipe.hints import QUANTIZED, Counterpart
+from finetune.recipe.keys import NESTED, keys_of, recipe_keys
+from finetune.recipe.schema import Lora
+from finetune.recipe.yaml_file import read_entries
+
+REFERENCE = re.compile(r"\$\{([\w.]+)\}")
+DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
+MOST_REFERENCES = 10  # one that names another, and so on; a circle ends here
+ALPACA_PROMPT = (
+    "type: alpaca is rendered by the model's chat template, without Alpaca's '### Instruction:' text; a base model that has no "
+    "template needs chat_template"
+)
+STRATEGIES = ("save_strategy", "eval_strategy", "evaluation_strategy")  # only those by epoch differ
+KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
+
+
+@dataclass(slots=True)
+class Conversion:
+    """Our recipe from a file of `tool`, and what there is to say about it."""
+
+    tool: Tool
+    recipe: dict[str, Any] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)  # what they asked for and this recipe does not do
+    remarks: list[str] = field(default_factory=list)  # converted, but worth a look
+    unneeded: list[str] = field(default_factory=list)  # keys whose removal changes nothing
+    lacks: list[str] = field(default_factory=list)  # the capabilities behind some of the differences
+
+    def differ(self, key: str, value: Any, note: str, lacks: str = "") -> None:
+        """Notes that their `key: value` is done otherwise here, or not at all for want of a capability."""
+        if lacks:
+            self.lacks += [] if lacks in self.lacks else [lacks]
+        line, end = f"{key}: {shorten(value)}", f"   ({note})"
+        same = next((i for i, other in enumerate(self.differences) if other.endswith(end)), None)
+        if same is None:
+            self.differences.append(line + end)
+        else:  # one reason, one line
+            self.differences[same] = f"{self.differences[same].removesuffix(end)}, {line}{end}"
+
+
+def shorten(value: Any) -> str:
+    """A value of theirs as JSON, cut at 60 characters."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
+    """The tool that a file was written for, its mapping with `${name}` references resolved, and its text.
+
+    Raises `UserError` where it is no such file.
+    """
+    _, problems = read_entries(source)  # what is wrong with it as YAML, and where
+    if problems:
+        raise UserError.of(problems)
+    text = source.read_text(encoding="utf-8-sig")
+    theirs = yaml.safe_load(text)
+    tool = recognize_tool(theirs) if isinstance(theirs, dict) else None
+    if tool is None and isinstance(theirs, dict) and any(key in theirs for key in KNOWN_ACCELERATE):
+        raise Refusal.because(source, "distributed_type", "an Accelerate config (--config takes it)", is_training=False)
+    if tool is None:
+        found = "no model and no data of theirs"
+        raise Refusal.because(source, found, f"not recognized as a file of {', '.join(TOOL_NAMES)}", is_training=False)
+    return tool, _resolve_references(theirs, theirs), text
+
+
+def convert_file(source: Path) -> Conversion:
+    """Our recipe from the file `source`. Raises `UserError`; a `Refusal` where what it does is not supported."""
+    from finetune.convert.datasets import add_sources
+
+    tool, theirs, text = load_theirs(source)
+    refuse_other_methods(tool, theirs, source)
+    found = Conversion(tool)
+    known = {pair.theirs: pair for pair in TOOLS[tool]}
+    for key, value in _walk(theirs, known):
+        _convert_key(key, value, known, found)
+    for adapt in {"Axolotl": (_adapt_axolotl,), "torchtune": (_adapt_torchtune,), "Automodel": (_adapt_automodel,)}.get(
+        tool, ()
+    ):
+        adapt(theirs, text, found)
+    add_sources(tool, theirs, source, found)
+    _add_defaults(theirs, found)
+    _add_layout(theirs, text, found)
+    if found.tool in ("Axolotl", "torchtune") and any(
+        s.get("type") == "alpaca" for s in found.recipe.get("datasets", ())
+    ):
+        found.remarks.append(ALPACA_PROMPT)
+    _remove_contradictions(found)
+    order = list(recipe_keys())
+    found.recipe = dict(sorted(found.recipe.items(), key=lambda item: order.index(item[0])))
+    return found
+
+
+def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Their keys with values; a nested mapping is walked where the table names keys inside it."""
+    for key, value in theirs.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
+            if name in known and known[name].carry == "elsewhere":
+                yield name, value
+            yield from _walk(value, known, f"{name}.")
+        else:
+            yield name, value
+
+
+def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: Conversion) -> None:
+    """One of their keys into `found`; `known` are those that there is something to say about."""
+    ours, pair = recipe_keys(), known.get(key)
+    if pair is None and key in ours and key not in NESTED:
+        pair = Counterpart(key, key)
+    if pair is None and "." in key:
+        section = known.get(key.split(".")[0])
+        if section is not None and (section.carry == "elsewhere" or not section.matters):
+            found.unneeded += [] if section.carry == "elsewhere" else [key]
+            return  # an entry's own key is read with the entry
+    if pair is None:
+        if value is not None:
+            found.differ(key, value, f"not known here{_ask(key, known)}")
+    elif not pair.matters or (key in STRATEGIES and value in ("steps", "no")):
+        found.unneeded.append(key)
+    elif value is None or value == "" or (pair.ours is None and value in (False, [], {}, "no", "none", 0)):
+        if pair.carry == "clip":
+            found.recipe[str(pair.ours)] = None
+    elif pair.lacks and value == 1 and not isinstance(value, bool):
+        found.unneeded.append(key)  # a size of 1 asks for nothing
+    elif pair.ours is None:
+        found.differ(key, value, pair.note, pair.lacks)
+        if key == "quantization_bit":
+            found.recipe.setdefault("use_peft", True)  # LLaMA-Factory's LoRA, its default, is the only one with it
+    else:
+        _set(key, value, pair, found)
+
+
+def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
+    ours = convert_value(pair, value, found.recipe)
+    if ours is LEAVE:
+        return
+    if ours is None:
+        capability = {"schedule": f"schedule {value}", "optimizer": "another optimizer"}.get(pair.carry)
+        if pair.carry == "template":
+            found.remarks.append(
+                f"{key}: {shorten(value)}   (the tokenizer's own template is used; name a file for another)"
+            )
+            return
+        found.differ(key, value, pair.note or "no such value here", capability or "")
+        return
+    name = str(pair.ours)
+    if pair.carry == "warmup" and isinstance(ours, float) and 0 < ours < 1:
+        name = "warmup_ratio"
+    if pair.carry == "betas":
+        found.recipe |= {"adam_beta1": convert_number(ours[0]), "adam_beta2": convert_number(ours[1])}
+        return
+    found.recipe[name] = None if ours == "null" else ours
+    if pair.carry == "lora-only":
+        found.recipe["use_peft"] = True
+    if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
+        found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
+    if pair.carry == "optimizer" and "paged" in str(value).lower():
+        found.remarks.append(
+            f"{key}: {shorten(value)}   (its state is not paged to the host here; the update is the same)"
+        )
+    if value == "qlora" and pair.carry == "adapter":
+        found.differ(key, value, QUANTIZED, "4-bit base")
+    elif pair.inexact:
+        found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
+
+
+def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
+    total, micro = theirs.get("batch_size"), theirs.get("micro_batch_size") or 1
+    if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in theirs:
+        found.recipe["gradient_accumulation_steps"] = max(1, total // micro)
+    if theirs.get("pretraining_dataset"):
+        found.recipe["streaming"] = True
+
+
+def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
+    model, checkpointer = theirs.get("model", {}), theirs.get("checkpointer", {})
+    folder = str(checkpointer.get("checkpoint_dir") or "")
+    downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
+    found.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
+    if folder.rstrip("/") in downloaded:
+        found.remarks.append(
+            f"checkpointer.checkpoint_dir: {shorten(folder)}   (downloaded there from this hub name, says the file)"
+        )
+    if isinstance(model, dict) and "lora_attn_modules" in model:
+        targets = [TORCHTUNE_LAYERS.get(name, name) for name in model["lora_attn_modules"]]
+        targets += ["gate_proj", "up_proj", "down_proj"] if model.get("apply_lora_to_mlp") else []
+        found.recipe |= {"use_peft": True, "lora_target_modules": targets}
+    if isinstance(model, dict) and ("qlora_" in str(model.get("_component_")) or model.get("quantize_base")):
+        found.differ("model._component_", model.get("_component_"), QUANTIZED, "4-bit base")
+    optimizer = theirs.get("optimizer")
+    if isinstance(optimizer, dict):
+        found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
+    per_epoch = theirs.get("max_steps_per_epoch")
+    if per_epoch:
+        found.recipe["max_steps"] = per_epoch * (theirs.get("epochs") or 1)
+    if "lora_alpha" in found.recipe:
+        found.recipe["lora_alpha"] = int(found.recipe["lora_alpha"])
+
+
+def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
+    optimizer, schedule = theirs.get("optimizer") or {}, theirs.get("lr_scheduler")
+    recipe = found.recipe
+    is_adam = str(optimizer.get("_target_")).endswith(".Adam")
+    recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
+    recipe.setdefault("learning_rate", 1e-3)
+    if is_adam and recipe["weight_decay"]:
+        note = "its weight decay is part of the gradient; AdamW's is not"
+        found.differ("optimizer._target_", "torch.optim.Adam", note, "Adam with coupled weight decay")
+    if isinstance(schedule, dict):
+        recipe.setdefault("lr_scheduler_type", "cosine")
+        if "lr_warmup_steps" not in schedule:
+            recipe["warmup_ratio"] = 0.1
+            found.remarks.append("lr_scheduler.lr_warmup_steps: null   (a tenth of the steps, but at most 1000 there)")
+        recipe.setdefault("min_lr_ratio", 0.01)
+        min_lr = convert_number(schedule.get("min_lr"))
+        if min_lr is not None:  # the schedule may stand before the rate
+            recipe["min_lr_ratio"] = round(min(1.0, min_lr / recipe["learning_rate"]), 9)
+    size = (theirs.get("packed_sequence") or {}).get("packed_sequence_size") or 0
+    if size:
+        recipe |= {"packing": True, "max_length": size}
+    length = (theirs.get("dataset") or {}).get("seq_length")
+    if length and not size:
+        recipe["max_length"] = length
+    if "max_steps" in recipe and "num_train_epochs" not in recipe:
+        recipe["num_train_epochs"] = 1.0  # max_steps decides
+    if theirs.get("wandb") and theirs["wandb"].get("enable", True):
+        recipe["report_to"] = "wandb"
+
+
+def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """The tool's defaults where ours differ."""
+    tool, recipe, ours = found.tool, found.recipe, recipe_keys()
+    given = dict(DEFAULTS[tool])
+    if tool == "LLaMA-Factory" and theirs.get("stage") == "pt":
+        given["packing"] = True
+    if tool in ("torchtune", "Automodel"):
+        if recipe.get("max_length") is None:
+            recipe.pop("max_length", None)
+            given |= UNLIMITED
+            found.remarks.append(UNLIMITED_NOTE)
+        if "warmup_ratio" in recipe or recipe.get("lr_scheduler_type", "constant") != "constant":
+            given.pop("warmup_steps" if "warmup_ratio" in recipe else "lr_scheduler_type")
+    if recipe.get("warmup_steps"):
+        given.pop("warmup_ratio", None)
+    if tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():
+        found.remarks.append("warmup_steps: null   (3% of the steps, but at most 100 there)")
+    if tool == "LLaMA-Factory" and recipe.get("use_peft", True):
+        recipe.setdefault("lora_alpha", 2 * int(recipe.get("lora_r", 8)))
+    if recipe.get("use_peft", given.get("use_peft")):
+        given |= LORA_DEFAULTS[tool]
+    for key, value in given.items():
+        if key not in recipe and ours[key].default != value:
+            recipe[key] = value
+    if not recipe.get("use_peft"):
+        for key in keys_of(Lora):
+            recipe.pop(key, None)
+
+
+def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
+    layout = read_layout(found.tool, theirs, text)
+    if layout.file is not None:
+        found.recipe["accelerate_config"] = layout.file
+    if layout.precision == "fp16":
+        found.lacks.append("a shipped fp16 layout")
+    found.differences += layout.differences()
+    if layout.pure_bf16 and not found.recipe.get("use_peft"):
+        found.recipe.setdefault("dtype", "bfloat16")
+    if layout.file not in (None, "ddp", "ddp_checkpointing") and not layout.checkpointing:
+        found.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
+
+
+def _remove_contradictions(found: Conversion) -> None:
+    """Removes keys that ask for nothing together with the others, and says so."""
+    recipe = found.recipe
+    held_out = "eval_datasets" in recipe or "eval_split_size" in recipe
+    if not held_out and recipe.pop("eval_steps", None) is not None:
+        found.remarks.append("eval_steps was left out: no rows are held out")
+    for key in ("early_stopping_patience", "keep_best_checkpoint"):
+        if "eval_steps" not in recipe and recipe.pop(key, None) is not None:
+            found.differences.append(f"{key} was left out: it needs eval_steps here")
+    if recipe.get("warmup_steps", 0) is None:
+        del recipe["warmup_steps"]
+    for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:
+        del recipe[key]
+
+
+def _ask(key: str, known: Mapping[str, Counterpart]) -> str:
+    """A question where `key` is close to one of theirs, or of ours."""
+    close = difflib.get_close_matches(key, [*known, *recipe_keys()], n=1, cutoff=0.75)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def _resolve_references(value: Any, theirs: Mapping[str, Any], depth: int = 0) -> Any:
+    """`${name}` replaced by what stands under that name, dotted where it is nested; what names nothing stays."""
+    if isinstance(value, dict):
+        return {key: _resolve_references(inner, theirs, depth) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_resolve_references(inner, theirs, depth) for inner in value]
+    if not isinstance(value, str) or depth > MOST_REFERENCES:
+        return value
+    whole = REFERENCE.fullmatch(value)
+    if whole:
+        named = _look_up(theirs, whole[1])
+        return value if named is None else _resolve_references(named, theirs, depth + 1)
+    return (
+        REFERENCE.sub(lambda match: str(_resolve_references(match[0], theirs, depth + 1)), value)
+        if "${" in value
+        else value
+    )
+
+
+def _look_up(theirs: Any, name: str) -> Any:
+    for part in name.split("."):
+        theirs = theirs.get(part) if isinstance(theirs, dict) else None
+    return theirs

@@ -1,0 +1,175 @@
+"""The keys of another tool's data set: those with a counterpart, and why the others have none."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.convert.conversion import shorten
+from finetune.convert.tool_keys import Tool
+from finetune.recipe.hints import Counterpart
+
+BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where the files stand in data_files
+FILES = "an entry for each file; the files of a hub data set cannot be picked"
+COLUMNS = "columns are recognized, or named with prompt_column and the like"
+TURNS = "turns are read from role or from, and content or value"
+ROLES = "user, assistant, system and tool are known, human, gpt, function_call, observation and the like too"
+TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
+PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
+PREFERENCE = (
+    "preference tuning has no counterpart: completion_column: chosen trains on the chosen answers alone, and "
+    "on_bad_row: skip leaves out rows that are labeled false"
+)
+SLICE = "a split slice, such as split: train[:1000]"
+FOLDER = "path takes a file, glob, folder or hub name"
+SYSTEM = "system turns are read from the rows"
+
+
+def _none(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    return tuple(Counterpart(key, None, note) for key in theirs)
+
+
+ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
+    "TRL": (
+        Counterpart("data_files", "path", FILES),
+        *_none(FOLDER, "data_dir"),
+        *_none(COLUMNS, "columns"),
+    ),
+    "Axolotl": (
+        Counterpart("data_files", "path", FILES),
+        Counterpart("type", "type", "else the rows' format is recognized from the columns"),
+        Counterpart("field_messages", "messages_column"),
+        Counterpart("field_instruction", "prompt_column", "of type alpaca, and in a type that names columns"),
+        Counterpart("field_output", "completion_column", "of type alpaca, and in a type that names columns"),
+        Counterpart("field", "text_column", "of type completion"),
+        *_none(TRAINED, "roles_to_train", "train_on_eos", "train_on_eot", "message_field_training",
+               "message_field_training_detail"),
+        *_none(TURNS, "message_field_role", "message_field_content", "message_property_mappings"),
+        *_none(ROLES, "roles"),
+        *_none(PAIR, "field_input", "field_system", "system_prompt", "system_format", "format", "no_input_format"),
+        *_none(SYSTEM, "drop_system_message"),
+        *_none("chat_template is one for all datasets", "chat_template", "chat_template_jinja"),
+        *_none("the kind of file follows from its name", "ds_type"),
+        *_none(FOLDER, "data_dir"),
+        *_none(SLICE, "shards", "shards_idx", "preprocess_shards"),
+        *_none("not supported", "revision", "trust_remote_code", "split_thinking", "field_tools"),
+    ),
+    "LLaMA-Factory": (
+        Counterpart("file_name", "path"),
+        Counterpart("hf_hub_url", "path"),
+        Counterpart("subset", "name"),
+        Counterpart("formatting", "type"),
+        Counterpart("columns.messages", "messages_column"),
+        Counterpart("columns.prompt", "prompt_column"),
+        Counterpart("columns.response", "completion_column"),
+        *_none(TURNS, "tags.role_tag", "tags.content_tag"),
+        *_none(ROLES, "tags.user_tag", "tags.assistant_tag", "tags.observation_tag", "tags.function_tag",
+               "tags.system_tag"),
+        *_none(PREFERENCE, "ranking", "columns.chosen", "columns.rejected", "columns.kto_tag"),
+        *_none(PAIR, "columns.query"),
+        *_none("type alpaca reads the column of that name", "columns.history"),
+        *_none("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
+        *_none("text only", "columns.images", "columns.videos", "columns.audios"),
+        *_none(SLICE, "num_samples"),
+        *_none(FOLDER, "folder", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
+    ),
+    "torchtune": (
+        Counterpart("source", "path"),
+        Counterpart("data_files", "path", FILES),
+        Counterpart("column", "text_column", "of text_completion_dataset"),
+        Counterpart("conversation_column", "messages_column"),
+        Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input is left out"),
+        Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
+        *_none("the rows' format is recognized from the columns", "_component_", "conversation_style"),
+        *_none(PAIR, "column_map"),
+        *_none("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),
+        *_none("documents are never split by packing; overlength: split is for those that are too long",
+               "split_across_pack"),
+        *_none(SYSTEM, "new_system_prompt"),
+        *_none(FOLDER, "data_dir"),
+        *_none("not supported", "filter_fn", "filter_kwargs", "image_dir", "image_tag", "add_eos"),
+    ),
+    "Automodel": (
+        Counterpart("path_or_dataset_id", "path"),
+        Counterpart("path_or_dataset", "path"),
+        Counterpart("dataset_name", "path"),
+        Counterpart("column_mapping.question", "prompt_column", "of ColumnMappedTextInstructionDataset"),
+        Counterpart("column_mapping.answer", "completion_column", "of ColumnMappedTextInstructionDataset"),
+        Counterpart("limit_dataset_samples", "split", "a slice, such as split: train[:1000]"),
+        Counterpart("num_samples_limit", "split", "a slice, such as split: train[:1000]"),
+        Counterpart("chat_template", "chat_template", "one for all datasets"),
+        *_none("rows are drawn in an order of seed", "shuffle_seed"),
+        *_none("the answer is what is trained on", "mask_reasoning_content"),
+        *_none(PAIR, "column_mapping.context"),
+    ),
+}  # fmt: skip
+
+# Values that say what is done here anyway.
+USUAL: Mapping[str, tuple[Any, ...]] = {
+    "roles_to_train": ("assistant", ["assistant"], ["gpt"]),
+    "train_on_eos": ("turn",),
+    "train_on_eot": ("turn",),
+    "message_field_training": ("train", "weight"),
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+    "message_property_mappings.role": ("role", "from"),
+    "message_property_mappings.content": ("content", "value"),
+    "tags.role_tag": ("role", "from"),
+    "tags.content_tag": ("content", "value"),
+    "tags.user_tag": ("user", "human"),
+    "tags.assistant_tag": ("assistant", "gpt"),
+    "tags.observation_tag": ("tool", "observation"),
+    "tags.function_tag": ("function_call",),
+    "tags.system_tag": ("system",),
+    "columns.tools": ("tools",),
+    "columns.history": ("history",),
+    "conversation_style": ("sharegpt", "openai"),
+    "answer_only_loss_mask": (True,),
+    "template_thinking_key": ("thinking",),
+    "field_thinking": ("thinking",),
+    "data_files": ([],),
+}
+# Padding, the length (read with the recipe's) and the tokenizer, which is the model's own.
+NO_EFFECT = ("padding", "truncation", "pad_to_max_length", "seq_length", "tokenizer", "shuffle_seed", "start_of_turn_token",
+             "packed")  # fmt: skip
+
+
+@dataclass(slots=True)
+class TheirEntry:
+    """One data set of theirs. What is carried over is taken out of `left`; the rest has no counterpart."""
+
+    where: str  # as in datasets[0]
+    left: dict[str, Any]  # dotted where it is nested
+
+    @classmethod
+    def of(cls, where: str, keys: Mapping[Any, Any]) -> "TheirEntry":
+        return cls(where, {str(key): value for key, value in keys.items()})
+
+    def take(self, key: str) -> Any:
+        return self.left.pop(key, None)
+
+    def flatten(self, *keys: str) -> None:
+        """Gives what is nested under `keys` dotted names."""
+        for key in keys:
+            if isinstance(self.left.get(key), dict):
+                self.left |= {f"{key}.{inner}": value for inner, value in self.left.pop(key).items()}
+
+    def paths(self, key: str = "path") -> list[Any]:
+        """What is read: the path, or the files where the path only says of which kind they are."""
+        path, files = self.take(key), self.left.get("data_files")
+        if path not in BUILDERS or not isinstance(files, str | list):
+            return [path]
+        self.take("data_files")
+        return files if isinstance(files, list) else [files]
+
+    def unread(self, tool: Tool) -> list[str]:
+        """A line for each key that is left."""
+        notes = {pair.theirs: pair.note for pair in ENTRY_KEYS[tool]}
+        lines = []
+        for key, value in self.left.items():
+            note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
+            if key.split(".")[0] in NO_EFFECT:
+                continue
+            if value in (None, "", [], {}) or value in USUAL.get(key, ()) or (value is False and note is not None):
+                continue
+            lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
+        return lines

@@ -1,0 +1,273 @@
+"""Whose file it is, and whether what it does is done here: other methods, models and purposes are refused by name."""
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finetune.convert.tool_keys import Tool
+from finetune.errors import UserError
+from finetune.recipe.hints import LOSSES
+
+MULTIMODAL_MODEL = re.compile(
+    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
+)
+MOE_MODEL = re.compile(
+    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|gpt[-_]oss|dbrx|deepseek[-_]?(v[234]|r1)(?!.*distill)|jamba-1\.5|scout|maverick|"
+    r"\d+b[-_]\d+e\b|llama-?4|glm-?4\.[57]|glm-?5|minimax|kimi-k2|hy3|hunyuan-a|ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|"
+    r"olmoe|arctic|mistral-small-4|nemotron[-_](ultra|super)[-_]?v?3|qwen3-next|grok|step-3|longcat|trinity|mimo|dots\.?1"
+)
+HYBRID_MODEL = re.compile(
+    r"nemotron-?h|falcon-?h1|jamba|mamba|lfm2|nemotron-flash|granite-4\.0-h|rwkv|bamba|zamba|qwen3\.5"
+)
+QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|bnb|nvfp4|mxfp4|[-_](int|fp)[48]\b|[-_][48]-?bit|prequantized")
+PREFERENCE = ("dpo", "ipo", "orpo", "kto", "simpo", "apo", "cpo", "kto_pair")
+MOE_KEYS = (
+    "expert_parallel_size", "quantize_moe_experts", "experts_implementation", "use_scattermoe", "use_sonicmoe",
+    "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "moe_aux_loss_coef", "use_moe",
+)  # fmt: skip
+TRL_METHODS = {
+    "preference tuning": ("max_prompt_length", "beta", "desirable_weight", "precompute_ref_log_probs", "ref_model"),
+    "online RL": ("num_generations", "reward_funcs", "reward_model_path", "max_completion_length"),
+    "distillation": ("teacher_model_name_or_path", "lmbda"),
+}
+FACTORY_IMAGES = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "image_dir")
+AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
+
+
+class Refusal(UserError):
+    """A file that is not converted. `cause` names the method or capability; `is_training` whether the file trains at all."""
+
+    cause: str = ""
+    is_training: bool = True
+
+    @classmethod
+    def because(cls, where: object, found: str, cause: str, is_training: bool = True) -> "Refusal":
+        """What was `found` in the file, and the `cause` that it stands for."""
+        reason = (
+            f"{cause}: not supported; supervised fine-tuning of dense text models is converted"
+            if is_training
+            else f"{cause}, not a training recipe"
+        )
+        refusal = cls(f"{where}: {found}: {reason}")
+        refusal.cause, refusal.is_training = cause, is_training
+        return refusal
+
+
+def recognize_tool(theirs: Mapping[str, Any]) -> Tool | None:
+    """Whose file it is, by the keys that only one of them has."""
+    if any("nemo_automodel" in text for text in _texts(theirs, "_target_")) or "step_scheduler" in theirs:
+        return "Automodel"
+    if any(True for _ in _texts(theirs, "_component_")):
+        return "torchtune"
+    if "base_model" in theirs or {"sequence_len", "micro_batch_size"} & theirs.keys():
+        return "LLaMA-Factory" if is_factory_v1(theirs) else "Axolotl"
+    if {"finetuning_type", "stage", "cutoff_len", "template", "export_dir"} & theirs.keys() or is_factory_v1(theirs):
+        return "LLaMA-Factory"
+    return "TRL" if "model_name_or_path" in theirs else None
+
+
+def is_factory_v1(theirs: Mapping[str, Any]) -> bool:
+    """Whether a file is in LLaMA-Factory's v1 schema."""
+    return "model" in theirs and bool(
+        {"train_dataset", "dist_config", "sample_backend", "kernel_config"} & theirs.keys()
+    )
+
+
+def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: object) -> None:
+    """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key that says so."""
+    for found, cause, is_training in (*_methods(tool, theirs), *_models(tool, theirs)):
+        raise Refusal.because(source, found, cause, is_training)
+
+
+Found = tuple[str, str, bool]
+
+
+def _methods(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
+    readers = {
+        "TRL": _trl,
+        "Axolotl": _axolotl,
+        "LLaMA-Factory": _factory,
+        "torchtune": _torchtune,
+        "Automodel": _automodel,
+    }
+    yield from readers[tool](theirs)
+    for key in LOSSES:
+        if theirs.get(key):
+            name = key.removeprefix("use_").removesuffix("_loss").upper()
+            yield f"{key}: {theirs[key]}", f"another loss ({name})" if "use_" in key else "mixture of depths", True
+
+
+def _trl(theirs: Mapping[str, Any]) -> Iterator[Found]:
+    for cause, keys in TRL_METHODS.items():
+        for key in keys:
+            if key in theirs:
+                yield f"{key}: {theirs[key]}", cause, True
+
+
+def _axolotl(theirs: Mapping[str, Any]) -> Iterator[Found]:
+    rl = theirs.get("rl")
+    if rl:
+        yield f"rl: {rl}", "preference tuning" if str(rl) in PREFERENCE else "online RL", True
+    for key in ("reward_model", "process_reward_model"):
+        if theirs.get(key):
+            yield f"{key}: true", "reward model", True
+    if theirs.get("num_labels") or "Classification" in str(theirs.get("model_type")):
+        yield "model_type: a classifier", "classification", True
+    plugins = str(theirs.get("plugins", "")).lower()
+    if "diffusion" in theirs or "diffusion" in plugins:
+        yield "diffusion", "diffusion", True
+    if "kd_trainer" in theirs or ".kd." in plugins:
+        yield "kd_trainer", "distillation", True
+    if theirs.get("processor_type"):
+        yield f"processor_type: {theirs['processor_type']}", "multimodal", True
+    if theirs.get("qat"):
+        yield "qat", "quantization-aware training", True
+    if theirs.get("use_onebitllms"):
+        yield "use_onebitllms: true", "1-bit training", True
+    if any(
+        isinstance(entry, dict) and "experts" in str(entry) for entry in [{"k": theirs.get("lora_target_parameters")}]
+    ):
+        yield "lora_target_parameters: experts", "mixtures of experts", True
+
+
+def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
+    if is_factory_v1(theirs):
+        is_training = "train_dataset" in theirs
+        yield "model with train_dataset or dist_config", "LLaMA-Factory's v1 schema", is_training
+    if not theirs.get("do_train") and "stage" not in theirs and "dataset" not in theirs:
+        purpose = (
+            "merging (finetune export)"
+            if "export_dir" in theirs
+            else "evaluation"
+            if "task" in theirs
+            else "generation"
+        )
+        yield next(key for key in ("export_dir", "task", "template", *theirs) if key in theirs), purpose, False
+    elif theirs.get("do_predict") and not theirs.get("do_train"):
+        yield "do_predict: true", "generation", False
+    causes = {"dpo": "preference tuning", "kto": "preference tuning", "rm": "reward model", "ppo": "online RL"}
+    if theirs.get("stage") in causes:
+        yield f"stage: {theirs['stage']}", causes[theirs["stage"]], True
+    for key in FACTORY_IMAGES:
+        if key in theirs:
+            yield f"{key}: {theirs[key]}", "multimodal", True
+    if "_vl" in str(theirs.get("template")) or "mllm" in str(theirs.get("dataset")):
+        yield f"template: {theirs.get('template')}", "multimodal", True
+    if theirs.get("finetuning_type", "lora") not in ("lora", "full"):
+        kind = theirs["finetuning_type"]
+        yield f"finetuning_type: {kind}", "freezing by name" if kind == "freeze" else str(kind).upper(), True
+    if theirs.get("train_from_scratch"):
+        yield "train_from_scratch: true", "training a named architecture from random weights", True
+
+
+def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
+    components = " ".join(_texts(theirs, "_component_"))
+    loss = str(theirs.get("loss", {}))
+    if "rlhf.loss" in loss or "preference" in components:
+        yield "loss", "preference tuning", True
+    if {"orchestration", "reward_functions", "reward_model", "ppo_epochs", "num_output_samples"} & theirs.keys():
+        yield (
+            next(k for k in theirs if k in ("orchestration", "reward_functions", "reward_model", "ppo_epochs")),
+            "online RL",
+            True,
+        )
+    if {"teacher_model", "kd_loss"} & theirs.keys():
+        yield "teacher_model", "distillation", True
+    if "vision" in components or "multimodal" in components or "clip" in components:
+        yield "model", "multimodal", True
+    if "tasks" in theirs:
+        yield "tasks", "evaluation", False
+    if "prompt" in theirs or "max_new_tokens" in theirs:
+        yield "prompt", "generation", False
+    if "quantizer" in theirs:
+        is_training = "dataset" in theirs
+        yield "quantizer", "quantization-aware training" if is_training else "quantization", is_training
+    if {"early_exit_loss", "layer_dropout"} & theirs.keys():
+        yield "early_exit_loss", "early exit", True
+    if "llama4" in components or "moe" in components:
+        yield "model", "mixtures of experts", True
+    if "dataset" not in theirs:
+        yield "no dataset", "a file of another purpose", False
+
+
+def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
+    recipe = theirs.get("recipe")
+    name = str(recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE).rsplit(".", 1)[-1]
+    causes = {
+        "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "DiffusionLM": "diffusion",
+        "Diffusion": "diffusion", "VLM": "multimodal", "Encoder": "retrieval", "SequenceClassification": "classification",
+        "Omni": "multimodal", "Eagle": "speculative decoding", "Pretrain": "pretraining",
+    }  # fmt: skip
+    if name != AUTOMODEL_RECIPE:
+        cause = next((cause for part, cause in causes.items() if part in name), name)
+        yield f"recipe: {name}", cause, cause != "a benchmark"
+    if "teacher_model" in theirs:
+        yield "teacher_model", "distillation", True
+    if "dllm" in theirs:
+        yield "dllm", "diffusion", True
+    targets = " ".join(_texts(theirs, "_target_"))
+    if "mock" in targets:
+        yield "dataset: made-up tokens", "a benchmark", False
+    model = theirs.get("model") if isinstance(theirs.get("model"), dict) else {}
+    assert isinstance(model, dict)
+    kind = str(model.get("_target_", ""))
+    if "Seq2Seq" in kind:
+        yield f"model: {kind.rsplit('.', 2)[-2]}", "encoder-decoder models", True
+    if "ImageText" in kind or "MultiModal" in kind:
+        yield f"model: {kind.rsplit('.', 2)[-2]}", "multimodal", True
+    if "SequenceClassification" in kind:
+        yield f"model: {kind.rsplit('.', 2)[-2]}", "classification", True
+    distributed = theirs.get("distributed") if isinstance(theirs.get("distributed"), dict) else {}
+    assert isinstance(distributed, dict)
+    backend = model.get("backend") if isinstance(model.get("backend"), dict) else {}
+    assert isinstance(backend, dict)
+    if _number(distributed.get("ep_size")) > 1 or "moe" in distributed or {"experts", "dispatcher"} & backend.keys():
+        yield "distributed or model.backend: experts", "mixtures of experts", True
+    qat = theirs.get("qat")
+    if isinstance(qat, dict) and qat.get("enabled"):
+        yield "qat", "quantization-aware training", True
+    if "prefix_tree" in str(theirs):
+        yield "dataloader: prefix trees", "online RL", True
+    if kind.endswith("from_config"):
+        yield "model: from_config", "training a named architecture from random weights", True
+
+
+def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
+    for key in MOE_KEYS:
+        value = theirs.get(key)
+        if value not in (None, False, 1, ""):
+            yield f"{key}: {value}", "mixtures of experts", True
+    model = theirs.get("model")
+    checkpointer = theirs.get("checkpointer")
+    name = theirs.get("base_model") or theirs.get("model_name_or_path") or ""
+    if isinstance(model, dict):
+        config = model.get("config")
+        name = model.get("pretrained_model_name_or_path") or (config if isinstance(config, str) else "") or name
+    if isinstance(checkpointer, dict):
+        name = checkpointer.get("checkpoint_dir") or name
+    lower = str(name).lower()
+    for pattern, cause in (
+        (MULTIMODAL_MODEL, "multimodal"),
+        (MOE_MODEL, "mixtures of experts"),
+        (HYBRID_MODEL, "hybrid or linear attention"),
+        (QUANTIZED_MODEL, "quantized weights"),
+    ):
+        if pattern.search(lower):
+            yield str(name), cause, True
+
+
+def _texts(value: Any, key: str) -> Iterator[str]:
+    """Every text under `key`, however deep."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key and isinstance(inner, str):
+                yield inner
+            else:
+                yield from _texts(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _texts(inner, key)
+
+
+def _number(value: Any) -> float:
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0

@@ -1,0 +1,150 @@
+"""How a value of another tool becomes one of ours, kind by kind."""
+
+import fnmatch
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.recipe.hints import Counterpart
+
+TEMPLATES = {
+    "llama3": "llama3", "llama-3": "llama3", "chatml": "chatml", "qwen": "qwen", "qwen_25": "qwen",
+    "qwen3_nothink": "chatml", "gemma": "gemma", "gemma2": "gemma", "mistral": "mistral",
+}  # fmt: skip
+OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
+SCHEDULES = {
+    "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant",
+    "constant_with_warmup": "constant", "get_cosine_schedule_with_warmup": "cosine",
+}  # fmt: skip
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
+ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
+KNOWN_ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+OVERLENGTH = {"drop": "drop", "truncate": "truncate", "raise": "error"}
+DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
+TORCHTUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+LINEAR_LAYERS = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj", "o_proj"), "self_attn"),
+    **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
+}
+
+LEAVE: Any = object()  # the default here does what they ask for
+
+
+def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> Any:
+    """Their value as ours; None where there is none, `LEAVE` where the default here is the same.
+
+    `recipe` has what is converted already; the learning rate is needed for a rate that is given as such.
+    """
+    match pair.carry:
+        case "same" | "lora-only":
+            return convert_number(value)
+        case "elsewhere":
+            return LEAVE
+        case "not":
+            return not value if isinstance(value, bool) else None
+        case "adapter":
+            return {"lora": True, "qlora": True, "full": False}.get(str(value))
+        case "all-linear":
+            return "all-linear" if value else LEAVE
+        case "on-if-true":
+            return convert_number(value) if value else LEAVE
+        case "targets":
+            return convert_targets(value)
+        case "schedule":
+            name = str(value).lower().rsplit(".", 1)[-1]
+            return SCHEDULES.get(name)
+        case "optimizer":
+            return _convert_optimizer(str(value))
+        case "attention":
+            return _convert_attention(value)
+        case "tracker":
+            return _convert_tracker(pair, value)
+        case "dtype":
+            name = str(value).rsplit(".", 1)[-1]
+            return LEAVE if name == "auto" else DTYPES.get(name)
+        case "template":
+            name = str(value)
+            return LEAVE if name in OWN_TEMPLATE else TEMPLATES.get(name.lower())
+        case "resume":
+            return "auto" if value is True else LEAVE if value in (False, "false") else str(value)
+        case "overlength":
+            return OVERLENGTH.get(str(value))
+        case "steps":
+            number = convert_number(value)
+            is_share = isinstance(number, float) and 0 < number < 1
+            return None if is_share else LEAVE if not number or number < 0 else int(number)
+        case "warmup":
+            return convert_number(value)
+        case "min-rate":
+            rate = convert_number(recipe.get("learning_rate"))
+            return round(convert_number(value) / rate, 9) if rate else None
+        case "clip":
+            return convert_number(value) or "null"
+        case "betas":
+            return value if isinstance(value, list) and len(value) == 2 else None
+
+
+def convert_number(value: Any) -> Any:
+    """Numbers that YAML 1.1 reads as text (2e-5).
+
+    >>> convert_number("2e-5"), convert_number("auto")
+    (2e-05, 'auto')
+    """
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def convert_targets(value: Any) -> Any:
+    """The layers that get adapters, by our names for them; patterns are matched with the layers of a Llama.
+
+    >>> convert_targets(["*.q_proj", "output_proj"]), convert_targets(r"model.layers.[\\d]+.mlp.(up|down)_proj")
+    (['q_proj', 'o_proj'], ['up_proj', 'down_proj'])
+    """
+    if not isinstance(value, str | list):
+        return None
+    names = [str(name).strip() for name in (value.split(",") if isinstance(value, str) else value)]
+    names = [TORCHTUNE_LAYERS.get(name, name) for name in names]
+    if any(name in ("all", "all-linear", "*", "*_proj", "linear") for name in names):
+        return "all-linear"
+    plain = [found for name in names for found in ([name] if re.fullmatch(r"[\w.]+", name) else _matching_layers(name))]
+    return list(dict.fromkeys(plain)) or None
+
+
+def _matching_layers(pattern: str) -> list[str]:
+    dotted = {
+        layer: [f"{start}layers.0.{block}.{layer}" for start in ("model.", "model.language_model.", "")]
+        for layer, block in LINEAR_LAYERS.items()
+    }
+    if re.fullmatch(r"[\w.*]+", pattern):
+        return [layer for layer, names in dotted.items() if any(fnmatch.fnmatch(name, pattern) for name in names)]
+    try:
+        return [layer for layer, names in dotted.items() if any(re.fullmatch(pattern, name) for name in names)]
+    except re.error:
+        return []
+
+
+def _convert_optimizer(name: str) -> str | None:
+    plain = name.lower().rsplit(".", 1)[-1].replace("_", "")
+    if "4bit" in plain or (plain not in ("adam",) and "adamw" not in plain):
+        return None
+    return "adamw_8bit" if "8bit" in plain else "adamw_torch_fused"
+
+
+def _convert_attention(value: Any) -> Any:
+    if isinstance(value, bool):
+        return "sdpa" if value else LEAVE
+    name = ATTENTION.get(str(value), str(value))
+    return name if name in KNOWN_ATTENTION else None
+
+
+def _convert_tracker(pair: Counterpart, value: Any) -> Any:
+    by_key = next((tracker for tracker in TRACKERS if tracker in pair.theirs), None)
+    if by_key is not None:
+        return by_key if value else LEAVE
+    names = [str(name) for name in (value if isinstance(value, list) else [value])]
+    wanted = [tracker for tracker in TRACKERS for name in names if tracker in name.lower()]
+    return wanted[0] if wanted else LEAVE

@@ -1,0 +1,240 @@
+"""The published files of other tools: what they train on is compared with what our recipe trains on, value by value.
+
+What each file means is worked out here from the file and that tool's documented defaults, not by finetune.convert.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.convert.cli import MISSING_FILE, as_text, read_back
+from finetune.convert.conversion import Conversion, convert_file
+from finetune.convert.methods import Refusal
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.errors import UserError
+from finetune.recipe.reader import as_written as to_dict
+from finetune.recipe.reader import read_recipe
+
+Meaning = dict[str, Any]
+RENAMED = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+
+
+@pytest.fixture(scope="module")
+def published(shared: Path) -> Path:
+    folder = shared / "peer_configs"
+    if not folder.is_dir():
+        pytest.skip("the published files of other tools are not at hand")
+    return folder
+
+
+def ours(found: Conversion, source: Path, tmp_path: Path) -> Meaning:
+    """The effective values of the converted recipe, as our reader has them. A local path need not exist here."""
+    problems = read_back(found.recipe)
+    assert all(line.endswith(MISSING_FILE) for line in problems), problems
+    path = tmp_path / "ours.yaml"
+    recipe = yaml.safe_load(as_text(source, found))
+    if problems:
+        recipe["model_name_or_path"] = "some/model"
+        recipe["datasets"] = [
+            {"path": "some/rows"} | {k: v for k, v in d.items() if k != "path"} for d in recipe["datasets"]
+        ]
+        recipe.pop("eval_datasets", None)
+        recipe.pop("eval_steps", None)
+    path.write_text(yaml.safe_dump(recipe))
+    read = to_dict(read_recipe(str(path)))
+    layout = read_sharding(None, read["accelerate_config"], {"WORLD_SIZE": "8"})
+    shape = "ddp" if layout.layout == "ddp" else "offload" if layout.cpu_offload else layout.strategy
+    return read | {"precision": layout.mixed_precision, "layout": shape, "dtype": read["dtype"]}
+
+
+def number(value: Any) -> float:
+    return float(value)  # PyYAML reads 2e-5 as text
+
+
+def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
+    """torchtune's recipes: no scheduler is a constant rate, AdamW decays 0.01, nothing is clipped, cut or packed unasked."""
+    optimizer, schedule = file["optimizer"], file.get("lr_scheduler")
+    command = next(line for line in text.splitlines() if "tune run" in line) if "tune run" in text else ""
+    meaning: Meaning = {
+        "learning_rate": number(optimizer["lr"]),
+        "lr_scheduler_type": "cosine" if schedule else "constant",
+        "warmup_steps": schedule["num_warmup_steps"] if schedule else 0,
+        "weight_decay": optimizer.get("weight_decay", 0.01),
+        "max_grad_norm": file.get("clip_grad_norm"),
+        "per_device_train_batch_size": file["batch_size"],
+        "gradient_accumulation_steps": file.get("gradient_accumulation_steps", 1),
+        "num_train_epochs": float(file["epochs"]),
+        "packing": file["dataset"].get("packed", False),
+        "assistant_only_loss": not file["dataset"].get("train_on_input", "alpaca" in file["dataset"]["_component_"]),
+        "precision": file["dtype"],
+        "layout": "ddp" if "single_device" in command else "offload" if file.get("fsdp_cpu_offload") else "FULL_SHARD",
+    }
+    length = file["tokenizer"].get("max_seq_len")
+    meaning |= {"max_length": length} if length else {"overlength": "error"}  # nothing is cut where there is no limit
+    model = file["model"]
+    if "lora_rank" in model:
+        layers = model["lora_attn_modules"] + (["w1", "w2", "w3"] if model.get("apply_lora_to_mlp") else [])
+        meaning |= {"use_peft": True, "lora_r": model["lora_rank"], "lora_alpha": model["lora_alpha"]}
+        meaning |= {"lora_target_modules": {RENAMED.get(layer, layer) for layer in layers}}
+    else:
+        meaning |= {"use_peft": False, "dtype": "bfloat16"}
+    return meaning
+
+
+def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
+    """Axolotl's schema: cosine, 3% of warm-up, no decay, one epoch, 512 tokens, nothing packed unasked, answers trained."""
+    schedule = file.get("lr_scheduler", "cosine")
+    meaning: Meaning = {
+        "learning_rate": number(file["learning_rate"]),
+        "lr_scheduler_type": schedule.removesuffix("_with_warmup"),
+        "weight_decay": number(file.get("weight_decay") or 0.0),
+        "max_grad_norm": file.get("max_grad_norm") or 1.0,
+        "per_device_train_batch_size": file.get("micro_batch_size", 1),
+        "max_length": file.get("sequence_len", 512),
+        "packing": bool(file.get("sample_packing")),
+        "assistant_only_loss": not file.get("train_on_inputs"),
+        "use_peft": file.get("adapter") in ("lora", "qlora"),
+        "precision": "bf16" if file.get("bf16") or file.get("bfloat16") else "no",
+    }
+    if not file.get("batch_size"):
+        meaning["gradient_accumulation_steps"] = file.get("gradient_accumulation_steps", 1)
+    if file.get("num_epochs"):
+        meaning["num_train_epochs"] = float(file["num_epochs"])
+    warmup = file.get("warmup_steps")
+    if schedule == "constant":
+        meaning["warmup_steps"] = 0
+    elif warmup is not None and warmup >= 1:
+        meaning["warmup_steps"] = warmup
+    else:
+        meaning["warmup_ratio"] = warmup or file.get("warmup_ratio", 0.03)
+    if meaning["use_peft"]:
+        meaning |= {"lora_r": file.get("lora_r"), "lora_alpha": file.get("lora_alpha")}
+    if not file.get("fsdp") and not file.get("fsdp_config") and not file.get("deepspeed"):
+        meaning["layout"] = "ddp"
+    elif file.get("fsdp_config", {}).get("fsdp_offload_params") is False:
+        meaning["layout"] = "FULL_SHARD"
+    return meaning
+
+
+def trainer(file: Mapping[str, Any]) -> Meaning:
+    """transformers' TrainingArguments: linear, 3 epochs, batches of 8, no warm-up, no decay, clipped at 1."""
+    return {
+        "lr_scheduler_type": str(file.get("lr_scheduler_type", "linear")).removesuffix("_with_min_lr"),
+        "warmup_ratio": file.get("warmup_ratio", 0.0),
+        "weight_decay": file.get("weight_decay", 0.0),
+        "max_grad_norm": file.get("max_grad_norm", 1.0),
+        "per_device_train_batch_size": file.get("per_device_train_batch_size", 8),
+        "gradient_accumulation_steps": file.get("gradient_accumulation_steps", 1),
+        "num_train_epochs": float(file.get("num_train_epochs", 3)),
+        "precision": "bf16" if file.get("bf16") else "no",
+    }
+
+
+def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
+    """LLaMA-Factory: LoRA of rank 8, scaled by 2, on all linear layers; nothing packed unasked; answers trained."""
+    meaning = trainer(file) | {
+        "learning_rate": number(file.get("learning_rate", 5e-5)),
+        "max_length": file.get("cutoff_len", 2048),
+        "packing": bool(file.get("packing") or file.get("neat_packing")),
+        "assistant_only_loss": not file.get("train_on_prompt", False),
+        "use_peft": file.get("finetuning_type", "lora") == "lora",
+        "layout": "FULL_SHARD" if "z3" in str(file.get("deepspeed")) else "ddp",
+    }
+    if meaning["use_peft"]:
+        rank = file.get("lora_rank", 8)
+        meaning |= {"lora_r": rank, "lora_alpha": file.get("lora_alpha", 2 * rank), "lora_target_modules": "all-linear"}
+    return meaning
+
+
+def trl(file: Mapping[str, Any], text: str) -> Meaning:
+    """TRL's SFTConfig: loss on every token, 1024 of them, 2e-5, nothing packed unasked."""
+    return trainer(file) | {
+        "learning_rate": number(file.get("learning_rate", 2e-5)),
+        "max_length": file.get("max_length", file.get("max_seq_length", 1024)),
+        "packing": file.get("packing", False),
+        "assistant_only_loss": file.get("assistant_only_loss", False),
+        "use_peft": file.get("use_peft", False),
+    }
+
+
+def automodel(file: Mapping[str, Any], text: str) -> Meaning:
+    """NeMo Automodel: no scheduler is a constant rate; with one, cosine to 1% after 10%; clipped at 1; not packed unasked."""
+    optimizer, schedule, steps = file["optimizer"], file.get("lr_scheduler"), file["step_scheduler"]
+    rate, size = number(optimizer["lr"]), file.get("packed_sequence", {}).get("packed_sequence_size", 0)
+    meaning: Meaning = {
+        "learning_rate": rate,
+        "lr_scheduler_type": schedule.get("lr_decay_style", "cosine") if schedule else "constant",
+        "weight_decay": optimizer.get("weight_decay", 0.0 if optimizer["_target_"].endswith(".Adam") else 0.01),
+        "adam_beta2": optimizer["betas"][1],
+        "max_grad_norm": file.get("clip_grad_norm", {}).get("max_norm", 1.0),
+        "global_batch_size": steps["global_batch_size"],
+        "max_steps": steps.get("max_steps"),
+        "packing": size > 0,
+        "use_peft": "peft" in file,
+        "assistant_only_loss": True,
+        "precision": "bf16",
+        "layout": "offload" if "offload_policy" in file["distributed"] else "FULL_SHARD",
+    }
+    if schedule:
+        meaning["min_lr_ratio"] = pytest.approx(number(schedule["min_lr"]) / rate if "min_lr" in schedule else 0.01)
+        given = schedule.get("lr_warmup_steps")
+        meaning |= {"warmup_ratio": 0.1} if given is None else {"warmup_steps": given}
+    else:
+        meaning["warmup_steps"] = 0
+    length = size or file["dataset"].get("seq_length")
+    meaning |= {"max_length": length} if length else {"overlength": "error"}
+    if "peft" in file:
+        meaning |= {"lora_r": file["peft"]["dim"], "lora_alpha": file["peft"]["alpha"]}
+    return meaning
+
+
+TOOLS = {
+    "torchtune": (torchtune, 25),
+    "axolotl": (axolotl, 18),
+    "llama_factory": (llama_factory, 3),
+    "alignment_handbook": (trl, 3),
+    "automodel": (automodel, 10),
+}
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_published_file_is_converted_with_its_meaning_or_refused_by_name(
+    published: Path, tool: str, tmp_path: Path
+) -> None:
+    meaning_of, least = TOOLS[tool]
+    wrong, compared = [], 0
+    for path in sorted((published / tool).iterdir()):
+        try:
+            found = convert_file(path)
+        except Refusal as refusal:
+            assert refusal.cause and str(refusal).startswith(str(path)), path
+            continue
+        except UserError as error:
+            assert "aliases" in str(error), error
+            continue
+        text = path.read_text()
+        file = yaml.safe_load(text.replace("${batch_size}", "1"))
+        expected, actual = meaning_of(file, text), ours(found, path, tmp_path)
+        compared += 1
+        for key, value in expected.items():
+            has = set(actual[key]) if isinstance(value, set) else actual[key]
+            is_reported = any(line.startswith(("mixed_precision", "optimizer")) for line in found.differences)
+            if has != value and not (key == "precision" and is_reported):
+                wrong.append(f"{path.name}: {key}: {value} there, {has} here")
+    assert not wrong, "\n".join(wrong)
+    assert compared >= least  # else this test would hold for files that are all refused
+
+
+def test_a_capability_that_is_lacking_is_always_listed(published: Path) -> None:
+    for path in sorted((published / "axolotl").iterdir()):
+        try:
+            found = convert_file(path)
+        except UserError:
+            continue
+        file = yaml.safe_load(path.read_text())
+        assert ("4-bit base" in found.lacks) == bool(file.get("load_in_4bit") or file.get("adapter") == "qlora"), path
+        assert ("modules_to_save" in found.lacks) == bool(file.get("lora_modules_to_save")), path
+        assert bool(found.lacks) <= bool(found.differences), path
