@@ -158,7 +158,7 @@ def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
     weights = MODEL / "model.safetensors"
     with edited(weights, lambda _: (OTHER / "model.safetensors").read_bytes()):
         is_refused(start("lora", use_peft=True), "but its weights, on which the adapters were trained, have changed")
-        is_refused(export(checkpoint), f"{MODEL}: these are not the weights that the adapters of {checkpoint} were")
+        is_refused(export(checkpoint), f"{MODEL}: not the weights that the adapter of {checkpoint} was")
         is_refused(export(ROOT / "lora"), "restore them, or name a folder with --base-model")
         text = succeeds(export(checkpoint, "--base-model", OTHER))
         assert "merged with them all the same, since --base-model names them" in text
