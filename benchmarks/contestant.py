@@ -1,4 +1,4 @@
-"""One contestant of `speed.py`, as a process of its own: it trains when told to, and reports how long each step took.
+"""One contestant of `speed.py`, as a process of its own: it trains on command, and reports how long each step took.
 
 Protocol, a line each: `speed.py` writes a count of steps; the contestant trains so many and answers a JSON list of
 [seconds, CPU seconds, tokens]. Tokens are those of documents: padding is not counted. Closing its stdin ends it.
@@ -99,7 +99,7 @@ def step_batches(workspace: Path) -> Any:
 
 
 def common_arguments(workspace: Path, name: str, bf16: bool) -> dict[str, Any]:
-    """What Trainer and SFTTrainer are told: the same batch, optimizer and precision, and nothing that costs time."""
+    """The arguments of Trainer and SFTTrainer: the same batch, optimizer and precision, and nothing that costs time."""
     facts = json.loads((workspace / "facts.json").read_text())
     return {
         "output_dir": str(workspace / name),

@@ -169,7 +169,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     from finetune.models.load import count_parameters
     from finetune.models.lora import add_adapters, is_adapter, with_adapters
     from finetune.models.loss import install_loss
-    from finetune.optim.build import build_optimizer
+    from finetune.optim.optimizer import build_optimizer
     from finetune.recipe.schema import Lora, Model, Optimization
 
     config_file = workspace / "accelerate.yaml"

@@ -34,7 +34,7 @@ from finetune.distributed.parallelize import clip_gradients
 from finetune.distributed.world import World, join, leave
 from finetune.errors import exit_code
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizer import build_optimizer
 from finetune.recipe.schema import Lora, Model, Optimization
 from finetune.training.loop import accumulate_gradients
 

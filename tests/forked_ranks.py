@@ -26,7 +26,7 @@ def import_all() -> None:
     import finetune.distributed.world
     import finetune.export.export
     import finetune.models.load
-    import finetune.optim.build
+    import finetune.optim.optimizer
     import finetune.training.finish  # noqa: F401
 
     gc.collect()

@@ -10,7 +10,7 @@ from tests.conftest import QUICKSTART, QuickstartRun
 from tests.ranks import run_command
 from tests.test_readme import blocks
 
-# What a stranger does with the export: plain transformers in a fresh process, nothing of ours.
+# What a user does with the export: plain transformers in a separate process, nothing of ours.
 ASK = """
 import json, sys, torch
 from transformers import AutoModelForCausalLM, AutoTokenizer

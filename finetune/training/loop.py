@@ -2,7 +2,7 @@
 
 The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; models/attention.py and
 models/loss.py are its forward; distributed/parallelize.py synchronizes and clips the gradients; training/nonfinite.py checks
-them; distributed/grad_scaler.py updates; optim/build.py has made the optimizer. training/schedule.py says what is due next.
+them; distributed/grad_scaler.py updates; optim/optimizer.py has made the optimizer. training/schedule.py says what is due next.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.grad_scaler import unscale, update
 from finetune.distributed.parallelize import clip_gradients, without_gradient_sync
 from finetune.distributed.world import World
-from finetune.optim.build import compute_learning_rate, set_learning_rate
+from finetune.optim.optimizer import compute_learning_rate, set_learning_rate
 from finetune.progress import Progress
 from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import evaluate

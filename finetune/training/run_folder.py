@@ -20,7 +20,7 @@ from finetune.distributed.world import World
 from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.export.publish import restore_export, restore_exports
-from finetune.optim.build import check_optimizer
+from finetune.optim.optimizer import check_optimizer
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
 from finetune.trackers import refuse_missing

@@ -20,7 +20,7 @@ from finetune.flops import flop_per_token_of
 from finetune.json_lines import read_json_lines
 from finetune.metrics import MetricsLog, drop_later_lines
 from finetune.models.load import ModelSize
-from finetune.optim.build import build_schedule
+from finetune.optim.optimizer import build_schedule
 from finetune.progress import Progress
 from finetune.recipe.reader import as_written
 from finetune.recipe.schema import Recipe

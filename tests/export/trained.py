@@ -18,7 +18,7 @@ from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizer import build_optimizer
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 

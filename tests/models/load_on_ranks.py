@@ -25,7 +25,7 @@ from finetune.errors import UserError
 from finetune.models.build import check_config, load_config
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizer import build_optimizer
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Lora, Model, Optimization

@@ -10,7 +10,7 @@ import torch
 from finetune.checkpoint.snapshot import allocate_on_host, dequantize, is_quantized, quantize_into
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
-from finetune.optim.build import build_optimizer, check_optimizer
+from finetune.optim.optimizer import build_optimizer, check_optimizer
 from finetune.recipe.schema import Optimization
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.training.layouts import steps_of, train_all, write_config

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
-from finetune.optim.build import build_optimizer
+from finetune.optim.optimizer import build_optimizer
 from finetune.recipe.reader import read_recipe
 from tests.ranks import free_port
 

@@ -20,7 +20,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 
 import finetune.data.prepare
 import finetune.models.load
-import finetune.optim.build
+import finetune.optim.optimizer
 import finetune.training.finish  # noqa: F401
 from finetune.checkpoint import resume as resuming  # noqa: F401
 from finetune.data import token_cache

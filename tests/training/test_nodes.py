@@ -1,6 +1,6 @@
 """Given two "nodes" of two ranks (two launchers that meet at one rendezvous on loopback), when a recipe is trained with
 shards within a node and replicas across them, then the losses are those of one process; and when a rank is killed,
-the launchers start all ranks again and the run goes on from its last checkpoint, to the same end, without a person."""
+the launchers start all ranks again and the run resumes from its last checkpoint, to the same end, without a person."""
 
 import json
 import os
@@ -84,7 +84,7 @@ def launch_nodes(folder: Path, script: list[str]) -> list[str]:
         with log.open("wb") as output:
             nodes.append(
                 subprocess.Popen(
-                    # On loopback each launcher takes itself for the host of the rendezvous, unless told.
+                    # On loopback each launcher takes itself for the host of the rendezvous, unless it is named.
                     [*command, "--machine_rank", str(node), "--rdzv_conf", f"is_host={int(node == 0)}", *script],
                     stdout=output,
                     stderr=subprocess.STDOUT,

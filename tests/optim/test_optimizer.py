@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import get_scheduler
 
-from finetune.optim.build import build_optimizer, build_schedule, compute_learning_rate, set_learning_rate
+from finetune.optim.optimizer import build_optimizer, build_schedule, compute_learning_rate, set_learning_rate
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
 
