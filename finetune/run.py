@@ -37,10 +37,10 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.distributed.collective import RankGroup
     from finetune.distributed.world import join, leave
     from finetune.export.logits_check import check_streamed_logits
-    from finetune.models.build import check_config, load_config
     from finetune.models.load import load_model
     from finetune.models.probe import check_training_forward
     from finetune.optim.optimizer import build_optimizer
+    from finetune.pretrained_config import check_config, load_config
     from finetune.training.dry_run import explain_out_of_memory, print_dry_run
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks

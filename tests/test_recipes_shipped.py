@@ -11,8 +11,9 @@ from transformers import AutoConfig
 from finetune.cli import main
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.parallelize import find_wrap_classes
-from finetune.models.build import build_on_meta, load_config
+from finetune.models.build import build_on_meta
 from finetune.models.lora import add_adapters
+from finetune.pretrained_config import load_config
 from finetune.recipe.reader import RECIPES, as_written, read_recipe, write_recipe
 
 FILES = sorted(RECIPES.glob("*.yaml"))

@@ -19,6 +19,7 @@ from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR, UserError
+from finetune.pretrained_config import check_config, load_config
 from finetune.recipe.reader import RECIPES, read_recipe
 from finetune.recipe.schema import Recipe
 from finetune.terminal import printable, unfiltered
@@ -91,7 +92,6 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
 
     A line that begins with `fatal:` would stop it.
     """
-    from finetune.models.build import check_config, load_config
 
     try:
         config = load_config(recipe.model)

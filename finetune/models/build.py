@@ -1,4 +1,4 @@
-"""From a recipe to a transformers config that can be trained, and to the model on the meta device, without weights."""
+"""The model on the meta device, without weights, and the folder that has them."""
 
 from pathlib import Path
 from typing import Any
@@ -6,69 +6,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.errors import UserError
-from finetune.hub import download_file, hub_error
-from finetune.recipe.schema import Data, Model
-
-MAX_LAYERS = 1000  # decoder layers; a config that claims more would be built for minutes
-
-
-def load_config(model: Model) -> Any:
-    """The transformers config of the recipe's model (hub name, folder, or inline architecture).
-
-    Raises `UserError` where the hub, the folder or the architecture does not give one.
-    """
-    from transformers import AutoConfig
-
-    if model.model_config is not None:
-        try:
-            config = AutoConfig.for_model(**model.model_config)
-        except Exception as error:  # each family checks its config in its own way
-            raise UserError(f"model_config: {_one_line(error)}") from None
-    else:
-        assert model.model_name_or_path is not None  # the recipe reader requires one of the two
-        config = _pretrained_config(model.model_name_or_path, model)
-    if model.attention_dropout is not None:
-        config.attention_dropout = model.attention_dropout
-    config.use_cache = False
-    return getattr(config, "text_config", None) or config
-
-
-def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None:
-    """Raises `UserError` for a model that cannot be trained on such rows, as far as its config shows.
-
-    `vocabulary`: the number of tokens that the embedding must hold, which is the tokenizer's size.
-    """
-    name = model.model_name_or_path or "model_config"
-    layers = getattr(config, "num_hidden_layers", 1)
-    if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
-        raise UserError(f"{name}: num_hidden_layers: {layers}: from 1 to {MAX_LAYERS:,} decoder layers can be trained")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{name}: its weights are quantized; name the unquantized model")
-    if any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise UserError(f"{name}: {config.model_type} is a mixture of experts; only dense models are trained here")
-    if vocabulary > config.vocab_size:
-        raise UserError(
-            f"{name}: its embedding has {config.vocab_size} rows, but the tokenizer has {vocabulary} tokens; "
-            "use the model's own tokenizer, or set vocab_size in model_config"
-        )
-    if data.packing:
-        _refuse_length_dependent_rope(config, data.max_length)
-
-
-def _refuse_length_dependent_rope(config: Any, max_length: int) -> None:
-    """longrope and dynamic RoPE choose their frequencies by the largest position in a row, for all documents in it."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [each for each in parameters.values() if isinstance(each, dict)]
-    for rope in by_layer_type or [parameters]:
-        if rope.get("rope_type") not in ("longrope", "dynamic"):
-            continue
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if max_length > original:
-            raise UserError(
-                f"max_length: {max_length}: {rope['rope_type']} RoPE changes its frequencies beyond {original} tokens, by the "
-                f"longest document in a row and for all of them; set packing: false, or max_length: {original} at most"
-            )
+from finetune.hub import hub_error
+from finetune.recipe.schema import Model
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
@@ -105,36 +44,3 @@ def weights_folder(model: Model) -> Path:
         return Path(snapshot_download(model.model_name_or_path, revision=model.model_revision, allow_patterns=patterns))
     except Exception as error:
         raise hub_error(model.model_name_or_path, error, "its safetensors", model.model_revision) from None
-
-
-def _pretrained_config(name: str, model: Model) -> Any:
-    from transformers import AutoConfig
-
-    folder = Path(name)
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{name}: holds an adapter, not a model; merge the two with `finetune export`, or name the adapter's base model"
-        )
-    if (folder / "checkpoints").is_dir():
-        raise UserError(f"{name}: is a run's folder; name its export/, or one of its checkpoints/")
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
-    if folder.exists() and not folder.is_dir():
-        raise UserError(
-            f"{name}: is a file; model_name_or_path takes a folder with config.json and *.safetensors, or a hub name"
-        )
-    if not folder.is_dir():
-        download_file(
-            name, "config.json", model.model_revision
-        )  # names the reason where it is unreachable; transformers guesses
-    try:
-        return AutoConfig.from_pretrained(
-            name, revision=model.model_revision, trust_remote_code=model.trust_remote_code
-        )
-    except Exception as error:
-        raise UserError(f"{name}: config.json: {_one_line(error)}; name another model") from None
-
-
-def _one_line(error: Exception) -> str:
-    """The whole message: a validation error of transformers names its cause in the second line."""
-    return " ".join(str(error).split()) or type(error).__name__

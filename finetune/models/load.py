@@ -12,11 +12,12 @@ from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.models.activation_checkpointing import checkpoint_activations
 from finetune.models.attention import install_attention
-from finetune.models.build import build_on_meta, load_config, weights_folder
+from finetune.models.build import build_on_meta, weights_folder
 from finetune.models.compile import compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
 from finetune.models.weights import load_buffers, seeded_values, stored_values
+from finetune.pretrained_config import load_config
 from finetune.recipe.schema import Lora, Model
 from finetune.safetensors_io.tensors import read_folder
 

@@ -22,10 +22,10 @@ from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import clip_gradients, count_wrapped_units
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
-from finetune.models.build import check_config, load_config
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.optim.optimizer import build_optimizer
+from finetune.pretrained_config import check_config, load_config
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Lora, Model, Optimization
