@@ -13,7 +13,7 @@ import yaml
 from finetune.convert.layout import read_layout
 from finetune.convert.methods import Refusal, recognize_tool, refuse_other_methods
 from finetune.convert.tool_keys import DEFAULTS, LORA_DEFAULTS, TOOL_NAMES, TOOLS, UNLIMITED, UNLIMITED_NOTE, Tool
-from finetune.convert.value_rules import LEAVE, TORCHTUNE_LAYERS, convert_number, convert_value
+from finetune.convert.value_rules import LEAVE, convert_number, convert_targets, convert_value, read_section
 from finetune.errors import UserError
 from finetune.recipe.hints import QUANTIZED, Counterpart
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
@@ -189,32 +189,32 @@ def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> N
 
 
 def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    model, checkpointer = theirs.get("model", {}), theirs.get("checkpointer", {})
-    folder = str(checkpointer.get("checkpoint_dir") or "")
+    model = read_section(theirs, "model")
+    folder = str(read_section(theirs, "checkpointer").get("checkpoint_dir") or "")
     downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
     found.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
     if folder.rstrip("/") in downloaded:
         found.remarks.append(
             f"checkpointer.checkpoint_dir: {shorten(folder)}   (downloaded there from this hub name, says the file)"
         )
-    if isinstance(model, dict) and "lora_attn_modules" in model:
-        targets = [TORCHTUNE_LAYERS.get(name, name) for name in model["lora_attn_modules"]]
-        targets += ["gate_proj", "up_proj", "down_proj"] if model.get("apply_lora_to_mlp") else []
-        found.recipe |= {"use_peft": True, "lora_target_modules": targets}
-    if isinstance(model, dict) and ("qlora_" in str(model.get("_component_")) or model.get("quantize_base")):
+    if "lora_attn_modules" in model:
+        layers = model["lora_attn_modules"]
+        layers = [*layers, "w1", "w3", "w2"] if model.get("apply_lora_to_mlp") and isinstance(layers, list) else layers
+        found.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
+    if "qlora_" in str(model.get("_component_")) or model.get("quantize_base"):
         found.differ("model._component_", model.get("_component_"), QUANTIZED, "4-bit base")
-    optimizer = theirs.get("optimizer")
-    if isinstance(optimizer, dict):
+    if read_section(theirs, "optimizer"):
         found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
     per_epoch = theirs.get("max_steps_per_epoch")
-    if per_epoch:
-        found.recipe["max_steps"] = per_epoch * (theirs.get("epochs") or 1)
-    if "lora_alpha" in found.recipe:
-        found.recipe["lora_alpha"] = int(found.recipe["lora_alpha"])
+    if isinstance(per_epoch, int) and isinstance(theirs.get("epochs", 1), int):
+        found.recipe["max_steps"] = per_epoch * theirs.get("epochs", 1)
+    alpha = found.recipe.get("lora_alpha")
+    if isinstance(alpha, float) and alpha.is_integer():
+        found.recipe["lora_alpha"] = int(alpha)
 
 
 def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    optimizer, schedule = theirs.get("optimizer") or {}, theirs.get("lr_scheduler")
+    optimizer, schedule = read_section(theirs, "optimizer"), theirs.get("lr_scheduler")
     recipe = found.recipe
     is_adam = str(optimizer.get("_target_")).endswith(".Adam")
     recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
@@ -229,17 +229,19 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
             found.remarks.append("lr_scheduler.lr_warmup_steps: null   (a tenth of the steps, but at most 1000 there)")
         recipe.setdefault("min_lr_ratio", 0.01)
         min_lr = convert_number(schedule.get("min_lr"))
-        if min_lr is not None:  # the schedule may stand before the rate
+        if (
+            isinstance(min_lr, float | int) and isinstance(recipe["learning_rate"], float) and recipe["learning_rate"]
+        ):  # the schedule may stand before the rate
             recipe["min_lr_ratio"] = round(min(1.0, min_lr / recipe["learning_rate"]), 9)
-    size = (theirs.get("packed_sequence") or {}).get("packed_sequence_size") or 0
+    size = read_section(theirs, "packed_sequence").get("packed_sequence_size") or 0
     if size:
         recipe |= {"packing": True, "max_length": size}
-    length = (theirs.get("dataset") or {}).get("seq_length")
+    length = read_section(theirs, "dataset").get("seq_length")
     if length and not size:
         recipe["max_length"] = length
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
-    if theirs.get("wandb") and theirs["wandb"].get("enable", True):
+    if theirs.get("wandb") and read_section(theirs, "wandb").get("enable", True):
         recipe["report_to"] = "wandb"
 
 
@@ -261,7 +263,8 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
     if tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():
         found.remarks.append("warmup_steps: null   (3% of the steps, but at most 100 there)")
     if tool == "LLaMA-Factory" and recipe.get("use_peft", True):
-        recipe.setdefault("lora_alpha", 2 * int(recipe.get("lora_r", 8)))
+        rank = recipe.get("lora_r", 8)
+        recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 16)
     if recipe.get("use_peft", given.get("use_peft")):
         given |= LORA_DEFAULTS[tool]
     for key, value in given.items():

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.convert.conversion import Conversion, shorten
 from finetune.convert.dataset_keys import BUILDERS, TheirEntry
 from finetune.convert.tool_keys import Tool
+from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
 from finetune.recipe.keys import keys_of
 from finetune.recipe.schema import DatasetSource
@@ -254,7 +255,8 @@ def _torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversion) 
 
     def read(entry: TheirEntry) -> Sources:
         component = str(entry.left.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
-        if component in TRAINED_PROMPTS and theirs.get("dataset", {}).get("train_on_input") is None:
+        given = entry.left.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
+        if component in TRAINED_PROMPTS and given is None:
             found.recipe["assistant_only_loss"] = False  # the default of these two
         if component in TORCHTUNE_FORMATS:
             entry.take("_component_")

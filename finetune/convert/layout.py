@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from finetune.convert.tool_keys import Tool
+from finetune.convert.value_rules import read_section
 
 Sharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
 COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
@@ -60,8 +61,7 @@ def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
         sharding = "full"  # stands in the Accelerate file of the launch, whose place is the same here
     if _above_one(theirs.get("dp_replicate_size")) and sharding != "none":
         sharding = "hybrid"
-    nested = theirs.get("fsdp_config")
-    inner = _plain(nested) if isinstance(nested, dict) else {}
+    inner = _plain(read_section(theirs, "fsdp_config"))
     checkpointing = bool(theirs.get("gradient_checkpointing", tool != "Axolotl")) or bool(
         inner.get("activation_checkpointing")
     )
@@ -106,10 +106,8 @@ def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
 
 
 def _automodel(theirs: Mapping[str, Any]) -> Layout:
-    distributed = theirs.get("distributed") if isinstance(theirs.get("distributed"), dict) else {}
-    assert isinstance(distributed, dict)
-    model = theirs.get("model")
-    dtype = str(model.get("torch_dtype", "auto") if isinstance(model, dict) else "auto")
+    distributed = read_section(theirs, "distributed")
+    dtype = str(read_section(theirs, "model").get("torch_dtype", "auto"))
     sharding: Sharding = "full"
     if distributed.get("strategy") == "ddp":
         sharding = "none"

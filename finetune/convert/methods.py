@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from finetune.convert.tool_keys import Tool
+from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
 from finetune.recipe.hints import LOSSES
 
@@ -146,8 +147,9 @@ def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
     elif theirs.get("do_predict") and not theirs.get("do_train"):
         yield "do_predict: true", "generation", False
     causes = {"dpo": "preference tuning", "kto": "preference tuning", "rm": "reward model", "ppo": "online RL"}
-    if theirs.get("stage") in causes:
-        yield f"stage: {theirs['stage']}", causes[theirs["stage"]], True
+    stage = str(theirs.get("stage"))
+    if stage in causes:
+        yield f"stage: {stage}", causes[stage], True
     for key in FACTORY_IMAGES:
         if key in theirs:
             yield f"{key}: {theirs[key]}", "multimodal", True
@@ -208,8 +210,7 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
     targets = " ".join(_texts(theirs, "_target_"))
     if "mock" in targets:
         yield "dataset: made-up tokens", "a benchmark", False
-    model = theirs.get("model") if isinstance(theirs.get("model"), dict) else {}
-    assert isinstance(model, dict)
+    model = read_section(theirs, "model")
     kind = str(model.get("_target_", ""))
     if "Seq2Seq" in kind:
         yield f"model: {kind.rsplit('.', 2)[-2]}", "encoder-decoder models", True
@@ -217,10 +218,8 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield f"model: {kind.rsplit('.', 2)[-2]}", "multimodal", True
     if "SequenceClassification" in kind:
         yield f"model: {kind.rsplit('.', 2)[-2]}", "classification", True
-    distributed = theirs.get("distributed") if isinstance(theirs.get("distributed"), dict) else {}
-    assert isinstance(distributed, dict)
-    backend = model.get("backend") if isinstance(model.get("backend"), dict) else {}
-    assert isinstance(backend, dict)
+    distributed = read_section(theirs, "distributed")
+    backend = read_section(model, "backend")
     if _number(distributed.get("ep_size")) > 1 or "moe" in distributed or {"experts", "dispatcher"} & backend.keys():
         yield "distributed or model.backend: experts", "mixtures of experts", True
     qat = theirs.get("qat")
@@ -237,14 +236,13 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         value = theirs.get(key)
         if value not in (None, False, 1, ""):
             yield f"{key}: {value}", "mixtures of experts", True
-    model = theirs.get("model")
-    checkpointer = theirs.get("checkpointer")
-    name = theirs.get("base_model") or theirs.get("model_name_or_path") or ""
-    if isinstance(model, dict):
-        config = model.get("config")
-        name = model.get("pretrained_model_name_or_path") or (config if isinstance(config, str) else "") or name
-    if isinstance(checkpointer, dict):
-        name = checkpointer.get("checkpoint_dir") or name
+    name = (
+        theirs.get("base_model")
+        or theirs.get("model_name_or_path")
+        or read_section(theirs, "model").get("pretrained_model_name_or_path")
+        or read_section(theirs, "checkpointer").get("checkpoint_dir")
+        or ""
+    )
     lower = str(name).lower()
     for pattern, cause in (
         (MULTIMODAL_MODEL, "multimodal"),

@@ -84,6 +84,12 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return value if isinstance(value, list) and len(value) == 2 else None
 
 
+def read_section(theirs: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """The mapping under `key`; empty where there is none."""
+    section = theirs.get(key)
+    return section if isinstance(section, dict) else {}
+
+
 def convert_number(value: Any) -> Any:
     """Numbers that YAML 1.1 reads as text (2e-5).
 

@@ -9,7 +9,9 @@ import pytest
 import yaml
 
 from finetune.convert.coming_from import coming_from_page
+from finetune.convert.conversion import convert_file
 from finetune.convert.tool_keys import TOOLS
+from finetune.errors import UserError
 from finetune.recipe.hints import foreign_names
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import read_recipe
@@ -421,6 +423,21 @@ def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
         assert converted(text)[0]["accelerate_config"] == layout
 
 
+def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(converted: Convert) -> None:
+    alpaca = TORCHTUNE.replace("instruct_dataset", "alpaca_dataset")
+    assert converted(alpaca)[0]["assistant_only_loss"] is False
+    ours, _, _ = converted(alpaca.replace("packed: true", "train_on_input: false"))
+    assert ours.get("assistant_only_loss", True) is True and ours["packing"] is False
+
+
+def test_layers_of_torchtunes_mlp_and_of_a_pattern(converted: Convert) -> None:
+    ours, _, _ = converted(TORCHTUNE.replace("  lora_rank: 8", "  lora_rank: 8\n  apply_lora_to_mlp: true"))
+    assert set(ours["lora_target_modules"]) == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # type: ignore[call-overload]
+    pattern = r"model.layers.[\d]+.(mlp|self_attn).(up|q)_proj"
+    ours, _, _ = converted(AXOLOTL.replace("lora_target_linear: true", f"lora_target_modules: '{pattern}'"))
+    assert ours["lora_target_modules"] == ["q_proj", "up_proj"]
+
+
 def test_references_are_resolved(converted: Convert) -> None:
     extra = "batch_size_val: ${batch_size}\noutput_dir: ${root}/${name}\nname: one\nroot: runs\n"
     ours, _, _ = converted(TORCHTUNE + extra)
@@ -460,3 +477,14 @@ def test_a_recipe_that_our_reader_refuses_is_not_written(tmp_path: Path) -> None
         ended.returncode == 2 and "not converted; the recipe would be wrong" in ended.stderr and "seed" in ended.stderr
     )
     assert not (tmp_path / "ours.yaml").exists()
+
+
+@pytest.mark.parametrize("section", ["model", "dataset", "checkpointer", "optimizer", "lr_scheduler", "tokenizer"])
+@pytest.mark.parametrize("value", ["null", "text", "[1]", "{a: 1}"])
+def test_a_section_of_another_shape_is_no_traceback(tmp_path: Path, section: str, value: str) -> None:
+    theirs = yaml.safe_load(TORCHTUNE) | {section: yaml.safe_load(value)}
+    (tmp_path / "theirs.yaml").write_text(yaml.safe_dump(theirs))
+    try:
+        convert_file(tmp_path / "theirs.yaml")
+    except UserError as error:
+        assert str(tmp_path) in str(error)
