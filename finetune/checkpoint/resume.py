@@ -27,7 +27,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.progress import Progress
 from finetune.recipe.keys import leaves, recipe_keys
-from finetune.recipe.reader import as_written
+from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 
 
@@ -133,7 +133,7 @@ def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapp
 
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
-    deciding, other = compare_recipes(then["recipe"], as_written(recipe))
+    deciding, other = compare_recipes(then["recipe"], to_dict(recipe))
     before, after = then["global_batch_size"], global_batch_size(recipe.batch, ranks)
     if before != after:
         deciding.append(

@@ -38,7 +38,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.hub import find_local_folder
 from finetune.progress import Progress
-from finetune.recipe.reader import as_written
+from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
@@ -182,7 +182,7 @@ class Saver:
                 step=progress.step,
                 layout=self.world.sharding.layout,
                 ranks=self.world.size,
-                recipe_sha256=hash_recipe(as_written(self.recipe)),
+                recipe_sha256=hash_recipe(to_dict(self.recipe)),
                 packages={name: metadata.version(name) for name in PACKAGES},
                 files=written,
             )
@@ -242,7 +242,7 @@ def describe_state(progress: Progress, recipe: Recipe, world: World, inputs: Map
     """The content of state.json."""
     base = recipe.model.model_name_or_path
     return asdict(progress) | {
-        "recipe": as_written(recipe),
+        "recipe": to_dict(recipe),
         "global_batch_size": global_batch_size(recipe.batch, world.size),
         "data_fingerprint": inputs.get("datasets"),
         "inputs": {name: value for name, value in inputs.items() if name != "datasets"},

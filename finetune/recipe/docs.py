@@ -37,7 +37,7 @@ learning_rate: 1e-5
 
 - `--recipe` takes a path, or the name of a file in `recipes/`.
 - `key=value` on the command line (also `--key value`) overrides any key: `learning_rate=2e-5 "datasets=[{path: mine.jsonl}]"`.
-- An unknown key, a wrong type, a key given twice, a file that is not there: all are told at once, each with its line, before
+- An unknown key, a wrong type, a key given twice, a missing file: all are reported at once, each with its line, before
   anything is loaded.
 - A local path is looked for in the working directory, then beside the recipe. What is neither is a name on the hub.
 - Numbers are YAML 1.2's: `2e-5` is a number. Aliases (`*name`) are not read.
@@ -73,7 +73,7 @@ def _default(key: Key) -> str:
     if key.is_required:
         return "must be given"
     if key.default is None:
-        return "left out"
+        return "`null`"
     return f"`{json.dumps(key.default)}`".replace('"', "")
 
 

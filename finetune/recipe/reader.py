@@ -1,4 +1,4 @@
-"""Recipe files, read strictly: every mistake in a file is told at once, with its line, and nothing is guessed."""
+"""Recipe files, read strictly: every mistake in a file is reported at once, with its line, and nothing is guessed."""
 
 import difflib
 import json
@@ -44,7 +44,7 @@ ACCELERATE_KEYS = frozenset(
         "main_process_port",
     ]
 )
-# What makes a text a local path rather than a hub name, so that a missing file is told before anything is loaded.
+# What makes a text a local path rather than a hub name, so that a missing file is reported before anything is loaded.
 LOCAL_STARTS = ("/", "./", "../", "~")
 LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
 
@@ -109,7 +109,7 @@ def _model_folder(name: str) -> str:
     return str(model) if is_checkpoint else name
 
 
-def as_written(recipe: Recipe) -> dict[str, Any]:
+def to_dict(recipe: Recipe) -> dict[str, Any]:
     """The recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
     flat: dict[str, Any] = {}
     for section in SECTIONS:
@@ -120,7 +120,7 @@ def as_written(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Writes a recipe file that reads back as the same recipe."""
-    path.write_text(yaml.safe_dump(as_written(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    path.write_text(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
 
 
 def _read_override(text: str) -> tuple[Entry | None, list[str]]:
@@ -225,7 +225,7 @@ def _matches(pattern: Path) -> bool:
 
 
 def _unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
-    """The key that was meant by `key`, as far as can be told, and the sentence that says so."""
+    """The key that was meant by `key`, as far as can be known, and the sentence that says so."""
     top_level = "path" not in known
     foreign = foreign_names()
     if top_level and key in foreign:

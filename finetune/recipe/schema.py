@@ -1,6 +1,6 @@
 """The recipe: every key, its type, its default and its help, once. No torch here, so that a check answers at once.
 
-A recipe file is flat; the classes below only say which room reads which key. `Recipe` gathers them:
+A recipe file is flat; the classes below only say which package reads which key. `Recipe` gathers them:
 `recipe.optimization.learning_rate` is the file's `learning_rate`. The string in each annotation is the key's help,
 the documentation page and `--help` are made from it.
 """
@@ -30,7 +30,7 @@ class DatasetSource:
     split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
     type: Annotated[
         Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"] | None,
-        "The rows' format; left out, it is recognized from the columns.",
+        "The rows' format; null: recognized from the columns.",
     ] = None
     weight: Annotated[
         float,
@@ -56,10 +56,10 @@ class Model:
         "An inline architecture to train from random weights, as in config.json; model_type is required.",
     ] = None
     model_revision: Annotated[str | None, SameOnResume, "The hub revision of model_name_or_path."] = None
-    tokenizer_name_or_path: Annotated[
-        str | None, FileOrName, SameOnResume, "The tokenizer; left out, it is the model's own."
-    ] = None
-    trust_remote_code: Annotated[bool, "Run code that the model's or tokenizer's repository brings along."] = False
+    tokenizer_name_or_path: Annotated[str | None, FileOrName, SameOnResume, "The tokenizer; null: the model's own."] = (
+        None
+    )
+    trust_remote_code: Annotated[bool, "Run code from the model's or tokenizer's repository."] = False
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         SameOnResume,
@@ -112,13 +112,13 @@ class Data:
         float | None,
         Gt(0),
         SameOnResume,
-        "Held out from datasets where eval_datasets is left out: a share below 1, else a count of rows.",
+        "Held out from datasets where no eval_datasets are named: a share below 1, else a count of rows.",
     ] = None
     chat_template: Annotated[
         str | None,
         FileOrName,
         SameOnResume,
-        "The tokenizer's own where left out; or plain, chatml, hermes, qwen, llama3, llama3.1, mistral, gemma, a file, or "
+        "null: the tokenizer's own; or plain, chatml, hermes, qwen, llama3, llama3.1, mistral, gemma, a file, or "
         "inline Jinja.",
     ] = None
     max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
@@ -126,7 +126,7 @@ class Data:
     overlength: Annotated[
         Literal["truncate", "drop", "split", "error"] | None,
         SameOnResume,
-        "What is done with an example of more than max_length tokens; always reported. Left out, plain text is split and "
+        "What is done with an example of more than max_length tokens; always reported. null: plain text is split and "
         "anything else truncated.",
     ] = None
     assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on what the assistant says."] = (
@@ -136,10 +136,10 @@ class Data:
         Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
     ] = "error"
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
-    dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; left out, one for each core."] = None
-    dataset_cache_dir: Annotated[
-        str | None, "Where tokenized rows are kept; left out, under the Hugging Face cache."
-    ] = None
+    dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
+    dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: under the Hugging Face cache."] = (
+        None
+    )
     dataloader_num_workers: Annotated[
         int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
     ] = 1
@@ -151,15 +151,15 @@ class Batch:
 
     global_batch_size: Annotated[
         Positive | None,
-        "Rows in an optimizer step over all ranks; set it and every number of ranks gives the same losses. Left out, it is "
+        "Rows in an optimizer step over all ranks; set it and every number of ranks gives the same losses. null: "
         "per_device_train_batch_size x gradient_accumulation_steps x ranks.",
     ] = None
     per_device_train_batch_size: Annotated[Positive, "Rows in a micro-batch on one rank; sets the memory."] = 1
     gradient_accumulation_steps: Annotated[
         Positive | None,
-        "Micro-batches in a step on one rank; left out, it follows from global_batch_size, else it is 1.",
+        "Micro-batches in a step on one rank; null: as global_batch_size implies, else 1.",
     ] = None
-    per_device_eval_batch_size: Annotated[Positive | None, "Left out, it is per_device_train_batch_size."] = None
+    per_device_eval_batch_size: Annotated[Positive | None, "null: per_device_train_batch_size."] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,24 +189,22 @@ class Optimization:
         Literal["stop", "skip"],
         "What is done at a step whose loss or gradient is not finite: the update is never made.",
     ] = "stop"
-    max_skipped_steps: Annotated[
-        Positive, "Under on_nonfinite: skip, so many steps are left out before the run stops."
-    ] = 10
+    max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Where it goes, how often it is looked at, how it is kept."""
 
-    run_name: Annotated[str | None, "The run's name; left out, the recipe's file name."] = None
-    output_dir: Annotated[str | None, "The run's folder; left out, runs/<run_name>."] = None
+    run_name: Annotated[str | None, "The run's name; null: the recipe's file name."] = None
+    output_dir: Annotated[str | None, "The run's folder; null: runs/<run_name>."] = None
     accelerate_config: Annotated[str | None, FileOrName, "The Accelerate config used where the command names none."] = (
         None
     )
     seed: Annotated[int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."] = 42
     logging_steps: Annotated[Positive, "Steps between two lines of metrics."] = 10
     eval_steps: Annotated[
-        Positive | None, "Steps between two held-out losses; left out, only at the start and the end."
+        Positive | None, "Steps between two held-out losses; null: only at the start and the end."
     ] = None
     exact_match_samples: Annotated[
         int,
@@ -233,8 +231,8 @@ class Run:
 class Checkpoint:
     """What survives the process."""
 
-    save_steps: Annotated[Positive | None, "Steps between two checkpoints; left out, only at the end."] = None
-    save_total_limit: Annotated[Positive | None, "So many checkpoints are kept, the newest ones."] = 2
+    save_steps: Annotated[Positive | None, "Steps between two checkpoints; null: only at the end."] = None
+    save_total_limit: Annotated[Positive | None, "Keep the N newest checkpoints; null: all."] = 2
     keep_every_steps: Annotated[
         Positive | None, "Checkpoints whose step divides by this are kept beside those, for good."
     ] = None
@@ -244,10 +242,10 @@ class Checkpoint:
     ] = False
     async_save: Annotated[
         bool | None,
-        "Write checkpoints behind the loop, from a copy in host memory; left out, where the device is a GPU.",
+        "Write checkpoints in the background, from a copy in host memory; null: on a GPU.",
     ] = None
     resume_from_checkpoint: Annotated[
-        str, "auto: the newest checkpoint of output_dir that verifies; none: start anew; or a checkpoint's path."
+        str, "auto: the newest checkpoint of output_dir that verifies; none: start over; or a checkpoint's path."
     ] = "auto"
     allow_changed_recipe: Annotated[
         bool,
@@ -256,7 +254,7 @@ class Checkpoint:
     export_at_end: Annotated[bool, "Leave a Hugging Face folder under export/ when the training is done."] = True
     export_dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        "The type of the exported weights; left out, that of the base checkpoint.",
+        "The dtype of the exported weights; null: that of the base checkpoint.",
     ] = None
 
 

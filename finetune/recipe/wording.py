@@ -1,4 +1,4 @@
-"""What is wrong with a value, in plain words: pydantic's findings as sentences for the person who can mend them."""
+"""What is wrong with a value, in plain words: pydantic's findings as sentences for the person who can fix them."""
 
 import difflib
 import json

@@ -10,7 +10,7 @@ import yaml
 
 from finetune.errors import UserError
 
-UNREADABLE = object()  # the value of an entry that has been told as a problem already
+UNREADABLE = object()  # the value of an entry that is reported as a problem already
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World, leave
 from finetune.durable import replace_file
 from finetune.progress import Progress
-from finetune.recipe.reader import as_written
+from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import SAMPLES
 from finetune.training.signals import SignalListener
@@ -92,4 +92,4 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str]) -> boo
 
 
 def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
-    return {"step": step, "recipe_sha256": hash_recipe(as_written(recipe)), "inputs": dict(inputs)}
+    return {"step": step, "recipe_sha256": hash_recipe(to_dict(recipe)), "inputs": dict(inputs)}

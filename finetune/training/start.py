@@ -22,7 +22,7 @@ from finetune.metrics import MetricsLog, drop_later_lines
 from finetune.models.load import ModelSize
 from finetune.optim.optimizer import build_schedule
 from finetune.progress import Progress
-from finetune.recipe.reader import as_written
+from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 from finetune.trackers import Tracker, open_tracker
 from finetune.training.evaluate import SAMPLES
@@ -91,7 +91,7 @@ def open_log(
 
     def start() -> dict[str, Any]:
         nonlocal tracker, log
-        tracker = open_tracker(recipe.run.report_to, run_name(recipe), folder, as_written(recipe), step)
+        tracker = open_tracker(recipe.run.report_to, run_name(recipe), folder, to_dict(recipe), step)
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())

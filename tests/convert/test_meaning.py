@@ -15,8 +15,7 @@ from finetune.convert.conversion import Conversion, convert_file
 from finetune.convert.methods import Refusal
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
-from finetune.recipe.reader import as_written as to_dict
-from finetune.recipe.reader import read_recipe
+from finetune.recipe.reader import read_recipe, to_dict
 
 Meaning = dict[str, Any]
 RENAMED = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -9,7 +9,7 @@ import pytest
 from finetune.errors import UserError
 from finetune.recipe.hints import foreign_names
 from finetune.recipe.keys import recipe_keys
-from finetune.recipe.reader import RECIPES, as_written, read_recipe, write_recipe
+from finetune.recipe.reader import RECIPES, read_recipe, to_dict, write_recipe
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 
@@ -65,7 +65,7 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
 def test_what_is_written_reads_back_as_the_same(tmp_path: Path) -> None:
     recipe = read_recipe("quickstart", ["chat_template='{{ x }}\n- é'", "learning_rate=1e-7"])
     write_recipe(recipe, tmp_path / "again.yaml")
-    assert as_written(read_recipe(str(tmp_path / "again.yaml"))) == as_written(recipe)
+    assert to_dict(read_recipe(str(tmp_path / "again.yaml"))) == to_dict(recipe)
 
 
 def test_a_checkpoint_as_the_model_is_its_model_folder(tmp_path: Path) -> None:
