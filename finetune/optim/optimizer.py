@@ -1,8 +1,7 @@
-"""The optimizer and the learning rate. The rate is a pure function of the step, so that there is no scheduler to save."""
+"""The optimizer and the learning rate. The rate is a pure function of the step, so there is no scheduler to save."""
 
 import importlib.util
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,13 +58,13 @@ def compute_learning_rate(step: int, schedule: Schedule) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Gives every parameter group the rate of the coming step."""
+    """Sets the learning rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
-    """Raises `UserError`, before anything is loaded, where `optim` cannot be had here or in this layout."""
+    """Raises `UserError` where `optim` is not installed or does not work in this layout, before anything is loaded."""
     if optimization.optim != "adamw_8bit":
         return
     if importlib.util.find_spec("torchao") is None:
@@ -80,13 +79,13 @@ def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
 def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim.Optimizer:
     """AdamW (Loshchilov and Hutter 2019) over every trainable parameter of the sharded `model`.
 
-    Made after sharding: an optimizer made before would hold parameters that are on meta, and step on nothing.
+    Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable, "no parameter is trained"
     on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
     assert not on_meta, f"parameters without memory: {on_meta}"
-    groups = parameter_groups(trainable.items(), optimization.weight_decay)
+    groups = parameter_groups(model, optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
     betas = (optimization.adam_beta1, optimization.adam_beta2)
@@ -105,13 +104,27 @@ def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim
     )
 
 
-def parameter_groups(named: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, norms and biases do not. By name, since FSDP1 shows every parameter as a flat piece."""
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; biases and norms do not, not even norms that have a row for each head."""
+    dims = _count_dims(model)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-    for name, parameter in named:
-        groups[not (name.endswith(".bias") or "norm" in name or "magnitude" in name)].append(parameter)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            groups[dims[parameter] > 1 and "norm" not in name].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
         for decays, parameters in groups.items()
         if parameters
     ]
+
+
+def _count_dims(model: nn.Module) -> dict[nn.Parameter, int]:
+    """The dimensions of every parameter before sharding. FSDP1 flattens parameters, but records their shapes."""
+    from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+
+    dims = {parameter: parameter.dim() for parameter in model.parameters()}
+    for module in model.modules():
+        flat: Any = module._flat_param if isinstance(module, Fsdp1) else None
+        if flat is not None:
+            dims |= {parameter: len(shape) for parameter, shape in zip(flat._params, flat._shapes, strict=True)}
+    return dims

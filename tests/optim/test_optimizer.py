@@ -1,5 +1,6 @@
 """The recipe's optimizer and learning rate, held against transformers' schedulers and torch's AdamW."""
 
+import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import get_scheduler
 from finetune.optim.optimizer import build_optimizer, build_schedule, compute_learning_rate, set_learning_rate
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
+from tests.ranks import launch_ranks
 
 STEPS = 50
 RecipeOf = Callable[..., Recipe]
@@ -92,3 +94,22 @@ def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(recipe_of: Reci
     tolerance = 1e-3 if optim == "adamw_bf16_moments" else 1e-6
     for parameter, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, atol=tolerance, rtol=0)
+
+
+def test_matrices_decay_whatever_the_layout_and_the_names_of_norms(tmp_path: Path) -> None:
+    """GPT-2 calls its norms ln_1, ln_2 and ln_f; FSDP1 shows every parameter flattened."""
+    script = Path(__file__).with_name("groups_on_ranks.py")
+    launch_ranks(script, [str(tmp_path / "decaying.json")], ranks=2, timeout=240).check()
+    decaying = json.loads((tmp_path / "decaying.json").read_text())
+    gpt2 = [f"{part}.{name}.weight" for part in ("attn", "mlp") for name in ("c_attn", "c_fc", "c_proj")]
+    gpt2 = [name for name in gpt2 if name not in ("attn.c_fc.weight", "mlp.c_attn.weight")]
+    llama = [f"self_attn.{name}_proj.weight" for name in "qkvo"]
+    llama += [f"mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    expected = {
+        "gpt2": ["lm_head.weight", "transformer.wte.weight", "transformer.wpe.weight"]
+        + [f"transformer.h.{layer}.{name}" for layer in range(2) for name in gpt2],
+        "llama": ["lm_head.weight", "model.embed_tokens.weight"]
+        + [f"model.layers.{layer}.{name}" for layer in range(2) for name in llama],
+    }
+    for case, names in decaying.items():
+        assert names == sorted(expected[case.split()[0]]), case
