@@ -65,7 +65,7 @@ def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
 
     Raises `UserError` where it is no such file.
     """
-    _, problems = read_entries(source)  # what is wrong with it as YAML, and where
+    _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
     if problems:
         raise UserError.of(problems)
     text = source.read_text(encoding="utf-8-sig")

@@ -42,6 +42,18 @@ class _Loader(yaml.SafeLoader):
         return super().compose_node(parent, index)
 
 
+class _ForeignLoader(_Loader):
+    """Aliases of single values too, which other tools' files use; those of lists and mappings stay refused."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            anchored = self.anchors.get(self.peek_event().anchor)  # type: ignore[no-untyped-call]
+            if isinstance(anchored, yaml.ScalarNode):
+                self.get_event()  # type: ignore[no-untyped-call]
+                return anchored
+        return super().compose_node(parent, index)
+
+
 _NUMBERS = {
     "tag:yaml.org,2002:int": r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$",
     "tag:yaml.org,2002:float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
@@ -55,10 +67,11 @@ for _tag, _pattern in _NUMBERS.items():
     _Loader.add_implicit_resolver(_tag, re.compile(_pattern), list("-+0123456789."))
 
 
-def read_entries(path: Path, nested: Iterable[str] = ()) -> tuple[list[Entry], list[str]]:
+def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = False) -> tuple[list[Entry], list[str]]:
     """The top-level entries of a YAML file with their places, and what is wrong with its form, one sentence each.
 
-    A list of mappings under a key of `nested` is read as a list of lists of entries. Raises `UserError` where the file
+    A list of mappings under a key of `nested` is read as a list of lists of entries; another tool's file (`is_foreign`)
+    may have aliases of single values. Raises `UserError` where the file
     cannot be read, or is not a mapping.
     """
     try:
@@ -68,7 +81,7 @@ def read_entries(path: Path, nested: Iterable[str] = ()) -> tuple[list[Entry], l
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     try:
-        node = yaml.compose(text, Loader=_Loader)
+        node = yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
         if node is None:
             return [], []
         if not isinstance(node, yaml.MappingNode):

@@ -470,6 +470,13 @@ def test_another_method_is_refused_by_name(tmp_path: Path, theirs: str, cause: s
     assert cause in ended.stderr and not (tmp_path / "ours.yaml").exists()
 
 
+def test_aliases_of_single_values_are_read(converted: Convert) -> None:
+    ours, _, _ = converted(
+        AXOLOTL.replace("micro_batch_size: 2", "micro_batch_size: &rows 2") + "eval_batch_size: *rows\n"
+    )
+    assert ours["per_device_eval_batch_size"] == 2
+
+
 def test_a_recipe_that_our_reader_refuses_is_not_written(tmp_path: Path) -> None:
     (tmp_path / "theirs.yaml").write_text(AXOLOTL + "seed: -1\n")
     ended = run_command(["python", "-m", "finetune", "convert", "theirs.yaml", "--output", "ours.yaml"], cwd=tmp_path)
