@@ -9,7 +9,8 @@ from typing import Any
 
 import yaml
 
-from finetune.convert.conversion import Conversion, convert_file
+from finetune.convert.conversion import convert_file
+from finetune.convert.tool_rules import Conversion
 from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys

@@ -1,19 +1,19 @@
 """A recipe of ours with the meaning of another tool's file: its values, its defaults, and what differs."""
 
 import difflib
-import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from finetune.convert.datasets import add_sources
 from finetune.convert.layout import read_layout
 from finetune.convert.methods import Refusal, recognize_tool, refuse_other_methods
 from finetune.convert.tool_keys import DEFAULTS, LORA_DEFAULTS, TOOL_NAMES, TOOLS, UNLIMITED, UNLIMITED_NOTE, Tool
-from finetune.convert.value_rules import LEAVE, convert_number, convert_targets, convert_value, read_section
+from finetune.convert.tool_rules import Conversion, adapt_tool, shorten
+from finetune.convert.value_rules import LEAVE, convert_number, convert_value
 from finetune.errors import UserError
 from finetune.recipe.hints import QUANTIZED, Counterpart
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
@@ -21,7 +21,6 @@ from finetune.recipe.schema import Lora
 from finetune.recipe.yaml_file import read_entries
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 MOST_REFERENCES = 10  # one that names another, and so on; a circle ends here
 ALPACA_PROMPT = (
     "type: alpaca is rendered by the model's chat template, without Alpaca's '### Instruction:' text; a base model that has no "
@@ -29,35 +28,6 @@ ALPACA_PROMPT = (
 )
 STRATEGIES = ("save_strategy", "eval_strategy", "evaluation_strategy")  # only those by epoch differ
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
-
-
-@dataclass(slots=True)
-class Conversion:
-    """Our recipe from a file of `tool`, and what there is to say about it."""
-
-    tool: Tool
-    recipe: dict[str, Any] = field(default_factory=dict)
-    differences: list[str] = field(default_factory=list)  # what they asked for and this recipe does not do
-    remarks: list[str] = field(default_factory=list)  # converted, but worth a look
-    unneeded: list[str] = field(default_factory=list)  # keys whose removal changes nothing
-    lacks: list[str] = field(default_factory=list)  # the capabilities behind some of the differences
-
-    def differ(self, key: str, value: Any, note: str, lacks: str = "") -> None:
-        """Notes that their `key: value` is done otherwise here, or not at all for want of a capability."""
-        if lacks:
-            self.lacks += [] if lacks in self.lacks else [lacks]
-        line, end = f"{key}: {shorten(value)}", f"   ({note})"
-        same = next((i for i, other in enumerate(self.differences) if other.endswith(end)), None)
-        if same is None:
-            self.differences.append(line + end)
-        else:  # one reason, one line
-            self.differences[same] = f"{self.differences[same].removesuffix(end)}, {line}{end}"
-
-
-def shorten(value: Any) -> str:
-    """A value of theirs as JSON, cut at 60 characters."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
@@ -81,18 +51,13 @@ def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
 
 def convert_file(source: Path) -> Conversion:
     """Our recipe from the file `source`. Raises `UserError`; a `Refusal` where what it does is not supported."""
-    from finetune.convert.datasets import add_sources
-
     tool, theirs, text = load_theirs(source)
     refuse_other_methods(tool, theirs, source)
     found = Conversion(tool)
     known = {pair.theirs: pair for pair in TOOLS[tool]}
     for key, value in _walk(theirs, known):
         _convert_key(key, value, known, found)
-    for adapt in {"Axolotl": (_adapt_axolotl,), "torchtune": (_adapt_torchtune,), "Automodel": (_adapt_automodel,)}.get(
-        tool, ()
-    ):
-        adapt(theirs, text, found)
+    adapt_tool(theirs, text, found)
     add_sources(tool, theirs, source, found)
     _add_defaults(theirs, found)
     _add_layout(theirs, text, found)
@@ -178,71 +143,6 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         found.differ(key, value, QUANTIZED, "4-bit base")
     elif pair.inexact:
         found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
-
-
-def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    total, micro = theirs.get("batch_size"), theirs.get("micro_batch_size") or 1
-    if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in theirs:
-        found.recipe["gradient_accumulation_steps"] = max(1, total // micro)
-    if theirs.get("pretraining_dataset"):
-        found.recipe["streaming"] = True
-
-
-def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    model = read_section(theirs, "model")
-    folder = str(read_section(theirs, "checkpointer").get("checkpoint_dir") or "")
-    downloaded = {local.rstrip("/"): hub for hub, local in DOWNLOAD.findall(text)}
-    found.recipe["model_name_or_path"] = downloaded.get(folder.rstrip("/"), folder)
-    if folder.rstrip("/") in downloaded:
-        found.remarks.append(
-            f"checkpointer.checkpoint_dir: {shorten(folder)}   (downloaded there from this hub name, says the file)"
-        )
-    if "lora_attn_modules" in model:
-        layers = model["lora_attn_modules"]
-        layers = [*layers, "w1", "w3", "w2"] if model.get("apply_lora_to_mlp") and isinstance(layers, list) else layers
-        found.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
-    if "qlora_" in str(model.get("_component_")) or model.get("quantize_base"):
-        found.differ("model._component_", model.get("_component_"), QUANTIZED, "4-bit base")
-    if read_section(theirs, "optimizer"):
-        found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
-    per_epoch = theirs.get("max_steps_per_epoch")
-    if isinstance(per_epoch, int) and isinstance(theirs.get("epochs", 1), int):
-        found.recipe["max_steps"] = per_epoch * theirs.get("epochs", 1)
-    alpha = found.recipe.get("lora_alpha")
-    if isinstance(alpha, float) and alpha.is_integer():
-        found.recipe["lora_alpha"] = int(alpha)
-
-
-def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    optimizer, schedule = read_section(theirs, "optimizer"), theirs.get("lr_scheduler")
-    recipe = found.recipe
-    is_adam = str(optimizer.get("_target_")).endswith(".Adam")
-    recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
-    recipe.setdefault("learning_rate", 1e-3)
-    if is_adam and recipe["weight_decay"]:
-        note = "its weight decay is part of the gradient; AdamW's is not"
-        found.differ("optimizer._target_", "torch.optim.Adam", note, "Adam with coupled weight decay")
-    if isinstance(schedule, dict):
-        recipe.setdefault("lr_scheduler_type", "cosine")
-        if "lr_warmup_steps" not in schedule:
-            recipe["warmup_ratio"] = 0.1
-            found.remarks.append("lr_scheduler.lr_warmup_steps: null   (a tenth of the steps, but at most 1000 there)")
-        recipe.setdefault("min_lr_ratio", 0.01)
-        min_lr = convert_number(schedule.get("min_lr"))
-        if (
-            isinstance(min_lr, float | int) and isinstance(recipe["learning_rate"], float) and recipe["learning_rate"]
-        ):  # the schedule may stand before the rate
-            recipe["min_lr_ratio"] = round(min(1.0, min_lr / recipe["learning_rate"]), 9)
-    size = read_section(theirs, "packed_sequence").get("packed_sequence_size") or 0
-    if size:
-        recipe |= {"packing": True, "max_length": size}
-    length = read_section(theirs, "dataset").get("seq_length")
-    if length and not size:
-        recipe["max_length"] = length
-    if "max_steps" in recipe and "num_train_epochs" not in recipe:
-        recipe["num_train_epochs"] = 1.0  # max_steps decides
-    if theirs.get("wandb") and read_section(theirs, "wandb").get("enable", True):
-        recipe["report_to"] = "wandb"
 
 
 def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:

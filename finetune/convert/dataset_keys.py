@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from finetune.convert.conversion import shorten
 from finetune.convert.tool_keys import Tool
+from finetune.convert.tool_rules import shorten
 from finetune.recipe.hints import Counterpart
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where the files stand in data_files

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.convert.conversion import Conversion, shorten
 from finetune.convert.dataset_keys import BUILDERS, TheirEntry
 from finetune.convert.tool_keys import Tool
+from finetune.convert.tool_rules import Conversion, shorten
 from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
 from finetune.recipe.keys import keys_of

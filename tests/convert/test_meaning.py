@@ -11,8 +11,9 @@ import pytest
 import yaml
 
 from finetune.convert.cli import MISSING_FILE, as_text, read_back
-from finetune.convert.conversion import Conversion, convert_file
+from finetune.convert.conversion import convert_file
 from finetune.convert.methods import Refusal
+from finetune.convert.tool_rules import Conversion
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe, to_dict
