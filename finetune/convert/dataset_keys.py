@@ -1,11 +1,13 @@
 """The keys of another tool's data set: those with a counterpart, and why the others have none."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from finetune.convert.tool_keys import Tool
-from finetune.convert.tool_rules import shorten
+from finetune.convert.tool_rules import Conversion, shorten
+from finetune.errors import UserError
 from finetune.recipe.hints import Counterpart
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where the files stand in data_files
@@ -173,3 +175,45 @@ class TheirEntry:
                 continue
             lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
         return lines
+
+
+Sources = list[dict[str, Any]]
+
+
+def list_entries(value: Any, name: str, source: Path) -> list[TheirEntry]:
+    """The data sets listed under the key `name` of their file."""
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise UserError(
+            f"{source}: {name}: a list of data sets is expected, found {shorten(value)}; write `- path: ...`"
+        )
+    for i, item in enumerate(value):
+        if not isinstance(item, dict):
+            raise UserError(
+                f"{source}: {name}[{i}]: a mapping with a path is expected, found {shorten(item)}; write `- path: ...`"
+            )
+    return [TheirEntry.of(f"{name}[{i}]", item) for i, item in enumerate(value)]
+
+
+def read_each(
+    tool: Tool, entries: Iterable[TheirEntry], read: Callable[[TheirEntry], Sources], found: Conversion
+) -> Sources:
+    """Our entries from theirs; what `read` leaves of one is listed."""
+    sources: Sources = []
+    for entry in entries:
+        sources += read(entry)
+        found.differences += entry.unread(tool)
+    return sources
+
+
+def make_sources(paths: Iterable[Any], **keys: Any) -> Sources:
+    return [{key: value for key, value in {"path": path, **keys}.items() if value is not None} for path in paths]
+
+
+def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
+    """An entry of ours with the first `limit` rows of its split; all where that is None, or the split is a slice already."""
+    split = str(entry.get("split") or "train")
+    if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
+        return entry
+    return entry | {"split": f"{split}[:{limit}]"}
