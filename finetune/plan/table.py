@@ -54,7 +54,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
-            f"precision  parameters {parameters}, computing {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
+            f"precision  parameters {parameters}, compute {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
             f"batch      {spec.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "
             f"{counted(spec.ranks, 'rank')} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",

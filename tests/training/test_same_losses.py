@@ -158,7 +158,7 @@ def test_bfloat16_parameters_are_kept_in_every_layout(
         2,
     )
     assert {tensor.itemsize for tensor in plan.spec.tensors} == {2}
-    assert "\nprecision  parameters bfloat16, computing bfloat16, " in format_plan(plan)
+    assert "\nprecision  parameters bfloat16, compute bfloat16, " in format_plan(plan)
 
 
 @pytest.mark.parametrize(("layout", "mode"), IN_BF16)
