@@ -12,7 +12,7 @@ from finetune.errors import UserError
 from finetune.recipe.schema import Optimization
 
 SHOWN_IDS = 16  # ids of examples named for each rank
-READS_NO_FLAG = ("adamw_torch", "adamw_8bit")  # optimizers that do not know found_inf
+READS_FOUND_INF = ("adamw_torch_fused", "adamw_bf16_moments")  # optimizers that skip their update by this flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def make_guard(optimizer: torch.optim.Optimizer, policy: Optimization, world: Wo
     """
     updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload
     on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
-    return DeviceGuard(optimizer, world) if on_device and policy.optim not in READS_NO_FLAG else HostGuard(world)
+    return DeviceGuard(optimizer, world) if on_device and policy.optim in READS_FOUND_INF else HostGuard(world)
 
 
 def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:
