@@ -162,10 +162,9 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     from finetune.distributed.parallelize import Values, parallelize
     from finetune.distributed.world import join
     from finetune.flops import flop_per_token_of
-    from finetune.models.activation_checkpointing import checkpoint_activations
     from finetune.models.attention import install_attention
     from finetune.models.build import build_on_meta
-    from finetune.models.compile import compile_layers
+    from finetune.models.layers import checkpoint_activations, compile_layers
     from finetune.models.load import count_parameters
     from finetune.models.lora import add_adapters, is_adapter, with_adapters
     from finetune.models.loss import install_loss

@@ -28,7 +28,7 @@ def variants(workspace: Path, compiled: bool) -> dict[str, tuple[Any, Any]]:
     from transformers import AutoModelForCausalLM
 
     from finetune.models.attention import install_attention
-    from finetune.models.compile import compile_layers
+    from finetune.models.layers import compile_layers
     from finetune.models.loss import install_loss
     from finetune.optim.optimizer import build_optimizer
     from finetune.recipe.schema import Optimization

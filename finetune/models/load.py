@@ -10,10 +10,9 @@ from torch import nn
 from finetune.constants import frozen_dtype
 from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
-from finetune.models.activation_checkpointing import checkpoint_activations
 from finetune.models.attention import install_attention
 from finetune.models.build import build_on_meta, weights_folder
-from finetune.models.compile import compile_layers, use_liger_kernels
+from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
 from finetune.models.weights import load_buffers, seeded_values, stored_values

@@ -20,7 +20,7 @@ from finetune.data.examples import Prompt
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models import attention, load
-from finetune.models.compile import compile_layers
+from finetune.models.layers import compile_layers
 from finetune.recipe.schema import Lora, Model
 from finetune.training.evaluate import answer
 from tests.conftest import make_model, make_tokenizer

@@ -15,7 +15,7 @@ from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.models import load
-from finetune.models.compile import compile_layers
+from finetune.models.layers import compile_layers
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.recipe.schema import Data, Lora, Model

@@ -14,7 +14,7 @@ from torch import library
 from finetune.errors import UserError
 from finetune.models import attention
 from finetune.models.attention import NAME, install_attention
-from finetune.models.compile import decoder_layers
+from finetune.models.layers import decoder_layers
 from tests.models.families import (
     FAMILIES,
     build,

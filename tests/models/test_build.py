@@ -10,7 +10,7 @@ import torch
 
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.models.build import build_on_meta
-from finetune.models.compile import use_liger_kernels
+from finetune.models.layers import use_liger_kernels
 from finetune.pretrained_config import check_config, load_config
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Model

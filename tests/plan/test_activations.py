@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from finetune.distributed.accelerate_config import MixedPrecision, Sharding
-from finetune.models.activation_checkpointing import checkpoint_activations
 from finetune.models.attention import install_attention
+from finetune.models.layers import checkpoint_activations
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
 from finetune.plan.activations import Computation, kept_bytes

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from finetune.errors import UserError
-from finetune.models.compile import compile_layers, decoder_layers, use_liger_kernels
+from finetune.models.layers import compile_layers, decoder_layers, use_liger_kernels
 from tests.models.families import build, documents, gradients, ours, packed, relative_error
 from tests.ranks import launch_ranks
 
@@ -60,3 +61,11 @@ def test_decoder_layers_are_those_that_transformers_does_not_split() -> None:
 def test_liger_without_a_gpu_is_refused_in_a_sentence() -> None:
     with pytest.raises(UserError, match="Liger's kernels run on CUDA only"):
         use_liger_kernels(build("llama"), torch.device("cpu"))
+
+
+def test_every_kth_layer_is_computed_again_in_backward_and_no_other(loaded: dict[str, Any]) -> None:
+    recomputed = loaded["deep"]
+    assert recomputed["None"] == [False, False, False, False]
+    assert recomputed["1"] == [True, True, True, True]
+    assert recomputed["2"] == [True, False, True, False]
+    assert recomputed["3"] == [True, False, False, True]
