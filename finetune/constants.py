@@ -16,6 +16,9 @@ ROUND_TOKENS = 64
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
 
+# Whose versions a run and its checkpoints record.
+PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 # What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the brim.

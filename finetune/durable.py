@@ -97,9 +97,16 @@ def make_folder(path: Path) -> None:
 
 
 def rename(source: Path, target: Path) -> None:
-    """Renames a folder within its parent; `target` must not exist. Atomic: there is no moment with half of it."""
+    """Renames a folder within its parent; `target` must not exist. Atomic: there is no moment with half of it.
+
+    Raises `OSError` where that fails; with "renamed, but ..." where only the disk has not confirmed the new name.
+    """
     source.rename(target)
-    sync_folder(target.parent)
+    try:
+        sync_folder(target.parent)
+    except OSError as error:
+        unconfirmed = f"renamed, but a power cut may undo that: the disk has not confirmed it ({error.strerror})"
+        raise OSError(error.errno, unconfirmed, str(target)) from error
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:

@@ -70,7 +70,7 @@ def end_process(code: int) -> NoReturn:
     """Ends this process with `code`, without the interpreter's own shutdown.
 
     A rank that failed waits for nothing there: its threads and its peers may never answer. One that is done has been
-    aborted there now and then (SIGABRT, no Python frame), while threads of gloo's still let go of their tensors.
+    aborted there now and then (SIGABRT, no Python frame), while threads of gloo were still freeing their tensors.
     """
     if code == 0:
         atexit._run_exitfuncs()  # what libraries have left to do, a tracker's upload say

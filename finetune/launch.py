@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
+from finetune.distributed.cores import count_cores
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import find_file, read_recipe
 
@@ -58,7 +59,7 @@ def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
     logging.getLogger("torch.distributed").setLevel(logging.CRITICAL)
     logging.getLogger("accelerate").setLevel(logging.ERROR)
 
-    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, _count_cores() // ranks))
+    threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // ranks))
     given = ["--num_processes", str(ranks), "--num_cpu_threads_per_process", threads, "--main_process_port", "0"]
     given += ["--config_file", str(config)] if config else []
     try:
@@ -84,11 +85,6 @@ def _describe_end(code: int) -> str:
         return f"with exit code {code}"
     often = " (often because the machine ran out of memory)" if -code == signal.SIGKILL else ""
     return f"by {signal.Signals(-code).name}{often}"
-
-
-def _count_cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @contextmanager

@@ -3,7 +3,7 @@
     runs/<run_name>/checkpoints/
       step-00000100/        manifest.json (written last), model/, optimizer/, state.json
       .staging-00000200/    being written; never read
-      .replaced-00000100/   a list_checkpoints step that is about to be replaced by a newer one of the same number
+      .replaced-00000100/   a published step that is about to be replaced by a newer one of the same number
       .pruned-00000050/     about to be removed
       damaged-00000150/     did not verify when the run resumed below it; kept for a person to look at
 
@@ -16,13 +16,15 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
+
 from finetune import durable
 from finetune.checkpoint.manifest import NAME, PARTS, find_problems
-from finetune.constants import EXPORT_SPARE_BYTES, ITEMSIZE
+from finetune.constants import EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.hub import find_local_folder
 from finetune.recipe.schema import Recipe
-from finetune.safetensors_io.tensors import main_dtype, read_folder
+from finetune.safetensors_io.dtypes import choose_dtype
 from finetune.units import counted, disk_size
 
 _REPLACED = re.compile(r"\.replaced-([0-9]{8,})")
@@ -34,7 +36,7 @@ def checkpoints_folder(run_folder: Path) -> Path:
 
 
 def step_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` stands once it is list_checkpoints.
+    """Where the checkpoint of `step` is once it is published.
 
     >>> step_folder(Path("runs/math"), 100).as_posix()
     'runs/math/checkpoints/step-00000100'
@@ -83,7 +85,7 @@ def find_newest_valid(
 
 
 def staging_folder(run_folder: Path, step: int) -> Path:
-    """Where the checkpoint of `step` is written, on the filesystem where it will be list_checkpoints."""
+    """Where the checkpoint of `step` is written, on the filesystem where it will be published."""
     return checkpoints_folder(run_folder) / f".staging-{step:08d}"
 
 
@@ -113,7 +115,7 @@ def prune(
 ) -> list[str]:
     """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
 
-    `newest` has just been list_checkpoints, so it is known to be sound and is always one of those that are kept. Later ones and
+    `newest` has just been published, so it is known to be sound and is always one of those that are kept. Later ones and
     folders that do not look whole are neither counted nor removed; checkpoints whose step divides by `keep_every_steps`,
     and that of `best_step`, are kept beside the others. Returns a sentence for each that could not be removed.
     """
@@ -179,7 +181,7 @@ def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_b
     saves = math.ceil(steps / keys.save_steps) if keys.save_steps else 1
     kept = saves if keys.save_total_limit is None else min(saves, keys.save_total_limit + 1)
     new = max(1, kept - len(list_checkpoints(run_folder)))
-    export = parameters * ITEMSIZE[_export_dtype(recipe)] if keys.export_at_end else 0
+    export = parameters * _export_dtype(recipe).itemsize if keys.export_at_end else 0
     spare = EXPORT_SPARE_BYTES if export else 0
     needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
     if needed > free:
@@ -190,12 +192,8 @@ def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_b
         )
 
 
-def _export_dtype(recipe: Recipe) -> str:
-    """The dtype of the exported weights: the recipe's `export_dtype`, else that of the base model's files."""
-    if recipe.checkpoint.export_dtype is not None:
-        return recipe.checkpoint.export_dtype
+def _export_dtype(recipe: Recipe) -> torch.dtype:
+    """The dtype in which `finetune export` will write the weights."""
     name = recipe.model.model_name_or_path
     base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
-    dtype = main_dtype(read_folder(base).values()) if base is not None else None
-    name = str(dtype).removeprefix("torch.") if dtype is not None else recipe.model.dtype
-    return name if name in ITEMSIZE else "bfloat16"
+    return choose_dtype(recipe.checkpoint.export_dtype, base, getattr(torch, recipe.model.dtype))

@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from finetune import durable
 from finetune.checkpoint.manifest import MODEL, OPTIMIZER, STATE, Manifest, complete, hash_recipe
-from finetune.checkpoint.retention import make_staging, prune, publish, refuse_small_disk, staging_folder
+from finetune.checkpoint.retention import make_staging, prune, publish, refuse_small_disk, staging_folder, step_folder
 from finetune.checkpoint.shards import (
     TensorShard,
     count_parameters,
@@ -31,7 +30,7 @@ from finetune.checkpoint.shards import (
     select_tensors,
 )
 from finetune.checkpoint.snapshot import copy_to_host, record_event
-from finetune.constants import GENERATION_FILE, global_batch_size
+from finetune.constants import GENERATION_FILE, PACKAGES, global_batch_size
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
@@ -40,8 +39,6 @@ from finetune.hub import find_local_folder
 from finetune.progress import Progress
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
-
-PACKAGES = ("torch", "transformers", "accelerate", "peft", "safetensors")
 
 
 class Saver:
@@ -66,8 +63,7 @@ class Saver:
         self.world, self.recipe, self.inputs = world, recipe, inputs or {}
         wanted = recipe.checkpoint.async_save
         self.is_async = world.device.type == "cuda" if wanted is None else wanted
-        timeout = timedelta(seconds=recipe.run.timeout_seconds)
-        group = dist.new_group(backend="gloo", timeout=timeout) if dist.is_initialized() else None
+        group = dist.new_group(backend="gloo", timeout=world.collective_timeout) if dist.is_initialized() else None
         self._ranks = RankGroup(world, group)
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
         self._host_copies: dict[str, torch.Tensor] = {}  # overwritten by every async save
@@ -163,13 +159,24 @@ class Saver:
         try:
             self._stage(progress, shards, is_published=True)
         except UserError as error:
-            raise UserError(
-                f"the checkpoint of step {progress.step} was not written, and nothing published: {error}"
-            ) from error
+            published = step_folder(self.run_folder, progress.step)
+            found = f"{published} exists" if published.exists() else "nothing was published"
+            raise UserError(f"the save of step {progress.step} failed, and {found}: {error}") from error
 
     def _stage(self, progress: Progress, shards: list[TensorShard], is_published: bool) -> int:
         """Stages, verifies and publishes (or removes) a checkpoint; returns its size in bytes."""
-        ranks, staging = self._ranks, staging_folder(self.run_folder, progress.step)
+        staging = staging_folder(self.run_folder, progress.step)
+        try:
+            return self._fill_and_publish(staging, progress, shards, is_published)
+        except Exception:
+            if self.world.is_main:  # it is not published any more, and would keep a full disk full
+                durable.remove_tree(staging, ignore_errors=True)
+            raise
+
+    def _fill_and_publish(
+        self, staging: Path, progress: Progress, shards: list[TensorShard], is_published: bool
+    ) -> int:
+        ranks = self._ranks
         ranks.main(lambda: make_staging(staging))
         receipts = ranks.all(lambda: write_shards(staging, shards, self.world))
 

@@ -58,7 +58,7 @@ def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
     if sharding == "none" and ("fsdp_version" in theirs or _above_one(theirs.get("dp_shard_size"))):
         sharding = "full"
     if tool == "TRL" and sharding == "none":
-        sharding = "full"  # stands in the Accelerate file of the launch, whose place is the same here
+        sharding = "full"  # set in the Accelerate file of the launch, whose place is the same here
     if _above_one(theirs.get("dp_replicate_size")) and sharding != "none":
         sharding = "hybrid"
     inner = _plain(read_section(theirs, "fsdp_config"))

@@ -16,7 +16,7 @@ REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers 
 
 @dataclass(frozen=True, slots=True)
 class RenderedText:
-    """A document as the tokenizer reads it. Source: `render`."""
+    """A document as the tokenizer reads it. Returned by `render`."""
 
     text: str
     spans: tuple[Span, ...]  # what is trained on

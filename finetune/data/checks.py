@@ -12,7 +12,7 @@ MAX_SHOWN_ROWS = 3  # named with a finding
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something found in the data. Source: `Tally.list_findings`."""
+    """Something found in the data. Returned by `Tally.list_findings`."""
 
     name: str  # in CHECKS
     severity: Severity

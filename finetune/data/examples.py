@@ -26,7 +26,7 @@ class Example:
 
 @dataclass(frozen=True, slots=True)
 class Examples:
-    """Examples of several stores. An example's id is its index here. Source: `cut`, `join`, `take`."""
+    """Examples of several stores. An example's id is its index here. Returned by `cut`, `join`, `take`."""
 
     stores: tuple[TokenStore, ...]
     store: NDArray[np.int32]  # [examples]: index into `stores`

@@ -25,7 +25,7 @@ KNOWN_FORMATS = (
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders. Source: messages, sharegpt and alpaca rows, and conversational prompts."""
+    """Messages that a chat template renders. Read from messages, sharegpt and alpaca rows, and conversational prompts."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
@@ -52,7 +52,7 @@ Document = Conversation | Completion | Text
 
 @dataclass(frozen=True, slots=True)
 class ParsedRow:
-    """What a row holds. Source: `parse_row`."""
+    """What a row holds. Returned by `parse_row`."""
 
     document: Document
     format: str  # messages, sharegpt, alpaca, prompt_completion or text

@@ -29,7 +29,7 @@ Span = tuple[int, int]  # [start, end) in characters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Renderer:
-    """What rendering needs to know about a tokenizer and its chat template. Source: `make_renderer`."""
+    """What rendering needs to know about a tokenizer and its chat template. Returned by `make_renderer`."""
 
     template: str
     compiled: jinja2.Template  # the same, by transformers' sandboxed environment

@@ -62,7 +62,7 @@ def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> in
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """What a template writes around the messages of a conversation with given roles. Source: `_probe_layout`."""
+    """What a template writes around the messages of a conversation with given roles. Returned by `_probe_layout`."""
 
     between: tuple[str, ...]  # [messages + 1]: text before, between and after the contents
     trims: tuple[bool, ...]  # [messages]: whether the template removes white space around the content
@@ -176,7 +176,7 @@ def _find_start_of_turn(text: str, before: list[Message], tools: Tools, renderer
     prompted = apply_template(renderer, before, tools, add_generation_prompt=True)
     if text.startswith(prompted):
         return len(prompted)
-    # The prompt may differ from the turn as it stands in the text (with <think>, say): the turn starts where they differ.
+    # The prompt may differ from the turn as it is in the text (with <think>, say): the turn starts where they differ.
     bare = apply_template(renderer, before, tools)
     shared = next((i for i, (a, b) in enumerate(zip(text, prompted, strict=False)) if a != b), len(text))
     return shared if text.startswith(bare) and shared > len(bare) else None

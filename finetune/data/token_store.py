@@ -33,7 +33,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class TokenStore:
-    """The documents of one source. Source: `open_store`."""
+    """The documents of one source. Returned by `open_store`."""
 
     input_ids: NDArray[np.int32]  # [tokens], memory-mapped
     labels: NDArray[np.int32]  # [tokens], memory-mapped

@@ -49,7 +49,7 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """What encoding a piece of a text needs to know about a tokenizer. Source: `make_encoder`."""
+    """What encoding a piece of a text needs to know about a tokenizer. Returned by `make_encoder`."""
 
     backend: Any  # tokenizers.Tokenizer
     bos_ids: list[int]  # what it writes before plain text

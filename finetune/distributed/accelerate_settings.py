@@ -48,7 +48,7 @@ DEEPSPEED = (
     "DeepSpeed is not supported; FSDP shards the same: accelerate_configs/fsdp_full_shard_auto.yaml for ZeRO stage 3, "
     "fsdp_shard_grad_op.yaml for stages 1 and 2"
 )
-# Sections of other libraries. Accelerate writes them empty too; only what stands in one asks for something.
+# Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
 OTHER_SECTIONS = {
     "deepspeed_config": DEEPSPEED,
     "megatron_lm_config": "Megatron-LM is not supported; use an FSDP config",

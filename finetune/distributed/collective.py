@@ -67,6 +67,7 @@ def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         place = Path(error.filename or ".")
         is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and place.parent.is_dir()
-        left = f" ({disk_size(shutil.disk_usage(place.parent).free)} free there)" if is_full else ""
+        free = disk_size(shutil.disk_usage(place.parent).free) if is_full else ""
+        left = f" ({free} free there); make room, or set output_dir to a larger disk" if is_full else ""
         return f"{error.filename or 'the disk'}: {error.strerror}{left}"
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"

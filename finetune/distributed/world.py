@@ -15,6 +15,7 @@ import torch.distributed as dist
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
+from finetune.distributed.cores import count_cores
 from finetune.distributed.peers import this_process, watch_peers
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
 
@@ -168,8 +169,7 @@ def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
     alone = "LOCAL_RANK" not in os.environ and "ACCELERATE_MIXED_PRECISION" in os.environ
     has_work = alone if device.type == "cpu" else sharding.cpu_offload
     if has_work and os.environ.get("OMP_NUM_THREADS") == "1" and not _launcher_has_threads():
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        torch.set_num_threads(max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
+        torch.set_num_threads(max(1, count_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 
 
 def _launcher_has_threads() -> bool:

@@ -30,7 +30,7 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False) -> bool:
             _fill(own)
             with torch.no_grad():
                 truth = own(input_ids=prompts(smaller.vocab_size), use_cache=False).logits.float()
-        except Exception:  # the family allows no such twin; the export itself is verified all the same
+        except Exception:  # the family allows no such twin; the export itself is still verified
             return False
         values = own.state_dict()
         try:

@@ -33,7 +33,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class ReloadProcess:
-    """The running process. Source: `start_reload`."""
+    """The running process. Returned by `start_reload`."""
 
     process: "subprocess.Popen[str]"
     file: Path  # of its logits

@@ -46,7 +46,7 @@ class Adapter:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Something that can be exported. Source: `open_source`."""
+    """Something that can be exported. Returned by `open_source`."""
 
     path: Path  # as errors name it
     description: Path  # the folder with config.json, tokenizer and chat template
@@ -156,7 +156,7 @@ def _check_base_is_the_trained_one(source: Source, given: str | None, log: Calla
     problem = f"{source.base}: not the weights that the adapter of {source.path} was trained on"
     if given is None:
         raise UserError(f"{problem}; restore them, or name a folder with --base-model")
-    log(f"{problem}; merged with them all the same, since --base-model names them")
+    log(f"{problem}; merged with them, since --base-model names them")
 
 
 def _open_adapter(path: Path, base_model: str | None) -> Source:

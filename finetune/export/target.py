@@ -18,7 +18,7 @@ LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """The tensors of a causal language model, each under the one name that its files use. Source: `describe_target`."""
+    """The tensors of a causal language model, each under the one name that its files use. Returned by `describe_target`."""
 
     config_json: dict[str, Any]  # the file's content
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
@@ -69,13 +69,6 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
         tied=tied,
         float32=_find_float32(model, state),
     )
-
-
-def config_dtype(config_json: Mapping[str, Any]) -> torch.dtype | None:
-    """The dtype that a config.json states for its weights (`torch_dtype` before transformers 4.56), if any."""
-    name = config_json.get("dtype") or config_json.get("torch_dtype")
-    dtype = getattr(torch, name.removeprefix("torch."), None) if isinstance(name, str) else None
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _check_code_is_trusted(config_json: Mapping[str, Any], path: Path, trust_remote_code: bool) -> None:

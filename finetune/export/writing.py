@@ -8,17 +8,17 @@ from pathlib import Path
 import torch
 import xxhash
 
-from finetune.constants import CONFIG_FILE
 from finetune.durable import write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import Value, cast_rows, match_tensors, prefetch, raw_bytes, row_blocks, stored_value
-from finetune.export.options import DTYPES, ExportOptions
+from finetune.export.options import ExportOptions
 from finetune.export.publish import ADAPTER
 from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
-from finetune.export.target import TargetModel, config_dtype, read_config
+from finetune.export.target import TargetModel
+from finetune.safetensors_io.dtypes import choose_dtype, config_dtype
 from finetune.safetensors_io.header import header_bytes
-from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, main_dtype, read_folder
+from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, main_dtype
 from finetune.terminal import progress_bar
 from finetune.units import read_size
 
@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """What will be written. Source: `plan_weights`."""
+    """What will be written. Returned by `plan_weights`."""
 
     model: tuple[Shard, ...]  # empty where the adapter alone is exported
     adapter: Shard | None
@@ -61,7 +61,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class WrittenWeights:
-    """Weights on disk. Source: `write_weights`."""
+    """Weights on disk. Returned by `write_weights`."""
 
     shards: tuple[Shard, ...]
     digests: Mapping[str, bytes]  # xxh3_128 of each tensor's bytes, taken from memory on their way to the file
@@ -74,7 +74,8 @@ def plan_weights(source: Source, target: TargetModel, options: ExportOptions) ->
     """
     if source.adapter is None and not options.model:
         raise UserError(f"{source.path}: holds no adapter; omit --adapter-only")
-    where, dtype = str(source.path), _choose_dtype(source, target, options.dtype)
+    where, given = str(source.path), options.dtype or source.recipe.get("export_dtype")
+    dtype = choose_dtype(given, source.base, config_dtype(target.config_json), main_dtype(source.tensors.values()))
     adapter = None
     if source.adapter is not None and options.adapter:
         adapter = _plan_adapter(source.adapter, target, where, options)
@@ -105,30 +106,6 @@ def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: Ex
     )
     folder = f"{ADAPTER}/" if options.model else ""
     return Shard(folder + ADAPTER_WEIGHTS, tuple(sorted(values, key=lambda value: value.name)))
-
-
-def _choose_dtype(source: Source, target: TargetModel, given: str | None) -> torch.dtype:
-    """The dtype of the result: the command's, the recipe's, the base's, the config's, or the stored one."""
-    name = given or source.recipe.get("export_dtype")
-    if name is not None:
-        return getattr(torch, str(name))  # type: ignore[no-any-return]
-    found = (
-        _base_dtype(source.base)
-        or config_dtype(target.config_json)
-        or main_dtype(source.tensors.values())
-        or torch.float32
-    )
-    return found if str(found).removeprefix("torch.") in DTYPES else torch.bfloat16
-
-
-def _base_dtype(base: Path | None) -> torch.dtype | None:
-    """The dtype of most of the base's weights; by its config where they are not on this machine."""
-    if base is None:
-        return None
-    try:
-        return main_dtype(read_folder(base).values())
-    except UserError:
-        return config_dtype(read_config(base)) if (base / CONFIG_FILE).exists() else None
 
 
 def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[Shard, ...]:

@@ -30,7 +30,7 @@ class TensorShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """The sizes of a Llama-style model. Source: `read_architecture`."""
+    """The sizes of a Llama-style model. Returned by `read_architecture`."""
 
     model_type: str
     hidden: int

@@ -20,7 +20,7 @@ INTRODUCTION = """\
 <!-- Made from finetune/recipe/schema.py by `python -m finetune.recipe.docs`; change it there. -->
 
 A recipe says what to train: a flat YAML file in the vocabulary of TRL and Transformers. How it is spread over GPUs (sharding,
-bf16, activation checkpointing) stands in an Accelerate file and nowhere else.
+bf16, activation checkpointing) belongs in an Accelerate file and nowhere else.
 
 ```yaml
 model_name_or_path: meta-llama/Llama-3.2-1B-Instruct

@@ -48,10 +48,10 @@ def _layout(note: str, *theirs: str) -> tuple[Counterpart, ...]:
     return tuple(Counterpart(key, "accelerate_config", note, "elsewhere") for key in theirs)
 
 
-PRECISION = "mixed_precision stands in the Accelerate file"
+PRECISION = "mixed_precision belongs in the Accelerate file"
 HALF = "the shipped Accelerate files compute in bf16; mixed_precision: fp16 there is what you had"
-CHECKPOINTING = "fsdp_activation_checkpointing stands in the Accelerate file"
-SHARDING = "sharding stands in the Accelerate file"
+CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
+SHARDING = "sharding belongs in the Accelerate file"
 FOUND = "found from the model itself; leave it out"
 ALWAYS = "always so here; leave it out"
 QUANTIZED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA is bf16 here"
@@ -76,8 +76,8 @@ TRL = (
     Counterpart("dataset_test_split", "eval_datasets", "an entry of eval_datasets with this split", "elsewhere"),
     Counterpart("dataset_text_field", "datasets", "text_column of an entry of datasets", "elsewhere"),
     Counterpart("dataset_streaming", "streaming"),
-    Counterpart("torch_dtype", "dtype", "of the parameters; the compute dtype stands in the Accelerate file", "dtype"),
-    Counterpart("dtype", "dtype", "of the parameters; the compute dtype stands in the Accelerate file", "dtype"),
+    Counterpart("torch_dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
+    Counterpart("dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
     Counterpart("max_seq_length", "max_length", "TRL's older name"),
     Counterpart("chat_template_path", "chat_template", TEMPLATE),
     Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),

@@ -234,7 +234,7 @@ def _unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     if top_level and (key in ACCELERATE_KEYS or key.startswith("fsdp_")):
         return (
             key,
-            f"{key}: Accelerate's key; it stands in the Accelerate file that accelerate_config or --config names",
+            f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",
         )
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
     if close:

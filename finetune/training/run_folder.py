@@ -14,6 +14,7 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
+from finetune.constants import PACKAGES
 from finetune.distributed.accelerate_config import to_accelerate_config
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
@@ -26,7 +27,6 @@ from finetune.recipe.schema import Recipe
 from finetune.trackers import refuse_missing
 
 METRICS = "metrics.jsonl"
-PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
 
 def run_folder(recipe: Recipe) -> Path:
@@ -72,10 +72,9 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     """
     try:
         write_recipe(recipe, folder / "recipe.yaml")
-        (folder / "accelerate.yaml").write_text(
-            yaml.safe_dump(to_accelerate_config(world.sharding, world.size), sort_keys=False)
-        )
-        (folder / "environment.json").write_text(json.dumps(environment(world), indent=2) + "\n")
+        accelerate_config = to_accelerate_config(world.sharding, world.size)
+        replace_file(folder / "accelerate.yaml", yaml.safe_dump(accelerate_config, sort_keys=False))
+        replace_file(folder / "environment.json", json.dumps(environment(world), indent=2) + "\n")
     except OSError as error:
         raise _unwritable(folder, error) from None
 

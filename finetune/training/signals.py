@@ -44,8 +44,8 @@ class SignalListener:
         self._handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "SignalListener":
-        # Python runs a handler only between two of its own instructions, and a rank that hangs in a collective comes to
-        # none. The number of the signal is written to this pipe all the same, and a thread reads it.
+        # Python runs a handler only between two of its own instructions, and a rank that hangs in a collective runs
+        # none. But the number of the signal is still written to this pipe, and a thread reads it.
         self._read, self._write = socket.socketpair()
         self._write.setblocking(False)
         self._wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)

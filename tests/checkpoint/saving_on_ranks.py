@@ -128,14 +128,39 @@ def a_disk_that_fails_at_any_file_publishes_nothing_on_any_rank(run: Run) -> Non
                         saver.finish()
                     except UserError as error:
                         assert os.strerror(number) in str(error) and name.name in str(error), error
-                        assert "step 2 was not written, and nothing published" in str(error), error
+                        assert "the save of step 2 failed, and nothing was published" in str(error), error
                     else:
                         raise AssertionError(f"{call} of {name} failed, and nobody said so")
                 assert run.steps() == [1]
+                assert not retention.staging_folder(run.folder, 2).exists()
                 assert manifest.find_problems(sound) == []
     run.saver().save(Progress(step=2))  # the disk is well again
     assert run.steps() == [1, 2]
     assert retention.find_newest_valid(run.folder) == retention.step_folder(run.folder, 2)
+
+
+@scenario
+def a_checkpoint_whose_name_the_disk_has_not_confirmed_is_reported_as_there(run: Run) -> None:
+    published = retention.step_folder(run.folder, 1)
+    real = durable.sync_folder
+
+    def fail(path: Path) -> None:
+        if path == published.parent and published.exists():
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        real(path)
+
+    run.train(0)
+    saver = run.saver(async_save="false")
+    durable.sync_folder = fail
+    try:
+        saver.save(Progress(step=1))
+    except UserError as error:
+        assert f"the save of step 1 failed, and {published} exists: {published}: renamed, but" in str(error), error
+    else:
+        raise AssertionError("the disk has not confirmed the name, and nobody said so")
+    finally:
+        durable.sync_folder = real
+    assert manifest.find_problems(published) == []
 
 
 @scenario

@@ -48,7 +48,10 @@ def test_a_second_run_in_one_folder_is_refused(tmp_path: Path, tiny_recipe: Call
 @pytest.mark.parametrize(
     ("mount", "said"),
     [
-        ("size=1m", r"\.safetensors: No space left on device \(.* free there\)"),
+        (
+            "size=1m",
+            r"\.safetensors: No space left on device \(.* free there\); make room, or set output_dir to a larger disk",
+        ),
         (
             "size=60m",  # enough for what is written, not for what the export wants to be free beside it
             r"the run will write 3 checkpoints of 1\.32 MB and an export of 215 kB \(with 67\.1 MB to spare\), but 62\.\d MB are free here",
@@ -67,7 +70,8 @@ def test_a_run_that_could_not_save_does_not_start(
     disk.mkdir()
     base = make_model(tmp_path / "base", dtype="bfloat16")  # trained in fp32, exported as the base's files are
     recipe = tiny_recipe(output_dir=str(disk / "run"), save_steps=1, model_name_or_path=str(base))
-    script = f"mount -t tmpfs -o {mount} tmpfs {disk} && exec {sys.executable} {RUN} --recipe {recipe}"
+    script = f"mount -t tmpfs -o {mount} tmpfs {disk} && {sys.executable} {RUN} --recipe {recipe}; code=$?"
+    script += f"; find {disk} -name '.staging-*'; exit $code"
     done = subprocess.run(
         ["unshare", "-rm", "sh", "-c", script], env=environment(), capture_output=True, text=True, timeout=120
     )
@@ -75,3 +79,4 @@ def test_a_run_that_could_not_save_does_not_start(
     assert re.search(said, done.stderr), done.stderr[-3000:]
     assert "Traceback" not in done.stderr
     assert "step 1/" not in done.stdout, "it was said before the first step"
+    assert ".staging-" not in done.stdout, "what was written before the disk was full is removed"

@@ -101,7 +101,7 @@ MISTAKES = {
     "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
     "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
     "mixed_precision: bf16": [
-        "F:4: mixed_precision: Accelerate's key; it stands in the Accelerate file that accelerate_config or --config names"
+        "F:4: mixed_precision: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names"
     ],
     "seed: 1\nseed: 2": ["F:5: seed: given twice, first at line 4; keep one"],
     'max_steps: "8"': ['F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'],
