@@ -1,4 +1,4 @@
-"""docs/compatibility.md: how many published recipes of other tools run here with their meaning, and what the others need.
+"""docs/compatibility.md: how many published recipes of other tools run here, which of them without a difference, and what the rest need.
 
     python benchmarks/compatibility.py FOLDER > docs/compatibility.md
 
@@ -21,20 +21,30 @@ INTRODUCTION = """\
 
 <!-- Made by `python benchmarks/compatibility.py FOLDER`; change it there. -->
 
-Will my recipe run? `finetune convert` was given configuration files that other tools publish as examples. A file **converts**
-where the recipe trains the same: rate, schedule, warm-up, batch, clipping, decay, epochs, packing, length, what is trained on,
-LoRA's scale, precision, layout. It **lacks a capability** where that needs something not supported here: it is then refused by
-name, or converted with the difference listed. What is **no training recipe** (a launcher's file, generation, evaluation,
-merging, a benchmark) is not counted further. How often a run saves and evaluates, and where it logs, is not part of the meaning.
+Will my recipe run? `finetune convert` was given configuration files that other tools publish as examples. Each file
+is counted once:
+
+- **Converted, no difference**: nothing is listed under "Different here" in the recipe. Learning rate, schedule, warm-up, batch,
+  clipping, decay, epochs, packing, length, trained tokens, LoRA's scale, precision and layout are the same. Remarks under "Worth a look" (for example that the tool also caps the warm-up, which
+  matters in long runs only) do not count.
+- **Converted, with differences listed**: everything it needs is supported, but something works differently, and the recipe lists
+  it: for example Alpaca rows are rendered by the chat template instead of the `### Instruction:` prompt, or a run saves by steps
+  instead of by epochs.
+- **Needs a missing capability**: refused by name, or converted with that difference listed.
+- **Not a training recipe**: a launcher's file, generation, evaluation, merging, a benchmark.
 """
+
+
+COLUMNS = ("files", "converted", "different", "lacking", "not_training")
 
 
 @dataclass(slots=True)
 class Count:
-    """What became of one tool's files."""
+    """One tool's files, by outcome."""
 
     files: int = 0
     converted: int = 0
+    different: int = 0
     lacking: int = 0
     not_training: int = 0
     unread: list[str] = field(default_factory=list)
@@ -44,6 +54,7 @@ def main(folder: Path) -> str:
     """The page. Raises `NotADirectoryError` where `folder` is none."""
     tools: dict[str, Count] = {}
     capabilities: Counter[str] = Counter()
+    differences: Counter[str] = Counter()
     other: Counter[str] = Counter()
     for path in sorted(path for path in folder.glob("*/*") if path.suffix in (".yaml", ".yml")):
         if path.parent.name == "accelerate_files":
@@ -52,11 +63,11 @@ def main(folder: Path) -> str:
         count.files += 1
         try:
             found = convert_file(path)
-            lacks = found.lacks
+            missing, differences_here = found.missing_capabilities, found.differences
             wrong = [p for p in read_back(found.recipe) if not p.endswith(MISSING_FILE)]
             count.unread += [f"{path.name}: {problem}" for problem in wrong]
         except Refusal as refusal:
-            lacks = [refusal.cause]
+            missing, differences_here = [refusal.cause], []
             if not refusal.is_training:
                 count.not_training += 1
                 other[refusal.cause] += 1
@@ -64,26 +75,38 @@ def main(folder: Path) -> str:
         except UserError as error:
             count.unread.append(str(error).splitlines()[0].replace(f"{folder}/", ""))
             continue
-        capabilities.update(lacks)
-        count.lacking += bool(lacks)
-        count.converted += not lacks
-    return page(tools, capabilities, other)
+        capabilities.update(missing)
+        count.lacking += bool(missing)
+        count.different += bool(differences_here) and not missing
+        count.converted += not differences_here and not missing
+        if not missing:
+            differences.update({line.partition("   (")[2].removesuffix(")") or line for line in differences_here})
+    return page(tools, capabilities, differences, other)
 
 
-def page(tools: dict[str, Count], capabilities: Counter[str], other: Counter[str]) -> str:
+def page(tools: dict[str, Count], capabilities: Counter[str], differences: Counter[str], other: Counter[str]) -> str:
     lines = [
         INTRODUCTION,
-        "| Tool | Files | Convert with their meaning | Lack a capability | No training recipe | Not read |",
+        "| Tool | Files | Converted, no difference | Converted, with differences listed | Need a missing capability "
+        "| Not a training recipe | Not read |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
     for name, count in tools.items():
-        numbers = (count.files, count.converted, count.lacking, count.not_training, len(count.unread))
-        lines.append(f"| {name} | {' | '.join(map(str, numbers))} |")
-    total = [sum(getattr(c, key) for c in tools.values()) for key in ("files", "converted", "lacking", "not_training")]
+        numbers = (getattr(count, key) for key in COLUMNS)
+        lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {len(count.unread)} |")
+    total = [sum(getattr(c, key) for c in tools.values()) for key in COLUMNS]
     lines.append(f"| all | {' | '.join(map(str, total))} | {sum(len(count.unread) for count in tools.values())} |")
     lines += [
         "",
-        "## What the others need",
+        "## Differences of the converted files",
+        "",
+        "A file may have several.",
+        "",
+        "| Difference | Files |",
+        "| --- | --- |",
+        *(f"| {name} | {number} |" for name, number in sorted(differences.items(), key=lambda c: (-c[1], c[0]))),
+        "",
+        "## Missing capabilities",
         "",
         "A file may need several.",
         "",
@@ -91,7 +114,7 @@ def page(tools: dict[str, Count], capabilities: Counter[str], other: Counter[str
         "| --- | --- |",
     ]
     lines += [f"| {name} | {number} |" for name, number in sorted(capabilities.items(), key=lambda c: (-c[1], c[0]))]
-    lines += ["", "## No training recipes", "", "| Kind | Files |", "| --- | --- |"]
+    lines += ["", "## Not training recipes", "", "| Kind | Files |", "| --- | --- |"]
     lines += [f"| {name} | {number} |" for name, number in sorted(other.items(), key=lambda c: (-c[1], c[0]))]
     unread = [line for count in tools.values() for line in count.unread]
     if unread:

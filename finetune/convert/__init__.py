@@ -1,6 +1,6 @@
-"""Our recipe from TRL's, Axolotl's, LLaMA-Factory's, torchtune's or NeMo Automodel's file, with the same meaning.
+"""Converts a file of TRL, Axolotl, LLaMA-Factory, torchtune or NeMo Automodel into our recipe and lists what differs.
 
-Nothing is dropped silently: what differs is listed in the recipe, and a file of another method is refused by name.
+Nothing is dropped silently: differences are listed in the recipe, and a file of another method is refused by name.
 """
 
 from finetune.convert.cli import convert_command

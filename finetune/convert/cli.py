@@ -17,7 +17,7 @@ from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 from finetune.recipe.reader import COMMAND_LINE, read_recipe
 from finetune.recipe.schema import DatasetSource
 
-MISSING_FILE = "no such file or folder, here or beside the recipe"
+MISSING_FILE = "no such file or folder, here or in the recipe's folder"
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
@@ -61,7 +61,7 @@ def _write(path: Path, text: str, overwrite: bool) -> None:
 
 
 def is_ours(theirs: Mapping[str, Any], source: Path) -> bool:
-    """Whether the file is a recipe of ours: all its keys are, and one that no other tool has is among them, or it reads as such."""
+    """Whether all keys are ours and either one of them is known to no other tool or the whole file reads as a recipe."""
     mixtures = [theirs.get(key) for key in NESTED if key in theirs]
     entries = [entry for mixture in mixtures if isinstance(mixture, list) for entry in mixture]
     named = {key for entry in entries if isinstance(entry, dict) for key in entry}
@@ -78,8 +78,8 @@ def as_text(source: Path, found: Conversion) -> str:
     for title, lines in (("Different here", found.differences), ("Worth a look", found.remarks)):
         if lines:
             text += f"\n# {title}:\n" + "".join(f"#   {' '.join(line.splitlines())}\n" for line in lines)
-    if found.unneeded:
-        text += f"\n# Without effect here: {', '.join(dict.fromkeys(found.unneeded))}\n"
+    if found.ignored:
+        text += f"\n# Without effect here: {', '.join(dict.fromkeys(found.ignored))}\n"
     return text
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert.dataset_keys import (
+    ALPACA_PROMPT,
     BUILDERS,
     Sources,
     TheirEntry,
@@ -34,16 +35,18 @@ def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversi
         if not isinstance(value, dict):
             return read_each("torchtune", list_entries(value, key, source), read, found)
         entry = TheirEntry.of(key, value)
-        if key == "dataset":  # these two are of the whole recipe, and carried over as such
+        if key == "dataset":  # these two become keys of the whole recipe
             entry.take("packed")
             entry.take("train_on_input")
         return read_each("torchtune", [entry], read, found)
 
     def read(entry: TheirEntry) -> Sources:
-        component = str(entry.left.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
-        given = entry.left.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
-        if component in TRAINED_PROMPTS and given is None:
-            found.recipe["assistant_only_loss"] = False  # the default of these two
+        component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
+        given = entry.unread.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
+        if component in TRAINED_PROMPTS:
+            found.add_difference(f"{entry.where}._component_", component, ALPACA_PROMPT)
+            if given is None:
+                found.recipe["assistant_only_loss"] = False  # the default of these two
         if component in TORCHTUNE_FORMATS:
             entry.take("_component_")
         keys = _torchtune_columns(entry, component)
@@ -62,7 +65,7 @@ def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
         "text_column": entry.take("column"),
         "messages_column": entry.take("conversation_column"),
     }
-    columns = {key: value for key, value in entry.left.items() if key.startswith("column_map.")}
+    columns = {key: value for key, value in entry.unread.items() if key.startswith("column_map.")}
     is_usual = all(key == f"column_map.{value}" for key, value in columns.items())
     if component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
         prompt = "input" if component == "instruct" else "instruction"
@@ -98,12 +101,12 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
         keys = {"name": entry.take("name"), "split": None if str(path).endswith((".json", ".jsonl")) else split}
         limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
         question, answer = entry.take("column_mapping.question"), entry.take("column_mapping.answer")
-        if question and answer and not entry.left.get("column_mapping.context"):
+        if question and answer and not entry.unread.get("column_mapping.context"):
             keys |= {"type": "messages", "prompt_column": question, "completion_column": answer}
             if entry.take("answer_only_loss_mask") is False:
                 found.recipe["assistant_only_loss"] = False
         elif kind != "ChatDataset":
-            found.differ(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
+            found.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
         template = entry.take("chat_template")
         if template:
             found.recipe["chat_template"] = template

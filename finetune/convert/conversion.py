@@ -15,17 +15,13 @@ from finetune.convert.tool_keys import DEFAULTS, LORA_DEFAULTS, TOOL_NAMES, TOOL
 from finetune.convert.tool_rules import Conversion, adapt_tool, shorten
 from finetune.convert.value_rules import LEAVE, convert_number, convert_value
 from finetune.errors import UserError
-from finetune.recipe.hints import QUANTIZED, Counterpart
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
+from finetune.recipe.other_tools import QUANTIZED, Counterpart
 from finetune.recipe.schema import Lora
 from finetune.recipe.yaml_file import read_entries
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
-MOST_REFERENCES = 10  # one that names another, and so on; a circle ends here
-ALPACA_PROMPT = (
-    "type: alpaca is rendered by the model's chat template, without Alpaca's '### Instruction:' text; a base model that has no "
-    "template needs chat_template"
-)
+MOST_REFERENCES = 10  # references to references; a cycle ends here
 STRATEGIES = ("save_strategy", "eval_strategy", "evaluation_strategy")  # only those by epoch differ
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 
@@ -33,7 +29,7 @@ KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
     """The tool that a file was written for, its mapping with `${name}` references resolved, and its text.
 
-    Raises `UserError` where it is no such file.
+    Raises `UserError` where the file cannot be read, a `Refusal` where it is no training file of a known tool.
     """
     _, problems = read_entries(source, is_foreign=True)  # what is wrong with it as YAML, and where
     if problems:
@@ -44,13 +40,13 @@ def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
     if tool is None and isinstance(theirs, dict) and any(key in theirs for key in KNOWN_ACCELERATE):
         raise Refusal.because(source, "distributed_type", "an Accelerate config (--config takes it)", is_training=False)
     if tool is None:
-        found = "no model and no data of theirs"
+        found = "none of these tools' keys for a model or data"
         raise Refusal.because(source, found, f"not recognized as a file of {', '.join(TOOL_NAMES)}", is_training=False)
     return tool, _resolve_references(theirs, theirs), text
 
 
 def convert_file(source: Path) -> Conversion:
-    """Our recipe from the file `source`. Raises `UserError`; a `Refusal` where what it does is not supported."""
+    """The recipe made from the file `source`. Raises `UserError`; a `Refusal` where its method or model is not supported."""
     tool, theirs, text = load_theirs(source)
     refuse_other_methods(tool, theirs, source)
     found = Conversion(tool)
@@ -61,10 +57,6 @@ def convert_file(source: Path) -> Conversion:
     add_sources(tool, theirs, source, found)
     _add_defaults(theirs, found)
     _add_layout(theirs, text, found)
-    if found.tool in ("Axolotl", "torchtune") and any(
-        s.get("type") == "alpaca" for s in found.recipe.get("datasets", ())
-    ):
-        found.remarks.append(ALPACA_PROMPT)
     _remove_contradictions(found)
     order = list(recipe_keys())
     found.recipe = dict(sorted(found.recipe.items(), key=lambda item: order.index(item[0])))
@@ -76,7 +68,7 @@ def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: s
     for key, value in theirs.items():
         name = f"{prefix}{key}"
         if isinstance(value, dict) and any(other.startswith(f"{name}.") for other in known):
-            if name in known and known[name].carry == "elsewhere":
+            if name in known and known[name].carry == "by-code":
                 yield name, value
             yield from _walk(value, known, f"{name}.")
         else:
@@ -84,27 +76,34 @@ def _walk(theirs: Mapping[str, Any], known: Mapping[str, Counterpart], prefix: s
 
 
 def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: Conversion) -> None:
-    """One of their keys into `found`; `known` are those that there is something to say about."""
+    """Adds their `key: value` to the recipe, the differences or the ignored keys of `found`; `known` is the tool's table.
+
+    >>> found, known = Conversion("Axolotl"), {pair.theirs: pair for pair in TOOLS["Axolotl"]}
+    >>> for key, value in {"sequence_len": 4096, "neftune_noise_alpha": 5, "tf32": True}.items():
+    ...     _convert_key(key, value, known, found)
+    >>> found.recipe, found.differences, found.ignored
+    ({'max_length': 4096}, ['neftune_noise_alpha: 5   (not supported)'], ['tf32'])
+    """
     ours, pair = recipe_keys(), known.get(key)
     if pair is None and key in ours and key not in NESTED:
         pair = Counterpart(key, key)
     if pair is None and "." in key:
         section = known.get(key.split(".")[0])
-        if section is not None and (section.carry == "elsewhere" or not section.matters):
-            found.unneeded += [] if section.carry == "elsewhere" else [key]
+        if section is not None and (section.carry == "by-code" or not section.has_effect):
+            found.ignored += [] if section.carry == "by-code" else [key]
             return  # an entry's own key is read with the entry
     if pair is None:
         if value is not None:
-            found.differ(key, value, f"not known here{_ask(key, known)}")
-    elif not pair.matters or (key in STRATEGIES and value in ("steps", "no")):
-        found.unneeded.append(key)
+            found.add_difference(key, value, f"not known here{_ask(key, known)}")
+    elif not pair.has_effect or (key in STRATEGIES and value in ("steps", "no")):
+        found.ignored.append(key)
     elif value is None or value == "" or (pair.ours is None and value in (False, [], {}, "no", "none", 0)):
         if pair.carry == "clip":
             found.recipe[str(pair.ours)] = None
-    elif pair.lacks and value == 1 and not isinstance(value, bool):
-        found.unneeded.append(key)  # a size of 1 asks for nothing
+    elif pair.missing_capability and value == 1 and not isinstance(value, bool):
+        found.ignored.append(key)  # a size of 1 asks for nothing
     elif pair.ours is None:
-        found.differ(key, value, pair.note, pair.lacks)
+        found.add_difference(key, value, pair.note, pair.missing_capability)
         if key == "quantization_bit":
             found.recipe.setdefault("use_peft", True)  # LLaMA-Factory's LoRA, its default, is the only one with it
     else:
@@ -112,6 +111,7 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
 
 
 def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
+    """Sets our key of `pair`; a value that has no equivalent is reported instead (`lr_scheduler: rex` is a difference)."""
     ours = convert_value(pair, value, found.recipe)
     if ours is LEAVE:
         return
@@ -122,7 +122,7 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
                 f"{key}: {shorten(value)}   (the tokenizer's own template is used; name a file for another)"
             )
             return
-        found.differ(key, value, pair.note or "no such value here", capability or "")
+        found.add_difference(key, value, pair.note or "no such value here", capability or "")
         return
     name = str(pair.ours)
     if pair.carry == "warmup" and isinstance(ours, float) and 0 < ours < 1:
@@ -140,7 +140,7 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
             f"{key}: {shorten(value)}   (its state is not paged to the host here; the update is the same)"
         )
     if value == "qlora" and pair.carry == "adapter":
-        found.differ(key, value, QUANTIZED, "4-bit base")
+        found.add_difference(key, value, QUANTIZED, "4-bit base")
     elif pair.inexact:
         found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
 
@@ -180,7 +180,7 @@ def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None
     if layout.file is not None:
         found.recipe["accelerate_config"] = layout.file
     if layout.precision == "fp16":
-        found.lacks.append("a shipped fp16 layout")
+        found.missing_capabilities.append("a shipped fp16 layout")
     found.differences += layout.differences()
     if layout.pure_bf16 and not found.recipe.get("use_peft"):
         found.recipe.setdefault("dtype", "bfloat16")
@@ -193,10 +193,10 @@ def _remove_contradictions(found: Conversion) -> None:
     recipe = found.recipe
     held_out = "eval_datasets" in recipe or "eval_split_size" in recipe
     if not held_out and recipe.pop("eval_steps", None) is not None:
-        found.remarks.append("eval_steps was left out: no rows are held out")
+        found.remarks.append("eval_steps is dropped: no rows are held out")
     for key in ("early_stopping_patience", "keep_best_checkpoint"):
         if "eval_steps" not in recipe and recipe.pop(key, None) is not None:
-            found.differences.append(f"{key} was left out: it needs eval_steps here")
+            found.differences.append(f"{key} is dropped: it needs eval_steps here")
     if recipe.get("warmup_steps", 0) is None:
         del recipe["warmup_steps"]
     for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:
@@ -210,7 +210,7 @@ def _ask(key: str, known: Mapping[str, Counterpart]) -> str:
 
 
 def _resolve_references(value: Any, theirs: Mapping[str, Any], depth: int = 0) -> Any:
-    """`${name}` replaced by what stands under that name, dotted where it is nested; what names nothing stays."""
+    """Replaces `${name}` by the value of that key (dotted where nested); an unknown name is left unchanged."""
     if isinstance(value, dict):
         return {key: _resolve_references(inner, theirs, depth) for key, inner in value.items()}
     if isinstance(value, list):

@@ -8,18 +8,22 @@ from typing import Any
 from finetune.convert.tool_keys import Tool
 from finetune.convert.tool_rules import Conversion, shorten
 from finetune.errors import UserError
-from finetune.recipe.hints import Counterpart
+from finetune.recipe.other_tools import Counterpart
 
-BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where the files stand in data_files
+BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
 FILES = "an entry for each file; the files of a hub data set cannot be picked"
-COLUMNS = "columns are recognized, or named with prompt_column and the like"
+COLUMNS = "columns are recognized, or named with prompt_column, messages_column, ..."
 TURNS = "turns are read from role or from, and content or value"
-ROLES = "user, assistant, system and tool are known, human, gpt, function_call, observation and the like too"
+ROLES = "user, assistant, system and tool are known, human, gpt, function_call and observation too"
 TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
 PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
 PREFERENCE = (
     "preference tuning has no counterpart: completion_column: chosen trains on the chosen answers alone, and "
-    "on_bad_row: skip leaves out rows that are labeled false"
+    "on_bad_row: skip drops rows that are labeled false"
+)
+ALPACA_PROMPT = (
+    "rows are rendered by the chat template, without Alpaca's '### Instruction:' prompt; a base model that has no template "
+    "needs chat_template"
 )
 SLICE = "a split slice, such as split: train[:1000]"
 FOLDER = "path takes a file, glob, folder or hub name"
@@ -79,12 +83,12 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("data_files", "path", FILES),
         Counterpart("column", "text_column", "of text_completion_dataset"),
         Counterpart("conversation_column", "messages_column"),
-        Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input is left out"),
+        Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input column is not read"),
         Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
         *_none("the rows' format is recognized from the columns", "_component_", "conversation_style"),
         *_none(PAIR, "column_map"),
         *_none("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),
-        *_none("documents are never split by packing; overlength: split is for those that are too long",
+        *_none("documents are never split by packing; overlength: split is for those longer than max_length",
                "split_across_pack"),
         *_none(SYSTEM, "new_system_prompt"),
         *_none(FOLDER, "data_dir"),
@@ -105,7 +109,7 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
     ),
 }  # fmt: skip
 
-# Values that say what is done here anyway.
+# Values that ask for the behavior here.
 USUAL: Mapping[str, tuple[Any, ...]] = {
     "roles_to_train": ("assistant", ["assistant"], ["gpt"]),
     "train_on_eos": ("turn",),
@@ -137,37 +141,37 @@ NO_EFFECT = ("padding", "truncation", "pad_to_max_length", "seq_length", "tokeni
 
 @dataclass(slots=True)
 class TheirEntry:
-    """One data set of theirs. What is carried over is taken out of `left`; the rest has no counterpart."""
+    """One data set of theirs. Keys that are converted are removed from `unread`; the rest have no counterpart."""
 
     where: str  # as in datasets[0]
-    left: dict[str, Any]  # dotted where it is nested
+    unread: dict[str, Any]  # dotted where it is nested
 
     @classmethod
     def of(cls, where: str, keys: Mapping[Any, Any]) -> "TheirEntry":
         return cls(where, {str(key): value for key, value in keys.items()})
 
     def take(self, key: str) -> Any:
-        return self.left.pop(key, None)
+        return self.unread.pop(key, None)
 
     def flatten(self, *keys: str) -> None:
         """Gives what is nested under `keys` dotted names."""
         for key in keys:
-            if isinstance(self.left.get(key), dict):
-                self.left |= {f"{key}.{inner}": value for inner, value in self.left.pop(key).items()}
+            if isinstance(self.unread.get(key), dict):
+                self.unread |= {f"{key}.{inner}": value for inner, value in self.unread.pop(key).items()}
 
     def paths(self, key: str = "path") -> list[Any]:
         """What is read: the path, or the files where the path only says of which kind they are."""
-        path, files = self.take(key), self.left.get("data_files")
+        path, files = self.take(key), self.unread.get("data_files")
         if path not in BUILDERS or not isinstance(files, str | list):
             return [path]
         self.take("data_files")
         return files if isinstance(files, list) else [files]
 
-    def unread(self, tool: Tool) -> list[str]:
-        """A line for each key that is left."""
+    def list_unread(self, tool: Tool) -> list[str]:
+        """A line for each unread key that has an effect."""
         notes = {pair.theirs: pair.note for pair in ENTRY_KEYS[tool]}
         lines = []
-        for key, value in self.left.items():
+        for key, value in self.unread.items():
             note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
             if key.split(".")[0] in NO_EFFECT:
                 continue
@@ -199,11 +203,11 @@ def list_entries(value: Any, name: str, source: Path) -> list[TheirEntry]:
 def read_each(
     tool: Tool, entries: Iterable[TheirEntry], read: Callable[[TheirEntry], Sources], found: Conversion
 ) -> Sources:
-    """Our entries from theirs; what `read` leaves of one is listed."""
+    """Our entries from theirs; the keys that `read` does not take are listed as differences."""
     sources: Sources = []
     for entry in entries:
         sources += read(entry)
-        found.differences += entry.unread(tool)
+        found.differences += entry.list_unread(tool)
     return sources
 
 

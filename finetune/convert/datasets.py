@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.convert.component_datasets import read_automodel_data, read_torchtune_data
 from finetune.convert.dataset_keys import (
+    ALPACA_PROMPT,
     Sources,
     TheirEntry,
     list_entries,
@@ -49,7 +50,7 @@ def add_sources(tool: Tool, theirs: Mapping[str, Any], source: Path, found: Conv
     if held_out:
         found.recipe["eval_datasets"] = held_out
         if found.recipe.pop("eval_split_size", None) is not None:
-            found.remarks.append("eval_split_size was left out: the file names a held-out data set as well")
+            found.remarks.append("eval_split_size is dropped: the file also names a held-out data set")
     if found.recipe.get("assistant_only_loss") is False:
         masked = [i for i, entry in enumerate(train) if _is_prompt_alone(entry)]
         found.remarks += [f"datasets[{i}]: assistant_only_loss: false {PROMPT_ALONE}" for i in masked]
@@ -72,7 +73,7 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
     }
     entries = list_entries(theirs.get("datasets"), "datasets", source) or _mixture(theirs, source, found)
     if entries and by_name["path"]:
-        found.remarks.append(f"dataset_name: {shorten(by_name['path'])} was left out: datasets is given too")
+        found.remarks.append(f"dataset_name: {shorten(by_name['path'])} is dropped: datasets is given too")
 
     def read(entry: TheirEntry) -> Sources:
         keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
@@ -95,35 +96,38 @@ def _mixture(theirs: Mapping[str, Any], source: Path, found: Conversion) -> list
         found.recipe["eval_split_size"] = mixture["test_split_size"]
     entries = list_entries(mixture.get("datasets"), "dataset_mixture.datasets", source)
     for entry in entries:
-        entry.left |= {"path": entry.take("id"), "name": entry.take("config")}
-        columns = entry.left.get("columns")
+        entry.unread |= {"path": entry.take("id"), "name": entry.take("config")}
+        columns = entry.unread.get("columns")
         if isinstance(columns, list) and len(columns) == 1:
             entry.take("columns")
-            entry.left["messages_column"] = columns[0]
+            entry.unread["messages_column"] = columns[0]
     return entries
 
 
 def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
     def entries(name: str) -> Sources:
-        return read_each("Axolotl", list_entries(theirs.get(name), name, source), _axolotl_sources, found)
+        listed = list_entries(theirs.get(name), name, source)
+        return read_each("Axolotl", listed, lambda entry: _axolotl_sources(entry, found), found)
 
     return [*entries("datasets"), *entries("pretraining_dataset")], entries("test_datasets")
 
 
-def _axolotl_sources(entry: TheirEntry) -> Sources:
+def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
     entry.flatten("type", "message_property_mappings", "roles")
-    kind = entry.left.get("type")
+    kind = entry.unread.get("type")
     name = str(kind).split(".")[0].split(":")[0]
-    has_columns = any(key.startswith("type.") for key in entry.left)  # and a template, all in the type
+    has_columns = any(key.startswith("type.") for key in entry.unread)  # and a template, all in the type
     keys = {"name": entry.take("name"), "split": entry.take("split"), "type": FORMATS.get(name)}
     if name in FORMATS:
         entry.take("type")
+    if name == "alpaca":
+        found.add_difference(f"{entry.where}.type", kind, ALPACA_PROMPT)
     if name == "completion":
         keys["text_column"] = entry.take("field")
     if has_columns:
         keys["prompt_column"] = entry.take("type.field_instruction") or "instruction"
         keys["completion_column"] = entry.take("type.field_output") or "output"
-    elif name == "alpaca" and {"field_instruction", "field_output"} & entry.left.keys():
+    elif name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys():
         keys["type"] = "messages"  # as alpaca is: a question and an answer, by the chat template
         keys["prompt_column"] = entry.take("field_instruction") or "instruction"
         keys["completion_column"] = entry.take("field_output") or "output"
@@ -174,18 +178,18 @@ def _dataset_info(path: Path) -> Mapping[str, Any]:
 
 def _factory_sources(entry: TheirEntry, folder: Path) -> Sources:
     entry.flatten("columns", "tags")
-    columns = {key.removeprefix("columns."): value for key, value in entry.left.items() if key.startswith("columns.")}
-    is_chat = entry.left.get("formatting") == "sharegpt"
-    if entry.left.get("formatting") in ("alpaca", "sharegpt"):
+    columns = {key.removeprefix("columns."): value for key, value in entry.unread.items() if key.startswith("columns.")}
+    is_chat = entry.unread.get("formatting") == "sharegpt"
+    if entry.unread.get("formatting") in ("alpaca", "sharegpt"):
         entry.take("formatting")
     local, hub = entry.take("file_name"), entry.take("hf_hub_url")
     keys = {"name": entry.take("subset"), "split": entry.take("split")}
     if is_chat:
         keys["messages_column"] = entry.take("columns.messages")
-        for beside in ("system", "chosen"):
-            if columns.get(beside) == beside:
-                entry.take(f"columns.{beside}")
-                keys["type"] = "sharegpt"  # reads both beside the turns
+        for extra in ("system", "chosen"):
+            if columns.get(extra) == extra:
+                entry.take(f"columns.{extra}")
+                keys["type"] = "sharegpt"  # reads both columns as well as the turns
     elif ALPACA_COLUMNS.items() <= columns.items() and columns.get("system") in (None, "system"):
         keys["type"] = "alpaca"
         for column in (*ALPACA_COLUMNS, "system"):

@@ -35,7 +35,7 @@ class Layout:
         return FILES[self.sharding]
 
     def differences(self) -> Iterator[str]:
-        """What the file does not say as theirs did, one sentence each."""
+        """Where the Accelerate file differs from theirs, one sentence each."""
         if self.file is not None and self.precision != "bf16":
             yield f"mixed_precision: {self.precision} there, bf16 in {self.file}.yaml; set it in a copy of that file"
         if self.sharding == "hybrid":
@@ -58,7 +58,7 @@ def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
     if sharding == "none" and ("fsdp_version" in theirs or _above_one(theirs.get("dp_shard_size"))):
         sharding = "full"
     if tool == "TRL" and sharding == "none":
-        sharding = "full"  # set in the Accelerate file of the launch, whose place is the same here
+        sharding = "full"  # set in the Accelerate file of the launch, as here
     if _above_one(theirs.get("dp_replicate_size")) and sharding != "none":
         sharding = "hybrid"
     inner = _plain(read_section(theirs, "fsdp_config"))

@@ -7,7 +7,7 @@ from typing import Any
 from finetune.convert.tool_keys import Tool
 from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
-from finetune.recipe.hints import LOSSES
+from finetune.recipe.other_tools import LOSSES
 
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"

@@ -1,35 +1,34 @@
-"""What `finetune convert` knows of other tools beside their flat keys: the keys of files made of components (torchtune,
-NeMo Automodel), and each tool's defaults where they differ from ours.
+"""The nested keys of torchtune's and NeMo Automodel's files, and every tool's defaults where they differ from ours.
 
 Sources: torchtune's recipes and builders; Automodel's `recipes/llm/train_ft.py`, `components/optim/config.py`,
-`components/_peft/lora.py`; torch's optimizers; the argument classes named in finetune/recipe/hints.py.
+`components/_peft/lora.py`; torch's optimizers; the argument classes named in finetune/recipe/other_tools.py.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from finetune.recipe.hints import AXOLOTL, LLAMA_FACTORY, TRL, Counterpart, lacking
-from finetune.recipe.hints import TORCHTUNE as TORCHTUNE_NAMES
+from finetune.recipe.other_tools import AXOLOTL, LLAMA_FACTORY, TRL, Counterpart, unsupported
+from finetune.recipe.other_tools import TORCHTUNE as TORCHTUNE_NAMES
 
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 
 OWN_FOLDER = "output_dir is the run's folder, for everything"
 ONE_LOSS = "one chunked loss is built in"
-LAYOUT = "sharding, mixed_precision and activation checkpointing stand in the Accelerate file"
+LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
 
-def _unneeded(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, None, note, matters=False) for key in theirs)
+def _ignored(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    return tuple(Counterpart(key, None, note, has_effect=False) for key in theirs)
 
 
-def _layout(*theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, "accelerate_config", LAYOUT, "elsewhere") for key in theirs)
+def _in_accelerate_file(*theirs: str) -> tuple[Counterpart, ...]:
+    return tuple(Counterpart(key, "accelerate_config", LAYOUT, "by-code") for key in theirs)
 
 
 TORCHTUNE = (
     *TORCHTUNE_NAMES,
-    Counterpart("checkpointer.checkpoint_dir", "model_name_or_path", "a local folder, or the hub name it came from", "elsewhere"),
+    Counterpart("checkpointer.checkpoint_dir", "model_name_or_path", "a local folder, or the hub name it came from", "by-code"),
     Counterpart("tokenizer.max_seq_len", "max_length"),
     Counterpart("tokenizer.prompt_template", "chat_template", "as chat_template", "template"),
     Counterpart("dataset.packed", "packing"),
@@ -44,28 +43,28 @@ TORCHTUNE = (
     Counterpart("model.lora_rank", "lora_r", "with use_peft: true", "lora-only"),
     Counterpart("model.lora_alpha", "lora_alpha"),
     Counterpart("model.lora_dropout", "lora_dropout"),
-    Counterpart("model.lora_attn_modules", "lora_target_modules", "with the MLP's where apply_lora_to_mlp is set", "elsewhere"),
-    Counterpart("model.apply_lora_to_mlp", "lora_target_modules", "gate_proj, up_proj and down_proj", "elsewhere"),
+    Counterpart("model.lora_attn_modules", "lora_target_modules", "with the MLP's where apply_lora_to_mlp is set", "by-code"),
+    Counterpart("model.apply_lora_to_mlp", "lora_target_modules", "gate_proj, up_proj and down_proj", "by-code"),
     Counterpart("model.use_dora", "use_dora"),
     Counterpart("metric_logger._component_", "report_to", "one tracker", "tracker"),
-    *lacking("LoRA on the head", "model.apply_lora_to_output"),
-    *lacking("tensor parallelism", "tensor_parallel_dim"),
-    *lacking("context parallelism", "context_parallel_dim"),
-    *lacking("early exit", "early_exit_loss", "layer_dropout"),
-    *lacking("FP8", "enable_fp8_training", "fp8_recipe_name"),
-    *_unneeded("the tokenizer of model_name_or_path is used", "tokenizer.path", "tokenizer.merges_file", "tokenizer._component_"),
-    *_unneeded("found from the model itself", "model._component_", "checkpointer._component_", "checkpointer.model_type",
+    *unsupported("LoRA on the head", "model.apply_lora_to_output"),
+    *unsupported("tensor parallelism", "tensor_parallel_dim"),
+    *unsupported("context parallelism", "context_parallel_dim"),
+    *unsupported("early exit", "early_exit_loss", "layer_dropout"),
+    *unsupported("FP8", "enable_fp8_training", "fp8_recipe_name"),
+    *_ignored("the tokenizer of model_name_or_path is used", "tokenizer.path", "tokenizer.merges_file", "tokenizer._component_"),
+    *_ignored("read from the model itself", "model._component_", "checkpointer._component_", "checkpointer.model_type",
                "checkpointer.checkpoint_files", "checkpointer.adapter_checkpoint", "checkpointer.keep_last_n_checkpoints"),
-    *_unneeded(ONE_LOSS, "loss", "loss._component_", "loss.num_output_chunks"),
-    *_unneeded(OWN_FOLDER, "checkpointer.output_dir", "metric_logger.log_dir", "metric_logger.project"),
-    *_unneeded("memory and speed only; the loss is the same", "optimizer.fused", "optimizer_in_bwd",
+    *_ignored(ONE_LOSS, "loss", "loss._component_", "loss.num_output_chunks"),
+    *_ignored(OWN_FOLDER, "checkpointer.output_dir", "metric_logger.log_dir", "metric_logger.project"),
+    *_ignored("memory and speed only; the loss is the same", "optimizer.fused", "optimizer_in_bwd",
                "enable_activation_offloading", "custom_sharded_layers", "tensor_parallel_plan", "low_cpu_ram",
                "ac_mode", "ac_option", "optimizer.foreach", "activation_offloading_use_streams"),
-    *_unneeded("always so here", "shuffle", "log_peak_memory_stats", "checkpointer.recipe_checkpoint", "log_level",
+    *_ignored("always the case here", "shuffle", "log_peak_memory_stats", "checkpointer.recipe_checkpoint", "log_level",
                "save_adapter_weights_only", "save_last_epoch_only", "epochs_to_save", "enable_async_checkpointing"),
-    *_unneeded("the launch decides: GPUs where there are any", "device"),
-    *_unneeded("profile_steps", "profiler"),
-    *_unneeded("read where it is used", "base_model_path", "name"),
+    *_ignored("the launch decides: GPUs where there are any", "device"),
+    *_ignored("profile_steps", "profiler"),
+    *_ignored("read where it is used", "base_model_path", "name"),
 )  # fmt: skip
 
 AUTOMODEL = (
@@ -95,29 +94,29 @@ AUTOMODEL = (
     Counterpart("lr_scheduler.lr_warmup_steps", "warmup_steps"),
     Counterpart("lr_scheduler.min_lr", "min_lr_ratio", "divided by the learning rate", "min-rate"),
     Counterpart("clip_grad_norm.max_norm", "max_grad_norm", "", "clip"),
-    Counterpart("packed_sequence.packed_sequence_size", "packing", "above 0: packing: true with this max_length", "elsewhere"),
-    Counterpart("dataset", "datasets", "an entry of datasets", "elsewhere"),
-    Counterpart("validation_dataset", "eval_datasets", "an entry of eval_datasets", "elsewhere"),
+    Counterpart("packed_sequence.packed_sequence_size", "packing", "above 0: packing: true with this max_length", "by-code"),
+    Counterpart("dataset", "datasets", "an entry of datasets", "by-code"),
+    Counterpart("validation_dataset", "eval_datasets", "an entry of eval_datasets", "by-code"),
     Counterpart("rng.seed", "seed"),
     Counterpart("compile.enabled", "torch_compile"),
     Counterpart("wandb.name", "run_name"),
-    *_layout("distributed.strategy", "distributed.activation_checkpointing", "distributed.offload_policy",
+    *_in_accelerate_file("distributed.strategy", "distributed.activation_checkpointing", "distributed.offload_policy",
              "distributed.dp_replicate_size", "distributed._target_", "distributed.mp_policy"),
-    *lacking("tensor parallelism", "distributed.tp_size"),
-    *lacking("context parallelism", "distributed.cp_size"),
-    *lacking("pipeline parallelism", "distributed.pp_size"),
-    *lacking("FP8", "fp8.enabled"),
-    *lacking("4-bit base", "quantization.load_in_4bit"),
-    *lacking("8-bit base", "quantization.load_in_8bit"),
-    *lacking("multi-token prediction", "model.num_nextn_predict_layers"),
-    *lacking("LoRA without some layers", "peft.exclude_modules"),
-    *_unneeded("the recipe is fine-tuning", "recipe"),
-    *_unneeded("model_name_or_path is loaded by transformers", "model"),
-    *_unneeded(ONE_LOSS, "loss_fn", "loss_fn._target_"),
-    *_unneeded("the launch decides", "dist_env", "distributed", "ci", "skypilot", "slurm", "benchmark", "nvtx", "prewarm"),
-    *_unneeded(OWN_FOLDER, "checkpoint", "wandb", "mlflow", "comet"),
-    *_unneeded("batches are built here", "dataloader", "validation_dataloader", "packed_sequence"),
-    *_unneeded("speed only; the loss is the same", "compile", "fp8", "optimizer", "peft", "rng", "step_scheduler",
+    *unsupported("tensor parallelism", "distributed.tp_size"),
+    *unsupported("context parallelism", "distributed.cp_size"),
+    *unsupported("pipeline parallelism", "distributed.pp_size"),
+    *unsupported("FP8", "fp8.enabled"),
+    *unsupported("4-bit base", "quantization.load_in_4bit"),
+    *unsupported("8-bit base", "quantization.load_in_8bit"),
+    *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),
+    *unsupported("LoRA without some layers", "peft.exclude_modules"),
+    *_ignored("the recipe is fine-tuning", "recipe"),
+    *_ignored("model_name_or_path is loaded by transformers", "model"),
+    *_ignored(ONE_LOSS, "loss_fn", "loss_fn._target_"),
+    *_ignored("the launch decides", "dist_env", "distributed", "ci", "skypilot", "slurm", "benchmark", "nvtx", "prewarm"),
+    *_ignored(OWN_FOLDER, "checkpoint", "wandb", "mlflow", "comet"),
+    *_ignored("batches are built here", "dataloader", "validation_dataloader", "packed_sequence"),
+    *_ignored("speed only; the loss is the same", "compile", "fp8", "optimizer", "peft", "rng", "step_scheduler",
                "quantization", "parallelizer", "lr_scheduler", "tokenizer"),
 )  # fmt: skip
 
@@ -129,7 +128,7 @@ TOOLS: Mapping[Tool, tuple[Counterpart, ...]] = {
     "Automodel": AUTOMODEL,
 }
 
-# Each tool's defaults in our keys; written out where ours differ. None at warmup_steps leaves a share to warmup_ratio.
+# Each tool's defaults in our keys; written out where ours differ. warmup_steps: None means that warmup_ratio decides.
 TRAINER = {
     "num_train_epochs": 3.0,
     "per_device_train_batch_size": 8,

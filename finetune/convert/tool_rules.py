@@ -1,4 +1,4 @@
-"""A conversion in the making, and what single tools say by several keys together."""
+"""The result of a conversion, and the rules for keys of one tool that only mean something together."""
 
 import json
 import re
@@ -8,26 +8,26 @@ from typing import Any
 
 from finetune.convert.tool_keys import Tool
 from finetune.convert.value_rules import convert_number, convert_targets, read_section
-from finetune.recipe.hints import QUANTIZED
+from finetune.recipe.other_tools import QUANTIZED
 
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 
 
 @dataclass(slots=True)
 class Conversion:
-    """Our recipe from a file of `tool`, and what there is to say about it."""
+    """The recipe made from a file of `tool`, and what to report about it."""
 
     tool: Tool
     recipe: dict[str, Any] = field(default_factory=dict)
-    differences: list[str] = field(default_factory=list)  # what they asked for and this recipe does not do
+    differences: list[str] = field(default_factory=list)  # what this recipe does otherwise, or not at all
     remarks: list[str] = field(default_factory=list)  # converted, but worth a look
-    unneeded: list[str] = field(default_factory=list)  # keys whose removal changes nothing
-    lacks: list[str] = field(default_factory=list)  # the capabilities behind some of the differences
+    ignored: list[str] = field(default_factory=list)  # keys without effect here
+    missing_capabilities: list[str] = field(default_factory=list)  # those behind some of the differences
 
-    def differ(self, key: str, value: Any, note: str, lacks: str = "") -> None:
-        """Notes that their `key: value` is done otherwise here, or not at all for want of a capability."""
-        if lacks:
-            self.lacks += [] if lacks in self.lacks else [lacks]
+    def add_difference(self, key: str, value: Any, note: str, missing_capability: str = "") -> None:
+        """Reports that their `key: value` works differently here, or needs a capability that is missing."""
+        if missing_capability and missing_capability not in self.missing_capabilities:
+            self.missing_capabilities.append(missing_capability)
         line, end = f"{key}: {shorten(value)}", f"   ({note})"
         same = next((i for i, other in enumerate(self.differences) if other.endswith(end)), None)
         if same is None:
@@ -43,7 +43,7 @@ def shorten(value: Any) -> str:
 
 
 def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
-    """Adds to `found` what several keys of `theirs` say together; `text` is the file with its comments."""
+    """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
@@ -71,7 +71,7 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         layers = [*layers, "w1", "w3", "w2"] if model.get("apply_lora_to_mlp") and isinstance(layers, list) else layers
         found.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
     if "qlora_" in str(model.get("_component_")) or model.get("quantize_base"):
-        found.differ("model._component_", model.get("_component_"), QUANTIZED, "4-bit base")
+        found.add_difference("model._component_", model.get("_component_"), QUANTIZED, "4-bit base")
     if read_section(theirs, "optimizer"):
         found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
     per_epoch = theirs.get("max_steps_per_epoch")
@@ -90,7 +90,7 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     recipe.setdefault("learning_rate", 1e-3)
     if is_adam and recipe["weight_decay"]:
         note = "its weight decay is part of the gradient; AdamW's is not"
-        found.differ("optimizer._target_", "torch.optim.Adam", note, "Adam with coupled weight decay")
+        found.add_difference("optimizer._target_", "torch.optim.Adam", note, "Adam with coupled weight decay")
     if isinstance(schedule, dict):
         recipe.setdefault("lr_scheduler_type", "cosine")
         if "lr_warmup_steps" not in schedule:
@@ -100,7 +100,7 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         min_lr = convert_number(schedule.get("min_lr"))
         if (
             isinstance(min_lr, float | int) and isinstance(recipe["learning_rate"], float) and recipe["learning_rate"]
-        ):  # the schedule may stand before the rate
+        ):  # the schedule may come before the rate in the file
             recipe["min_lr_ratio"] = round(min(1.0, min_lr / recipe["learning_rate"]), 9)
     size = read_section(theirs, "packed_sequence").get("packed_sequence_size") or 0
     if size:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.recipe.hints import Counterpart
+from finetune.recipe.other_tools import Counterpart
 
 TEMPLATES = {
     "llama3": "llama3", "llama-3": "llama3", "chatml": "chatml", "qwen": "qwen", "qwen_25": "qwen",
@@ -38,7 +38,7 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
     match pair.carry:
         case "same" | "lora-only":
             return convert_number(value)
-        case "elsewhere":
+        case "by-code":
             return LEAVE
         case "not":
             return not value if isinstance(value, bool) else None

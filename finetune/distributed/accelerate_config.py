@@ -53,8 +53,16 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
 
     `config` (the --config of the command) decides; else the FSDP settings that the launcher put in `environ`; else
     `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
-    Raises `UserError` where a file is wrong, or where the launcher's settings and `config` disagree.
+    Raises `UserError` where a file is wrong, where the launcher's settings and `config` disagree, or where the layout is
+    impossible on the launched ranks.
     """
+    sharding = find_sharding(config, accelerate_config, environ)
+    refuse_impossible(sharding, int(environ.get("WORLD_SIZE", "1")))
+    return sharding
+
+
+def find_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
+    """As `read_sharding`, without a check against the number of ranks."""
     launched = read_environment(environ)
     if config is not None:
         sharding = _interpret(read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config")))
@@ -68,7 +76,6 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
         processes = int(environ.get("WORLD_SIZE", "1"))
         precision = cast(MixedPrecision, environ.get("ACCELERATE_MIXED_PRECISION", "no"))
         sharding = Sharding(layout="ddp" if processes > 1 else "single", mixed_precision=precision)
-    refuse_impossible(sharding, int(environ.get("WORLD_SIZE", "1")))
     return sharding
 
 

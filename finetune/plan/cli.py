@@ -4,7 +4,7 @@ import argparse
 import json
 import os
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.distributed.accelerate_config import find_sharding, read_sharding
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.plan import TABLE_RANKS, compare_layouts, format_plan, make_plan, to_dict
@@ -41,6 +41,9 @@ def plan_command(arguments: argparse.Namespace) -> int:
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
-    """Without --num-processes: one rank if the layout is a single process, else as many as a node commonly has."""
-    sharding = read_sharding(config, recipe.run.accelerate_config, {"WORLD_SIZE": "1"})
+    """Without --num-processes: the product of the mesh's sizes where the file gives them, one rank for a single process,
+    else as many as a node commonly has."""
+    sharding = find_sharding(config, recipe.run.accelerate_config, {})
+    if sharding.replicate_size and sharding.shard_size:
+        return sharding.replicate_size * sharding.shard_size
     return 1 if sharding.layout == "single" else 8

@@ -39,7 +39,7 @@ learning_rate: 1e-5
 - `key=value` on the command line (also `--key value`) overrides any key: `learning_rate=2e-5 "datasets=[{path: mine.jsonl}]"`.
 - An unknown key, a wrong type, a key given twice, a missing file: all are reported at once, each with its line, before
   anything is loaded.
-- A local path is looked for in the working directory, then beside the recipe. What is neither is a name on the hub.
+- A local path is looked for in the working directory, then in the recipe's folder; a name found in neither is a hub name.
 - Numbers are YAML 1.2's: `2e-5` is a number. Aliases (`*name`) are not read.
 """
 

@@ -1,300 +1,55 @@
-"""The keys of other tools and ours: what the reader says of a foreign key, what `finetune convert` writes, and the page
-docs/coming-from.md are all made from these tables. No torch here.
+"""What was meant by a key that is none of ours: another tool's name for it, Accelerate's, or a misspelling."""
 
-Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig, ModelConfig,
-ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its `hparams`), torchtune (its recipes).
-"""
-
+import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Literal
+from dataclasses import fields
 
+from finetune.recipe.keys import Key
+from finetune.recipe.other_tools import FLAT_TOOLS
 from finetune.recipe.schema import SECTIONS
 
-# How a value becomes ours; finetune/convert/value_rules.py says what each does. "elsewhere" is read by convert's own code.
-Carry = Literal[
-    "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
-    "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "elsewhere",
-]  # fmt: skip
+ACCELERATE_KEYS = frozenset(
+    [
+        "compute_environment",
+        "distributed_type",
+        "mixed_precision",
+        "use_cpu",
+        "fsdp_config",
+        "parallelism_config",
+        "deepspeed_config",
+        "num_processes",
+        "num_machines",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+    ]
+)
 
 
-@dataclass(frozen=True, slots=True)
-class Counterpart:
-    """One key of another tool. `ours` is None where there is none; `note` then says why, or what to do instead."""
+def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
+    """The key that was probably meant by `key`, else `key` itself, and a sentence for the user.
 
-    theirs: str  # dotted where it is nested
-    ours: str | None
-    note: str = ""
-    carry: Carry = "same"
-    inexact: bool = False  # nearly the same: converted, and the note is reported
-    lacks: str = ""  # the capability that it asks for and that is not supported here
-    matters: bool = True  # whether leaving it out changes what is trained, kept or measured
-
-
-def _unneeded(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, None, note, matters=False) for key in theirs)
-
-
-def _differs(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, None, note) for key in theirs)
-
-
-def lacking(capability: str, *theirs: str, note: str = "") -> tuple[Counterpart, ...]:
-    """Keys that ask for what is not supported here."""
-    return tuple(Counterpart(key, None, note or f"{capability}: not supported", lacks=capability) for key in theirs)
-
-
-def _layout(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, "accelerate_config", note, "elsewhere") for key in theirs)
-
-
-PRECISION = "mixed_precision belongs in the Accelerate file"
-HALF = "the shipped Accelerate files compute in bf16; mixed_precision: fp16 there is what you had"
-CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
-SHARDING = "sharding belongs in the Accelerate file"
-FOUND = "found from the model itself; leave it out"
-ALWAYS = "always so here; leave it out"
-QUANTIZED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA is bf16 here"
-HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
-TEMPLATE = "chat_template takes the tokenizer's own, chatml, llama3, a file or inline Jinja"
-OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column and the like"
-IN_STEPS = "given in steps here: eval_steps and save_steps; without them only at the end"
-LINEAR_ONLY = "LoRA on linear layers only; the embedding and the head stay frozen"
-RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
-ONE_LOSS = "one chunked loss is built in"
-LAUNCHER = "how the ranks are started is the launcher's"
-LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "mixture_of_depths")
-
-TRL = (
-    Counterpart("datasets", "datasets", "a mixture: each is an entry of datasets", "elsewhere"),
-    Counterpart("dataset_mixture", "datasets", "a mixture: each is an entry of datasets", "elsewhere"),
-    Counterpart("eval_datasets", "eval_datasets", "a mixture: each is an entry of eval_datasets", "elsewhere"),
-    Counterpart("test_split_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
-    Counterpart("dataset_name", "datasets", OWN_DATA, "elsewhere"),
-    Counterpart("dataset_config", "datasets", "name of an entry of datasets", "elsewhere"),
-    Counterpart("dataset_train_split", "datasets", "split of an entry of datasets", "elsewhere"),
-    Counterpart("dataset_test_split", "eval_datasets", "an entry of eval_datasets with this split", "elsewhere"),
-    Counterpart("dataset_text_field", "datasets", "text_column of an entry of datasets", "elsewhere"),
-    Counterpart("dataset_streaming", "streaming"),
-    Counterpart("torch_dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
-    Counterpart("dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
-    Counterpart("max_seq_length", "max_length", "TRL's older name"),
-    Counterpart("chat_template_path", "chat_template", TEMPLATE),
-    Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),
-    Counterpart("max_steps", "max_steps", "", "steps"),
-    Counterpart("max_grad_norm", "max_grad_norm", "", "clip"),
-    Counterpart("warmup_steps", "warmup_steps", "below 1 it is a share: warmup_ratio", "warmup"),
-    Counterpart("save_steps", "save_steps", "a share of the run is not known before it", "steps"),
-    Counterpart("eval_steps", "eval_steps", "a share of the run is not known before it", "steps"),
-    Counterpart("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio"),
-    Counterpart("lr_scheduler_kwargs.min_lr", "min_lr_ratio", "divided by the learning rate", "min-rate"),
-    Counterpart("lr_scheduler_type", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
-    Counterpart("optim", "optim", "AdamW is the only one", "optimizer"),
-    Counterpart("attn_implementation", "attn_implementation", "", "attention"),
-    Counterpart("report_to", "report_to", "one tracker", "tracker"),
-    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
-    Counterpart("ddp_timeout", "timeout_seconds"),
-    *_layout(PRECISION, "bf16"),
-    *_layout(HALF, "fp16"),
-    *_layout(CHECKPOINTING, "gradient_checkpointing"),
-    *_layout(SHARDING, "fsdp", "fsdp_config", "deepspeed"),
-    *_differs(IN_STEPS, "evaluation_strategy", "eval_strategy", "save_strategy"),
-    *_differs("loss_type: nll is the only one", "loss_type"),
-    *_differs("best-fit decreasing, isolated per document, always", "packing_strategy"),
-    *lacking("label smoothing", "label_smoothing_factor"),
-    *lacking("NEFTune", "neftune_noise_alpha"),
-    *lacking("modules_to_save", "lora_modules_to_save", note=LINEAR_ONLY),
-    *lacking("4-bit base", "load_in_4bit", note=QUANTIZED),
-    *lacking("8-bit base", "load_in_8bit", note=QUANTIZED),
-    *_differs("the tokenizer's own end token is used", "eos_token"),
-    *_unneeded(CHECKPOINTING, "gradient_checkpointing_kwargs"),
-    *_unneeded(LINEAR_ONLY, "lora_task_type"),
-    *_unneeded("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
-    *_unneeded("of the 4-bit base", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
-    *_unneeded("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
-    *_unneeded(RESUMES, "overwrite_output_dir"),
-    *_unneeded(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
-    *_unneeded("there is only this here", "do_train", "do_eval", "remove_unused_columns", "dataset_kwargs"),
-    *_unneeded("loss is logged every logging_steps", "logging_strategy", "logging_first_step", "log_level", "tf32"),
-    *_unneeded("the whole state is always saved; save_total_limit bounds how often", "save_only_model"),
-    *_unneeded("the cache is keyed by all that made it", "preprocessing_num_workers", "wandb_entity", "wandb_project"),
-)  # fmt: skip
-
-AXOLOTL = (
-    Counterpart("base_model", "model_name_or_path"),
-    Counterpart("revision_of_model", "model_revision"),
-    Counterpart("tokenizer_config", "tokenizer_name_or_path"),
-    Counterpart("datasets", "datasets", OWN_DATA, "elsewhere"),
-    Counterpart("pretraining_dataset", "datasets", "an entry of datasets of type text, with streaming: true", "elsewhere"),
-    Counterpart("test_datasets", "eval_datasets", OWN_DATA, "elsewhere"),
-    Counterpart("val_set_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
-    Counterpart("dataset_prepared_path", "dataset_cache_dir"),
-    Counterpart("dataset_processes", "dataset_num_proc"),
-    Counterpart("chat_template", "chat_template", TEMPLATE, "template"),
-    Counterpart("chat_template_jinja", "chat_template"),
-    Counterpart("sequence_len", "max_length"),
-    Counterpart("excess_length_strategy", "overlength", "", "overlength"),
-    Counterpart("sample_packing", "packing"),
-    Counterpart("train_on_inputs", "assistant_only_loss", "the opposite value", "not"),
-    Counterpart("adapter", "use_peft", "lora and qlora are use_peft: true; 4-bit is not supported, the frozen base is bf16 here", "adapter"),
-    Counterpart("lora_target_linear", "lora_target_modules", "true is all-linear", "all-linear"),
-    Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),
-    Counterpart("peft_use_dora", "use_dora"),
-    Counterpart("peft_use_rslora", "use_rslora"),
-    Counterpart("micro_batch_size", "per_device_train_batch_size"),
-    Counterpart("batch_size", "gradient_accumulation_steps", "divided by micro_batch_size", "elsewhere"),
-    Counterpart("eval_batch_size", "per_device_eval_batch_size"),
-    Counterpart("num_epochs", "num_train_epochs"),
-    Counterpart("max_steps", "max_steps", "", "steps"),
-    Counterpart("max_grad_norm", "max_grad_norm", "", "clip"),
-    Counterpart("warmup_steps", "warmup_steps", "below 1 it is a share: warmup_ratio", "warmup"),
-    Counterpart("save_steps", "save_steps", "a share of the run is not known before it", "steps"),
-    Counterpart("eval_steps", "eval_steps", "a share of the run is not known before it", "steps"),
-    Counterpart("optimizer", "optim", "AdamW is the only one", "optimizer"),
-    Counterpart("lr_scheduler", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
-    Counterpart("cosine_min_lr_ratio", "min_lr_ratio"),
-    Counterpart("adam_eps", "adam_epsilon"),
-    Counterpart("sdp_attention", "attn_implementation", "true is sdpa; null: packed attention is built in", "attention"),
-    Counterpart("attn_implementation", "attn_implementation", "", "attention"),
-    Counterpart("wandb_project", "report_to", "report_to: wandb; the project is the environment's WANDB_PROJECT", "tracker"),
-    Counterpart("use_wandb", "report_to", "report_to: wandb", "tracker"),
-    Counterpart("mlflow_tracking_uri", "report_to", "report_to: mlflow; the address is MLFLOW_TRACKING_URI", "tracker"),
-    Counterpart("use_tensorboard", "report_to", "report_to: tensorboard", "tracker"),
-    Counterpart("trackio_project_name", "report_to", "report_to: trackio", "tracker"),
-    Counterpart("wandb_name", "run_name"),
-    Counterpart("auto_resume_from_checkpoints", "resume_from_checkpoint", "auto, the default here", "resume"),
-    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
-    Counterpart("ddp_timeout", "timeout_seconds"),
-    *_layout(PRECISION, "bf16", "bfloat16"),
-    *_layout(HALF, "fp16", "float16"),
-    *_layout(CHECKPOINTING, "gradient_checkpointing"),
-    *_layout(SHARDING, "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size"),
-    *_differs(IN_STEPS, "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy", "evaluation_strategy"),
-    *_differs("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
-    *_differs("the tokenizer's own end token is used", "special_tokens.eos_token"),
-    *lacking("added tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"),
-    *lacking("4-bit base", "load_in_4bit", note=QUANTIZED),
-    *lacking("8-bit base", "load_in_8bit", note=QUANTIZED),
-    *lacking("modules_to_save", "lora_modules_to_save", note=LINEAR_ONLY),
-    *lacking("NEFTune", "neftune_noise_alpha", "noisy_embedding_alpha", note="not supported"),
-    *lacking("freezing by name", "unfrozen_parameters"),
-    *lacking("ReLoRA", "relora_steps", "jagged_restart_steps"),
-    *lacking("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
-    *lacking("another loss", *LOSSES),
-    *lacking("FP8", "fp8"),
-    *lacking("tensor parallelism", "tensor_parallel_size"),
-    *lacking("context parallelism", "context_parallel_size"),
-    *lacking("resuming from an adapter", "lora_model_dir"),
-    *lacking("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
-    *lacking("LoRA on some layers", "peft_layers_to_transform"),
-    *_unneeded("memory only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
-    *_unneeded(CHECKPOINTING, "gradient_checkpointing_kwargs"),
-    *_unneeded(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
-               "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
-    *_unneeded(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets",
-               "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
-    *_unneeded("each turn's own end token is trained", "eot_tokens"),
-    *_unneeded("padding is not trained on, and these are the tokenizer's", "special_tokens", "special_tokens.pad_token",
-               "special_tokens.bos_token", "special_tokens.unk_token"),
-    *_unneeded("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
-               "xformers_attention", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "flex_attention",
-               "flex_attn_compile_kwargs", "flash_attn_cross_entropy", "s2_attention"),
-    *_unneeded(ONE_LOSS, "plugins", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_rope", "liger_rms_norm",
-               "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy", "chunked_cross_entropy", "use_kernels",
-               "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel"),
-    *_unneeded("a run whose loss is not finite stops", "loss_watchdog_threshold", "loss_watchdog_patience", "strict", "debug",
-               "early_stopping_metric", "local_rank", "torchdistx_path", "lora_fan_in_fan_out", "hf_use_auth_token"),
-    *_unneeded("greedy answers: exact_match_samples, sample_prompts", "eval_table_size", "eval_max_new_tokens",
-               "do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval"),
-    *_unneeded("part of the environment (WANDB_ENTITY, WANDB_RUN_ID, ...)", "wandb_entity", "wandb_watch", "wandb_log_model",
-               "wandb_run_id", "wandb_mode", "trackio_run_name", "trackio_space_id", "use_swanlab", "swanlab_project",
-               "swanlab_experiment_name", "swanlab_description", "swanlab_mode", "swanlab_log_completions"),
-    *_unneeded(HUB, "hub_model_id", "hub_strategy", "push_dataset_to_hub"),
-    *_unneeded("exports are safetensors, and the whole state is always saved", "save_safetensors", "save_only_model"),
-)  # fmt: skip
-
-LLAMA_FACTORY = (
-    Counterpart("finetuning_type", "use_peft", "lora is use_peft: true, full is false; freeze has no counterpart", "adapter"),
-    Counterpart("lora_rank", "lora_r"),
-    Counterpart("lora_target", "lora_target_modules", "all is all-linear", "targets"),
-    Counterpart("dataset", "datasets", "each name is looked up in dataset_info.json, where it lies beside", "elsewhere"),
-    Counterpart("eval_dataset", "eval_datasets", "as dataset", "elsewhere"),
-    Counterpart("max_samples", "datasets", "a slice of each split, such as split: train[:1000]", "elsewhere"),
-    Counterpart("template", "chat_template", TEMPLATE, "template"),
-    Counterpart("cutoff_len", "max_length"),
-    Counterpart("neat_packing", "packing"),
-    Counterpart("packing", "packing"),
-    Counterpart("train_on_prompt", "assistant_only_loss", "the opposite value", "not"),
-    Counterpart("preprocessing_num_workers", "dataset_num_proc"),
-    Counterpart("tokenized_path", "dataset_cache_dir"),
-    Counterpart("val_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
-    Counterpart("flash_attn", "attn_implementation", "auto: packed attention is built in", "attention"),
-    Counterpart("enable_liger_kernel", "use_liger_kernel"),
-    *_layout("pure_bf16 is dtype: bfloat16", "pure_bf16"),
-    *_layout("on or off in the Accelerate file", "disable_gradient_checkpointing"),
-    *_differs("only the last answer is trained with a message's `train: false`", "mask_history"),
-    *lacking("4-bit base", "quantization_bit", note=QUANTIZED),
-    *lacking("another loss", *LOSSES),
-    *lacking("freezing by name", "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"),
-    *lacking("modules_to_save", "additional_target", note=LINEAR_ONLY),
-    *lacking("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_muon"),
-    *lacking("PiSSA", "pissa_init"),
-    *lacking("LoRA+", "loraplus_lr_ratio"),
-    *lacking("rope scaling", "rope_scaling"),
-    *lacking("added tokens", "resize_vocab", "add_tokens", "add_special_tokens"),
-    *lacking("resuming from an adapter", "adapter_name_or_path", note="the base and the adapter are one recipe here"),
-    *lacking("mixing by probability", "mix_strategy", "interleave_probs", note="weight of an entry of datasets"),
-    *_unneeded("sft, and pt with rows of type text", "stage"),
-    *_unneeded("each entry of datasets has its own path", "dataset_dir", "media_dir"),
-    *_unneeded("finetune report RUN draws the loss, and more", "plot_loss"),
-    *_unneeded("the cache is keyed by all that made it", "overwrite_cache"),
-    *_unneeded("of the 4-bit base", "quantization_method", "double_quantization"),
-    *_unneeded(ONE_LOSS, "use_unsloth"),
-    *_unneeded("there is only this here", "do_predict", "predict_with_generate"),
-    *_unneeded(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),
-    *_unneeded("the model's own chat template writes the tools", "tool_format", "enable_thinking", "use_v1_kernels"),
-    *_unneeded(HUB, "export_dir", "export_hub_model_id"),
-)  # fmt: skip
-# What LLaMA-Factory takes from TrainingArguments, as TRL does.
-_TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | {
-    "datasets",
-    "dataset_mixture",
-    "packing_strategy",
-    "chat_template_path",
-}
-LLAMA_FACTORY += tuple(pair for pair in TRL if pair.theirs not in _TRAINER and not pair.theirs.startswith("dataset_"))
-
-# torchtune's names at the top of its files; what is nested is in finetune/convert/tool_keys.py.
-TORCHTUNE = (
-    Counterpart("batch_size", "per_device_train_batch_size"),
-    Counterpart("batch_size_val", "per_device_eval_batch_size"),
-    Counterpart("epochs", "num_train_epochs"),
-    Counterpart("max_steps_per_epoch", "max_steps", "times the epochs", "elsewhere"),
-    Counterpart("lr", "learning_rate"),
-    Counterpart("clip_grad_norm", "max_grad_norm", "", "clip"),
-    Counterpart("lora_rank", "lora_r"),
-    Counterpart("compile", "torch_compile"),
-    Counterpart("log_every_n_steps", "logging_steps"),
-    Counterpart("run_val_every_n_steps", "eval_steps"),
-    Counterpart("save_every_n_steps", "save_steps"),
-    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
-    Counterpart("dataset", "datasets", "source or data_files is the path of an entry of datasets", "elsewhere"),
-    Counterpart("dataset_val", "eval_datasets", "as dataset", "elsewhere"),
-    *_layout(PRECISION, "dtype"),
-    *_layout(CHECKPOINTING, "enable_activation_checkpointing"),
-    *_layout(SHARDING, "fsdp_cpu_offload", "fsdp_reshard_after_forward", "data_parallel_replicate_dim", "data_parallel_shard_dim"),
-)  # fmt: skip
-
-FLAT_TOOLS: Mapping[str, tuple[Counterpart, ...]] = {
-    "TRL": TRL,
-    "Axolotl": AXOLOTL,
-    "LLaMA-Factory": LLAMA_FACTORY,
-    "torchtune": TORCHTUNE,
-}
+    `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
+    """
+    top_level = "path" not in known
+    foreign = foreign_names()
+    if top_level and key in foreign:
+        whose, ours = foreign[key]
+        return ours, f"{key}: {whose} name; here it is {ours}"
+    if top_level and (key in ACCELERATE_KEYS or key.startswith("fsdp_")):
+        return (
+            key,
+            f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",
+        )
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if close:
+        return close[0], f"{key}: no such key; did you mean {close[0]}?"
+    listed = "docs/recipes.md lists them" if top_level else f"one of {', '.join(known)}"
+    return key, f"{key}: no such key; {listed}"
 
 
 def foreign_names() -> dict[str, tuple[str, str]]:
-    """Other tools' names for keys of ours that are called differently here: name -> (whose it is, ours).
+    """Other tools' names for keys that have a different name here: name -> (whose it is, ours).
 
     >>> foreign_names()["sequence_len"], foreign_names()["lora_rank"][0]
     (("Axolotl's", 'max_length'), "LLaMA-Factory's and torchtune's")

@@ -49,12 +49,12 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
 
 @cache
 def recipe_keys() -> dict[str, Key]:
-    """Every key that may stand at the top of a recipe file, by name."""
+    """Every top-level key of a recipe file, by name."""
     return {name: key for section, schema in SECTIONS.items() for name, key in keys_of(schema, section).items()}
 
 
 def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands inside mappings and lists of mappings, under names such as `datasets[0].path`.
+    """The values inside mappings and lists of mappings, under names such as `datasets[0].path`.
 
     >>> dict(leaves({"seed": 1, "datasets": [{"path": "a"}, {"path": "b"}]}))
     {'seed': 1, 'datasets[0].path': 'a', 'datasets[1].path': 'b'}

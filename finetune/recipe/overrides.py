@@ -1,4 +1,4 @@
-"""What stands on the command line beside the options: the recipe keys that it overrides."""
+"""The recipe keys that a command line overrides: its arguments other than options."""
 
 import difflib
 from collections.abc import Collection, Sequence

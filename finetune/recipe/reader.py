@@ -12,7 +12,7 @@ import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.errors import UserError
-from finetune.recipe.hints import foreign_names
+from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
 from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Recipe
 from finetune.recipe.wording import what_is_wrong
@@ -28,22 +28,6 @@ def shipped_folder(name: str) -> Path:
 
 RECIPES = shipped_folder("recipes")
 COMMAND_LINE = "command line"
-ACCELERATE_KEYS = frozenset(
-    [
-        "compute_environment",
-        "distributed_type",
-        "mixed_precision",
-        "use_cpu",
-        "fsdp_config",
-        "parallelism_config",
-        "deepspeed_config",
-        "num_processes",
-        "num_machines",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-    ]
-)
 # What makes a text a local path rather than a hub name, so that a missing file is reported before anything is loaded.
 LOCAL_STARTS = ("/", "./", "../", "~")
 LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
@@ -138,7 +122,7 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
     for entry in entries:
         key = known.get(entry.key)
         if key is None:
-            meant, sentence = _unknown(entry.key, known)
+            meant, sentence = explain_unknown(entry.key, known)
             checked.unusable.add(meant)
             checked.problems.append(f"{entry.where}: {sentence}")
             continue
@@ -165,7 +149,9 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         try:
             value = value if _is_inline(value) else _located(value, folder)
             if value is None:
-                return [f"{entry.where}: {entry.key}: {entry.value}: no such file or folder, here or beside the recipe"]
+                return [
+                    f"{entry.where}: {entry.key}: {entry.value}: no such file or folder, here or in the recipe's folder"
+                ]
         except OSError as error:  # a folder on the way is closed to us, say
             return [f"{entry.where}: {entry.key}: {entry.value}: cannot be read: {error.strerror or error}"]
     values[entry.key] = value
@@ -204,7 +190,7 @@ def _is_inline(value: str) -> bool:
 
 
 def _located(value: str, folder: Path) -> str | None:
-    """A local path that exists, from here or from beside the recipe; a name that may be the hub's as it is; else None."""
+    """A local path that exists, from here or from the recipe's folder; a name that may be the hub's as it is; else None."""
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
@@ -222,25 +208,6 @@ def _inside_checkpoint(located: str) -> str:
 def _matches(pattern: Path) -> bool:
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return any(anchor.glob(str(pattern.relative_to(anchor))))
-
-
-def _unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
-    """The key that was meant by `key`, as far as can be known, and the sentence that says so."""
-    top_level = "path" not in known
-    foreign = foreign_names()
-    if top_level and key in foreign:
-        whose, ours = foreign[key]
-        return ours, f"{key}: {whose} name; here it is {ours}"
-    if top_level and (key in ACCELERATE_KEYS or key.startswith("fsdp_")):
-        return (
-            key,
-            f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",
-        )
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
-    if close:
-        return close[0], f"{key}: no such key; did you mean {close[0]}?"
-    listed = "docs/recipes.md lists them" if top_level else f"one of {', '.join(known)}"
-    return key, f"{key}: no such key; {listed}"
 
 
 def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) -> Iterable[str]:
@@ -273,7 +240,7 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
     if has("eval_steps") and not (has("eval_datasets") or has("eval_split_size")):
         yield f"{at('eval_steps')}: eval_steps, but no held-out rows; set eval_datasets or eval_split_size"
     if not (values.get("use_peft") or "use_peft" in checked.unusable):
-        # Their defaults stand in the recipe.yaml of every run.
+        # The recipe.yaml of every run writes their defaults.
         for key in (
             name
             for name, key in keys_of(Lora).items()

@@ -14,7 +14,7 @@ Positive = Annotated[int, Gt(0)]
 
 
 class FileOrName:
-    """Marks a key whose value may be a local path; the reader looks in the working directory, then beside the recipe."""
+    """Marks a key whose value may be a local path; the reader looks in the working directory, then in the recipe's folder."""
 
 
 class SameOnResume:
@@ -99,7 +99,7 @@ class Lora:
         "The linear layers that get adapters, by the end of their names.",
     ] = "all-linear"
     use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = False
-    use_dora: Annotated[bool, SameOnResume, "Train a magnitude beside the direction (DoRA)."] = False
+    use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ class Optimization:
     adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
     adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
     adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8
-    max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null leaves it."] = 1.0
+    max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."] = 1.0
     on_nonfinite: Annotated[
         Literal["stop", "skip"],
         "What is done at a step whose loss or gradient is not finite: the update is never made.",
@@ -209,13 +209,13 @@ class Run:
     exact_match_samples: Annotated[
         int,
         Ge(0),
-        "So many held-out prompts are answered greedily before and after training and compared with the truth.",
+        "The number of held-out prompts answered greedily before and after training and compared with the reference.",
     ] = 0
     sample_prompts: Annotated[
         tuple[str, ...], "Prompts that are answered greedily at every evaluation, to be read; each is a user's turn."
     ] = ()
     early_stopping_patience: Annotated[
-        Positive | None, "Stop after so many held-out losses in a row without a new lowest one; needs eval_steps."
+        Positive | None, "Stop after this many held-out losses in a row without a new minimum; needs eval_steps."
     ] = None
     timeout_seconds: Annotated[float, Gt(0), "How long a rank waits for the others before the run is ended."] = 1800.0
     profile_steps: Annotated[
@@ -223,7 +223,7 @@ class Run:
         "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot of GPU memory in profile/.",
     ] = None
     report_to: Annotated[
-        Literal["none", "tensorboard", "wandb", "mlflow", "trackio"], "A tracker beside metrics.jsonl."
+        Literal["none", "tensorboard", "wandb", "mlflow", "trackio"], "A tracker in addition to metrics.jsonl."
     ] = "none"
 
 
@@ -234,11 +234,11 @@ class Checkpoint:
     save_steps: Annotated[Positive | None, "Steps between two checkpoints; null: only at the end."] = None
     save_total_limit: Annotated[Positive | None, "Keep the N newest checkpoints; null: all."] = 2
     keep_every_steps: Annotated[
-        Positive | None, "Checkpoints whose step divides by this are kept beside those, for good."
+        Positive | None, "Also keep, permanently, every checkpoint whose step is a multiple of this."
     ] = None
     keep_best_checkpoint: Annotated[
         bool,
-        "Save at every new lowest held-out loss of eval_steps, keep the newest of those beside the others, and export it.",
+        "Save at every new minimum of the held-out loss (see eval_steps), keep the newest of those as well, and export it.",
     ] = False
     async_save: Annotated[
         bool | None,

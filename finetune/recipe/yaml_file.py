@@ -15,7 +15,7 @@ UNREADABLE = object()  # the value of an entry that is reported as a problem alr
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One `key: value` as it is in a file (or on the command line), with the place to name in an error.
+    """One `key: value` as written in a file (or on the command line), with the place to name in an error.
 
     `places` has the place of each key of a value that is a mapping.
     """

@@ -304,6 +304,13 @@ def test_alpaca_with_columns_of_other_names(converted: Convert) -> None:
     assert "field_" not in said
 
 
+@pytest.mark.parametrize("entry", ["{path: a/b, type: alpaca}", "{path: a/b, type: alpaca, field_output: text}"])
+def test_the_alpaca_prompt_is_a_difference(converted: Convert, entry: str) -> None:
+    _, said, path = converted(_datasets(f"[{entry}]"))
+    assert 'datasets[0].type: "alpaca"   (rows are rendered by the chat template, without Alpaca\'s' in said
+    assert "datasets[0].type" in path.read_text().split("# Different here:")[1].split("# Worth a look:")[0]
+
+
 @pytest.mark.parametrize(
     ("theirs", "listed"),
     [
@@ -311,8 +318,11 @@ def test_alpaca_with_columns_of_other_names(converted: Convert) -> None:
         (_datasets("[{path: a/b}, {path: c/d, train_on_eos: none}]"), ['datasets[1].train_on_eos: "none"']),
         (_datasets("[{path: a/b, zzz: false}]"), ["datasets[0].zzz: false"]),
         (_datasets("[{path: a/b, roles_to_train: [assistant], train_on_eos: turn, shards: null}]"), []),
-        (AXOLOTL + "test_datasets: [{path: a/b, ds_type: json}]\n", ['test_datasets[0].ds_type: "json"']),
-        (AXOLOTL + "dataset_shard_num: 4\n", ["dataset_shard_num: 4"]),
+        (
+            AXOLOTL + "test_datasets: [{path: a/b, ds_type: json}]\n",
+            ['datasets[0].type: "alpaca"', 'test_datasets[0].ds_type: "json"'],
+        ),
+        (AXOLOTL + "dataset_shard_num: 4\n", ["dataset_shard_num: 4", 'datasets[0].type: "alpaca"']),
         (
             "model_name_or_path: a/b\ndatasets: [{path: c/d, data_dir: sub, columns: [x, y], id: k}]\n",
             ['datasets[0].data_dir: "sub"', 'datasets[0].columns: ["x", "y"]', 'datasets[0].id: "k"'],
@@ -357,14 +367,14 @@ def test_torchtune_columns_and_a_trained_prompt(converted: Convert) -> None:
     assert "column_map" not in said
 
 
-def test_a_prompt_that_stays_masked_is_told(converted: Convert) -> None:
+def test_a_prompt_that_stays_masked_is_reported(converted: Convert) -> None:
     ours, said, _ = converted(_datasets("[{path: a/b, type: {field_output: a}}]\ntrain_on_inputs: true"))
     assert "assistant_only_loss" not in ours
     assert "datasets[0]: assistant_only_loss: false has no effect" in said
 
 
 @pytest.mark.parametrize("output", [[], ["--output", "ours.yaml"]])
-def test_a_recipe_of_ours_is_told_as_such(tmp_path: Path, output: list[str]) -> None:
+def test_a_recipe_of_ours_is_refused_as_such(tmp_path: Path, output: list[str]) -> None:
     ours = "model_name_or_path: a/b\ndatasets: [{path: c/d, prompt_column: q, completion_column: a}]\nmax_steps: 2\n"
     (tmp_path / "mine.yaml").write_text(ours)
     ended = run_command(["python", "-m", "finetune", "convert", "mine.yaml", *output], cwd=tmp_path)

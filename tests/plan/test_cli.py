@@ -94,3 +94,9 @@ def test_a_cpu_rank_holds_in_host_memory_what_a_gpu_would(tiny_recipe: Callable[
     sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": "2"})
     plan = make_plan(recipe, sharding, 2, on_cpu=True)
     assert plan.host.processes == 2 * (CPU_PROCESS_BYTES + max(phase.peak.total for phase in plan.phases))
+
+
+def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(tiny_recipe: Callable[..., Path]) -> None:
+    code, shown, errors = _plan("--recipe", str(tiny_recipe(global_batch_size=64)), "--config", "fsdp_hybrid_shard")
+    assert (code, errors) == (0, "")
+    assert "ranks      64 assumed" in shown

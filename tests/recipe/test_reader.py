@@ -129,10 +129,10 @@ MISTAKES = {
     "eval_datasets:\n  - path: a/b\n    wieght: 2": ["F:6: wieght: no such key; did you mean weight?"],
     "eval_datasets:\n  - path: a/b\n    path: c/d": ["F:6: path: given twice; keep one"],
     "eval_datasets:\n  - path: data/missing.jsonl": [
-        "F:5: path: data/missing.jsonl: no such file or folder, here or beside the recipe"
+        "F:5: path: data/missing.jsonl: no such file or folder, here or in the recipe's folder"
     ],
     "tokenizer_name_or_path: ./missing": [
-        "F:4: tokenizer_name_or_path: ./missing: no such file or folder, here or beside the recipe"
+        "F:4: tokenizer_name_or_path: ./missing: no such file or folder, here or in the recipe's folder"
     ],
     "streaming: true": ["F:4: streaming has no known end; set max_steps"],
     "use_dora: true": ["F:4: use_dora needs use_peft: true"],

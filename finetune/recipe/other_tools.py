@@ -1,0 +1,295 @@
+"""The keys of other tools and ours, as tables.
+
+The recipe reader's hints (finetune/recipe/hints.py), `finetune convert` and the page docs/coming-from.md are all made from
+them. Imports no torch.
+
+Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig, ModelConfig,
+ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its `hparams`), torchtune (its recipes).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+# How a value becomes ours; finetune/convert/value_rules.py says what each does. "by-code" is read by convert's own code.
+Carry = Literal[
+    "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
+    "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "by-code",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """One key of another tool. `ours` is None where there is none; `note` then says why, or what to do instead."""
+
+    theirs: str  # dotted where it is nested
+    ours: str | None
+    note: str = ""
+    carry: Carry = "same"
+    inexact: bool = False  # nearly the same: converted, and the note is reported
+    missing_capability: str = ""  # what it asks for that is not supported here
+    has_effect: bool = True  # whether dropping it changes what is trained, saved or measured
+
+
+def _ignored(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    return tuple(Counterpart(key, None, note, has_effect=False) for key in theirs)
+
+
+def _without_counterpart(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    return tuple(Counterpart(key, None, note) for key in theirs)
+
+
+def unsupported(capability: str, *theirs: str, note: str = "") -> tuple[Counterpart, ...]:
+    """Keys that ask for what is not supported here."""
+    return tuple(
+        Counterpart(key, None, note or f"{capability}: not supported", missing_capability=capability) for key in theirs
+    )
+
+
+def _in_accelerate_file(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    return tuple(Counterpart(key, "accelerate_config", note, "by-code") for key in theirs)
+
+
+PRECISION = "mixed_precision belongs in the Accelerate file"
+HALF = "the shipped Accelerate files compute in bf16; for fp16, set mixed_precision: fp16 in a copy"
+CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
+SHARDING = "sharding belongs in the Accelerate file"
+FOUND = "read from the model itself; remove it"
+ALWAYS = "always the case here; remove it"
+QUANTIZED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA is bf16 here"
+HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
+TEMPLATE = "chat_template takes the tokenizer's own, chatml, llama3, a file or inline Jinja"
+OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
+IN_STEPS = "given in steps here: eval_steps and save_steps; without them only at the end"
+LINEAR_ONLY = "LoRA on linear layers only; the embedding and the head stay frozen"
+RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
+ONE_LOSS = "one chunked loss is built in"
+LAUNCHER = "the launcher starts the ranks"
+LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "mixture_of_depths")
+
+TRL = (
+    Counterpart("datasets", "datasets", "a mixture: each is an entry of datasets", "by-code"),
+    Counterpart("dataset_mixture", "datasets", "a mixture: each is an entry of datasets", "by-code"),
+    Counterpart("eval_datasets", "eval_datasets", "a mixture: each is an entry of eval_datasets", "by-code"),
+    Counterpart("test_split_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
+    Counterpart("dataset_name", "datasets", OWN_DATA, "by-code"),
+    Counterpart("dataset_config", "datasets", "name of an entry of datasets", "by-code"),
+    Counterpart("dataset_train_split", "datasets", "split of an entry of datasets", "by-code"),
+    Counterpart("dataset_test_split", "eval_datasets", "an entry of eval_datasets with this split", "by-code"),
+    Counterpart("dataset_text_field", "datasets", "text_column of an entry of datasets", "by-code"),
+    Counterpart("dataset_streaming", "streaming"),
+    Counterpart("torch_dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
+    Counterpart("dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
+    Counterpart("max_seq_length", "max_length", "TRL's older name"),
+    Counterpart("chat_template_path", "chat_template", TEMPLATE),
+    Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),
+    Counterpart("max_steps", "max_steps", "", "steps"),
+    Counterpart("max_grad_norm", "max_grad_norm", "", "clip"),
+    Counterpart("warmup_steps", "warmup_steps", "below 1 it is a share: warmup_ratio", "warmup"),
+    Counterpart("save_steps", "save_steps", "a number of steps; a share of the run is not supported", "steps"),
+    Counterpart("eval_steps", "eval_steps", "a number of steps; a share of the run is not supported", "steps"),
+    Counterpart("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio"),
+    Counterpart("lr_scheduler_kwargs.min_lr", "min_lr_ratio", "divided by the learning rate", "min-rate"),
+    Counterpart("lr_scheduler_type", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
+    Counterpart("optim", "optim", "AdamW is the only one", "optimizer"),
+    Counterpart("attn_implementation", "attn_implementation", "", "attention"),
+    Counterpart("report_to", "report_to", "one tracker", "tracker"),
+    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
+    Counterpart("ddp_timeout", "timeout_seconds"),
+    *_in_accelerate_file(PRECISION, "bf16"),
+    *_in_accelerate_file(HALF, "fp16"),
+    *_in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
+    *_in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "deepspeed"),
+    *_without_counterpart(IN_STEPS, "evaluation_strategy", "eval_strategy", "save_strategy"),
+    *_without_counterpart("loss_type: nll is the only one", "loss_type"),
+    *_without_counterpart("best-fit decreasing, isolated per document, always", "packing_strategy"),
+    *unsupported("label smoothing", "label_smoothing_factor"),
+    *unsupported("NEFTune", "neftune_noise_alpha"),
+    *unsupported("modules_to_save", "lora_modules_to_save", note=LINEAR_ONLY),
+    *unsupported("4-bit base", "load_in_4bit", note=QUANTIZED),
+    *unsupported("8-bit base", "load_in_8bit", note=QUANTIZED),
+    *_without_counterpart("the tokenizer's own end token is used", "eos_token"),
+    *_ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
+    *_ignored(LINEAR_ONLY, "lora_task_type"),
+    *_ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
+    *_ignored("of the 4-bit base", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
+    *_ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
+    *_ignored(RESUMES, "overwrite_output_dir"),
+    *_ignored(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
+    *_ignored("always the case here", "do_train", "do_eval", "remove_unused_columns", "dataset_kwargs"),
+    *_ignored("loss is logged every logging_steps", "logging_strategy", "logging_first_step", "log_level", "tf32"),
+    *_ignored("the whole state is always saved; save_total_limit bounds how often", "save_only_model"),
+    *_ignored("the cache is keyed by everything that affects the tokens", "preprocessing_num_workers", "wandb_entity", "wandb_project"),
+)  # fmt: skip
+
+AXOLOTL = (
+    Counterpart("base_model", "model_name_or_path"),
+    Counterpart("revision_of_model", "model_revision"),
+    Counterpart("tokenizer_config", "tokenizer_name_or_path"),
+    Counterpart("datasets", "datasets", OWN_DATA, "by-code"),
+    Counterpart("pretraining_dataset", "datasets", "an entry of datasets of type text, with streaming: true", "by-code"),
+    Counterpart("test_datasets", "eval_datasets", OWN_DATA, "by-code"),
+    Counterpart("val_set_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
+    Counterpart("dataset_prepared_path", "dataset_cache_dir"),
+    Counterpart("dataset_processes", "dataset_num_proc"),
+    Counterpart("chat_template", "chat_template", TEMPLATE, "template"),
+    Counterpart("chat_template_jinja", "chat_template"),
+    Counterpart("sequence_len", "max_length"),
+    Counterpart("excess_length_strategy", "overlength", "", "overlength"),
+    Counterpart("sample_packing", "packing"),
+    Counterpart("train_on_inputs", "assistant_only_loss", "the opposite value", "not"),
+    Counterpart("adapter", "use_peft", "lora and qlora are use_peft: true; 4-bit is not supported, the frozen base is bf16 here", "adapter"),
+    Counterpart("lora_target_linear", "lora_target_modules", "true is all-linear", "all-linear"),
+    Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),
+    Counterpart("peft_use_dora", "use_dora"),
+    Counterpart("peft_use_rslora", "use_rslora"),
+    Counterpart("micro_batch_size", "per_device_train_batch_size"),
+    Counterpart("batch_size", "gradient_accumulation_steps", "divided by micro_batch_size", "by-code"),
+    Counterpart("eval_batch_size", "per_device_eval_batch_size"),
+    Counterpart("num_epochs", "num_train_epochs"),
+    Counterpart("max_steps", "max_steps", "", "steps"),
+    Counterpart("max_grad_norm", "max_grad_norm", "", "clip"),
+    Counterpart("warmup_steps", "warmup_steps", "below 1 it is a share: warmup_ratio", "warmup"),
+    Counterpart("save_steps", "save_steps", "a number of steps; a share of the run is not supported", "steps"),
+    Counterpart("eval_steps", "eval_steps", "a number of steps; a share of the run is not supported", "steps"),
+    Counterpart("optimizer", "optim", "AdamW is the only one", "optimizer"),
+    Counterpart("lr_scheduler", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
+    Counterpart("cosine_min_lr_ratio", "min_lr_ratio"),
+    Counterpart("adam_eps", "adam_epsilon"),
+    Counterpart("sdp_attention", "attn_implementation", "true is sdpa; null: packed attention is built in", "attention"),
+    Counterpart("attn_implementation", "attn_implementation", "", "attention"),
+    Counterpart("wandb_project", "report_to", "report_to: wandb; the project is the environment's WANDB_PROJECT", "tracker"),
+    Counterpart("use_wandb", "report_to", "report_to: wandb", "tracker"),
+    Counterpart("mlflow_tracking_uri", "report_to", "report_to: mlflow; the address is MLFLOW_TRACKING_URI", "tracker"),
+    Counterpart("use_tensorboard", "report_to", "report_to: tensorboard", "tracker"),
+    Counterpart("trackio_project_name", "report_to", "report_to: trackio", "tracker"),
+    Counterpart("wandb_name", "run_name"),
+    Counterpart("auto_resume_from_checkpoints", "resume_from_checkpoint", "auto, the default here", "resume"),
+    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
+    Counterpart("ddp_timeout", "timeout_seconds"),
+    *_in_accelerate_file(PRECISION, "bf16", "bfloat16"),
+    *_in_accelerate_file(HALF, "fp16", "float16"),
+    *_in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
+    *_in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size"),
+    *_without_counterpart(IN_STEPS, "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy", "evaluation_strategy"),
+    *_without_counterpart("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
+    *_without_counterpart("the tokenizer's own end token is used", "special_tokens.eos_token"),
+    *unsupported("added tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"),
+    *unsupported("4-bit base", "load_in_4bit", note=QUANTIZED),
+    *unsupported("8-bit base", "load_in_8bit", note=QUANTIZED),
+    *unsupported("modules_to_save", "lora_modules_to_save", note=LINEAR_ONLY),
+    *unsupported("NEFTune", "neftune_noise_alpha", "noisy_embedding_alpha", note="not supported"),
+    *unsupported("freezing by name", "unfrozen_parameters"),
+    *unsupported("ReLoRA", "relora_steps", "jagged_restart_steps"),
+    *unsupported("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
+    *unsupported("another loss", *LOSSES),
+    *unsupported("FP8", "fp8"),
+    *unsupported("tensor parallelism", "tensor_parallel_size"),
+    *unsupported("context parallelism", "context_parallel_size"),
+    *unsupported("resuming from an adapter", "lora_model_dir"),
+    *unsupported("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
+    *unsupported("LoRA on some layers", "peft_layers_to_transform"),
+    *_ignored("memory only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
+    *_ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
+    *_ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
+               "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
+    *_ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets",
+               "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
+    *_ignored("each turn's own end token is trained", "eot_tokens"),
+    *_ignored("padding is not trained on, and these are the tokenizer's", "special_tokens", "special_tokens.pad_token",
+               "special_tokens.bos_token", "special_tokens.unk_token"),
+    *_ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
+               "xformers_attention", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "flex_attention",
+               "flex_attn_compile_kwargs", "flash_attn_cross_entropy", "s2_attention"),
+    *_ignored(ONE_LOSS, "plugins", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_rope", "liger_rms_norm",
+               "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy", "chunked_cross_entropy", "use_kernels",
+               "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel"),
+    *_ignored("a run whose loss is not finite stops", "loss_watchdog_threshold", "loss_watchdog_patience", "strict", "debug",
+               "early_stopping_metric", "local_rank", "torchdistx_path", "lora_fan_in_fan_out", "hf_use_auth_token"),
+    *_ignored("greedy answers: exact_match_samples, sample_prompts", "eval_table_size", "eval_max_new_tokens",
+               "do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval"),
+    *_ignored("part of the environment (WANDB_ENTITY, WANDB_RUN_ID, ...)", "wandb_entity", "wandb_watch", "wandb_log_model",
+               "wandb_run_id", "wandb_mode", "trackio_run_name", "trackio_space_id", "use_swanlab", "swanlab_project",
+               "swanlab_experiment_name", "swanlab_description", "swanlab_mode", "swanlab_log_completions"),
+    *_ignored(HUB, "hub_model_id", "hub_strategy", "push_dataset_to_hub"),
+    *_ignored("exports are safetensors, and the whole state is always saved", "save_safetensors", "save_only_model"),
+)  # fmt: skip
+
+LLAMA_FACTORY = (
+    Counterpart("finetuning_type", "use_peft", "lora is use_peft: true, full is false; freeze has no counterpart", "adapter"),
+    Counterpart("lora_rank", "lora_r"),
+    Counterpart("lora_target", "lora_target_modules", "all is all-linear", "targets"),
+    Counterpart("dataset", "datasets", "each name is looked up in dataset_info.json, in the folder dataset_dir", "by-code"),
+    Counterpart("eval_dataset", "eval_datasets", "as dataset", "by-code"),
+    Counterpart("max_samples", "datasets", "a slice of each split, such as split: train[:1000]", "by-code"),
+    Counterpart("template", "chat_template", TEMPLATE, "template"),
+    Counterpart("cutoff_len", "max_length"),
+    Counterpart("neat_packing", "packing"),
+    Counterpart("packing", "packing"),
+    Counterpart("train_on_prompt", "assistant_only_loss", "the opposite value", "not"),
+    Counterpart("preprocessing_num_workers", "dataset_num_proc"),
+    Counterpart("tokenized_path", "dataset_cache_dir"),
+    Counterpart("val_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
+    Counterpart("flash_attn", "attn_implementation", "auto: packed attention is built in", "attention"),
+    Counterpart("enable_liger_kernel", "use_liger_kernel"),
+    *_in_accelerate_file("pure_bf16 is dtype: bfloat16", "pure_bf16"),
+    *_in_accelerate_file("on or off in the Accelerate file", "disable_gradient_checkpointing"),
+    *_without_counterpart("only the last answer is trained with a message's `train: false`", "mask_history"),
+    *unsupported("4-bit base", "quantization_bit", note=QUANTIZED),
+    *unsupported("another loss", *LOSSES),
+    *unsupported("freezing by name", "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"),
+    *unsupported("modules_to_save", "additional_target", note=LINEAR_ONLY),
+    *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_muon"),
+    *unsupported("PiSSA", "pissa_init"),
+    *unsupported("LoRA+", "loraplus_lr_ratio"),
+    *unsupported("rope scaling", "rope_scaling"),
+    *unsupported("added tokens", "resize_vocab", "add_tokens", "add_special_tokens"),
+    *unsupported("resuming from an adapter", "adapter_name_or_path", note="the base and the adapter are one recipe here"),
+    *unsupported("mixing by probability", "mix_strategy", "interleave_probs", note="weight of an entry of datasets"),
+    *_ignored("sft, and pt with rows of type text", "stage"),
+    *_ignored("each entry of datasets has its own path", "dataset_dir", "media_dir"),
+    *_ignored("finetune report RUN draws the loss, and more", "plot_loss"),
+    *_ignored("the cache is keyed by everything that affects the tokens", "overwrite_cache"),
+    *_ignored("of the 4-bit base", "quantization_method", "double_quantization"),
+    *_ignored(ONE_LOSS, "use_unsloth"),
+    *_ignored("always the case here", "do_predict", "predict_with_generate"),
+    *_ignored(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),
+    *_ignored("the model's own chat template writes the tools", "tool_format", "enable_thinking", "use_v1_kernels"),
+    *_ignored(HUB, "export_dir", "export_hub_model_id"),
+)  # fmt: skip
+# What LLaMA-Factory takes from TrainingArguments, as TRL does.
+_TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | {
+    "datasets",
+    "dataset_mixture",
+    "packing_strategy",
+    "chat_template_path",
+}
+LLAMA_FACTORY += tuple(pair for pair in TRL if pair.theirs not in _TRAINER and not pair.theirs.startswith("dataset_"))
+
+# torchtune's names at the top of its files; what is nested is in finetune/convert/tool_keys.py.
+TORCHTUNE = (
+    Counterpart("batch_size", "per_device_train_batch_size"),
+    Counterpart("batch_size_val", "per_device_eval_batch_size"),
+    Counterpart("epochs", "num_train_epochs"),
+    Counterpart("max_steps_per_epoch", "max_steps", "times the epochs", "by-code"),
+    Counterpart("lr", "learning_rate"),
+    Counterpart("clip_grad_norm", "max_grad_norm", "", "clip"),
+    Counterpart("lora_rank", "lora_r"),
+    Counterpart("compile", "torch_compile"),
+    Counterpart("log_every_n_steps", "logging_steps"),
+    Counterpart("run_val_every_n_steps", "eval_steps"),
+    Counterpart("save_every_n_steps", "save_steps"),
+    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
+    Counterpart("dataset", "datasets", "source or data_files is the path of an entry of datasets", "by-code"),
+    Counterpart("dataset_val", "eval_datasets", "as dataset", "by-code"),
+    *_in_accelerate_file(PRECISION, "dtype"),
+    *_in_accelerate_file(CHECKPOINTING, "enable_activation_checkpointing"),
+    *_in_accelerate_file(SHARDING, "fsdp_cpu_offload", "fsdp_reshard_after_forward", "data_parallel_replicate_dim", "data_parallel_shard_dim"),
+)  # fmt: skip
+
+FLAT_TOOLS: Mapping[str, tuple[Counterpart, ...]] = {
+    "TRL": TRL,
+    "Axolotl": AXOLOTL,
+    "LLaMA-Factory": LLAMA_FACTORY,
+    "torchtune": TORCHTUNE,
+}
