@@ -185,8 +185,8 @@ def _adapter(key: str, section: str) -> TypeAdapter[Any]:
 
 
 def _is_inline(value: str) -> bool:
-    """Whether a value is what it says (Jinja text, an address) and not a path: no file system takes a name of over 255."""
-    return any(mark in value for mark in ("\n", "://", "{{", "{%")) or max(map(len, value.split("/"))) > 255
+    """Whether a value is its own content (Jinja text) or an address, and no path."""
+    return any(mark in value for mark in ("\n", "://", "{{", "{%"))
 
 
 def _located(value: str, folder: Path) -> str | None:
