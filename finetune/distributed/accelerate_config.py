@@ -38,7 +38,7 @@ class Sharding:
     forward_prefetch: bool = False  # FSDP1 only
     use_cpu: bool = False
     num_machines: int = 1
-    source: str = "the launch"
+    source: str = "a plain launch (no Accelerate file)"
 
     @property
     def is_fsdp(self) -> bool:

@@ -91,4 +91,5 @@ class SignalListener:
 
 
 def _print(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    sys.stderr.write(f"{text}\n")  # in one write: the lines of several ranks must not run together
+    sys.stderr.flush()
