@@ -156,7 +156,9 @@ class Story:
         if ended.met is None and codes != {0}:
             raise Lost(f"nobody disturbed it, and it ended with {ended.codes}\n{ended.log[-4000:]}")
         saved = max(self.sound, default=0)
-        said = f"after step {saved} of|all {saved} steps are saved|before the export; all steps are saved|before the first step"
+        said = rf"stopped by \w[\w ]* (after step {saved} of|during the .*; all {saved} steps are saved)"
+        if saved in (0, STEPS):
+            said += "|before the first step" if saved == 0 else "|before the export; all steps are saved"
         if codes == {75} and not re.search(said, ended.log):
             raise Lost(f"preempted, but what it says it saved is not there: {sorted(self.sound)}\n{ended.log[-3000:]}")
         if codes == {0}:
