@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,11 @@ def test_a_link_is_not_replaced(tiny_llama: Callable[..., Path], tmp_path: Path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_is_the_exit_even_where_a_library_makes_another_error_of_it(number: signal.Signals) -> None:
+def test_a_signal_is_the_exit_even_where_a_library_makes_another_error_of_it(
+    number: signal.Signals, request: pytest.FixtureRequest
+) -> None:
+    handler = signal.SIG_DFL if number != signal.SIGINT else signal.default_int_handler
+    request.addfinalizer(partial(signal.signal, number, signal.signal(number, handler)))  # nohup ignores SIGHUP
     with pytest.raises(SystemExit) as stopped, exit_on_signals():
         try:
             signal.raise_signal(number)
