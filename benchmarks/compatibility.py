@@ -28,8 +28,7 @@ is counted once:
   clipping, decay, epochs, packing, length, trained tokens, LoRA's scale, precision and layout are the same. Remarks under "Worth a look" (for example that the tool also caps the warm-up, which
   matters in long runs only) do not count.
 - **Converted, with differences listed**: everything it needs is supported, but something works differently, and the recipe lists
-  it: for example Alpaca rows are rendered by the chat template instead of the `### Instruction:` prompt, or a run saves by steps
-  instead of by epochs.
+  it: for example a run saves by steps instead of by epochs.
 - **Needs a missing capability**: refused by name, or converted with that difference listed.
 - **Not a training recipe**: a launcher's file, generation, evaluation, merging, a benchmark.
 """

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from finetune.convert.dataset_keys import (
-    ALPACA_PROMPT,
     BUILDERS,
     Sources,
     TheirEntry,
@@ -43,10 +42,8 @@ def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversi
     def read(entry: TheirEntry) -> Sources:
         component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
         given = entry.unread.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
-        if component in TRAINED_PROMPTS:
-            found.add_difference(f"{entry.where}._component_", component, ALPACA_PROMPT)
-            if given is None:
-                found.recipe["assistant_only_loss"] = False  # the default of these two
+        if component in TRAINED_PROMPTS and given is None:
+            found.recipe["assistant_only_loss"] = False  # the default of these two
         if component in TORCHTUNE_FORMATS:
             entry.take("_component_")
         keys = _torchtune_columns(entry, component)
@@ -67,9 +64,10 @@ def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
     }
     columns = {key: value for key, value in entry.unread.items() if key.startswith("column_map.")}
     is_usual = all(key == f"column_map.{value}" for key, value in columns.items())
+    if keys["type"] == "alpaca":
+        keys["alpaca_prompt"] = True
     if component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
         prompt = "input" if component == "instruct" else "instruction"
-        keys["type"] = "messages"  # theirs are a question and an answer, which the chat template renders
         keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
         keys["completion_column"] = entry.take("column_map.output") or "output"
     elif component == "chat":

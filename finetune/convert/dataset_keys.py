@@ -22,9 +22,9 @@ PREFERENCE = (
     "on_bad_row: skip drops rows that are labeled false"
 )
 ALPACA_PROMPT = (
-    "rows are rendered by the chat template, without Alpaca's '### Instruction:' prompt; a base model that has no template "
-    "needs chat_template"
+    "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
 )
+ALPACA_STYLE = "chat_template: alpaca writes the '### Instruction:' style alone"
 SLICE = "a split slice, such as split: train[:1000]"
 FOLDER = "path takes a file, glob, folder or hub name"
 SYSTEM = "system turns are read from the rows"

@@ -8,6 +8,7 @@ from typing import Any
 from finetune.convert.component_datasets import read_automodel_data, read_torchtune_data
 from finetune.convert.dataset_keys import (
     ALPACA_PROMPT,
+    ALPACA_STYLE,
     Sources,
     TheirEntry,
     list_entries,
@@ -107,9 +108,16 @@ def _mixture(theirs: Mapping[str, Any], source: Path, found: Conversion) -> list
 def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
     def entries(name: str) -> Sources:
         listed = list_entries(theirs.get(name), name, source)
+        styles.update(str(entry.unread.get("type")) for entry in listed)
         return read_each("Axolotl", listed, lambda entry: _axolotl_sources(entry, found), found)
 
-    return [*entries("datasets"), *entries("pretraining_dataset")], entries("test_datasets")
+    styles: set[str] = set()
+    train, held_out = [*entries("datasets"), *entries("pretraining_dataset")], entries("test_datasets")
+    if styles - {"completion"} == {"alpaca"}:
+        found.recipe["chat_template"] = "alpaca"
+    elif "alpaca" in styles:
+        found.add_difference("datasets.type", "alpaca", ALPACA_PROMPT)
+    return train, held_out
 
 
 def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
@@ -120,15 +128,14 @@ def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
     keys = {"name": entry.take("name"), "split": entry.take("split"), "type": FORMATS.get(name)}
     if name in FORMATS:
         entry.take("type")
-    if name == "alpaca":
-        found.add_difference(f"{entry.where}.type", kind, ALPACA_PROMPT)
+    if name == "alpaca" and kind != name:
+        found.add_difference(f"{entry.where}.type", kind, ALPACA_STYLE)
     if name == "completion":
         keys["text_column"] = entry.take("field")
     if has_columns:
         keys["prompt_column"] = entry.take("type.field_instruction") or "instruction"
         keys["completion_column"] = entry.take("type.field_output") or "output"
     elif name == "alpaca" and {"field_instruction", "field_output"} & entry.unread.keys():
-        keys["type"] = "messages"  # as alpaca is: a question and an answer, by the chat template
         keys["prompt_column"] = entry.take("field_instruction") or "instruction"
         keys["completion_column"] = entry.take("field_output") or "output"
     return make_sources(entry.paths(), messages_column=entry.take("field_messages"), **keys)

@@ -7,9 +7,14 @@ from typing import Any
 
 from finetune.recipe.other_tools import Counterpart
 
+# Names of Axolotl and LLaMA-Factory for templates that write the same turns. Their alpaca, vicuna, zephyr and llama2 do not.
 TEMPLATES = {
-    "llama3": "llama3", "llama-3": "llama3", "chatml": "chatml", "qwen": "qwen", "qwen_25": "qwen",
-    "qwen3_nothink": "chatml", "gemma": "gemma", "gemma2": "gemma", "mistral": "mistral",
+    "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml",
+    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
+    "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "mistral": "mistral",
+    "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
+    "phi_3": "phi3", "phi_35": "phi3", "phi": "phi3", "phi4": "phi4", "deepseek3": "deepseek-v3",
+    "deepseek_v3": "deepseek-v3", "cohere": "command-r", "granite3": "granite",
 }  # fmt: skip
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 SCHEDULES = {

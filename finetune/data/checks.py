@@ -80,13 +80,13 @@ CHECKS: dict[str, Check] = {
         "fatal",
         "fatal",
         "the chat template drops tool calls, so the model learns to say nothing where it should call; use one that "
-        "writes them (chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
+        "writes them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
     ),
     "tools_dropped": Check(
         "warning",
         "warning",
         "the chat template drops tool schemas, tool results, or calls that are not trained on; use one that writes them "
-        "(chat_template: chatml, hermes, qwen, llama3.1 or mistral)",
+        "(chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
     ),
     "reasoning_dropped": Check(
         "warning", "fatal", "the chat template drops reasoning_content; use one that writes it, or remove the key"

@@ -190,8 +190,35 @@ def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
     instruction = columns.take_text(source.prompt_column or "instruction")
     output = columns.take_text(source.completion_column or "output")
     extra = columns.take_text("input") if columns.row.get("input") is not None else ""
-    turns = [*_parse_history(columns), _make_message("user", f"{instruction}\n\n{extra}" if extra else instruction)]
+    if source.alpaca_prompt:
+        question = _make_message("user", _make_alpaca_prompt(instruction, extra))
+    elif extra:
+        question = _make_message("user", f"{instruction}\n\n{extra}") | {"input": extra}
+    else:
+        question = _make_message("user", instruction)
+    turns = [*_parse_history(columns), question]
     return _make_conversation(columns, [*turns, _make_message("assistant", output)])
+
+
+def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
+    """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and others write it.
+
+    >>> print(_make_alpaca_prompt("Add the numbers.", "2 and 3"))
+    Below is an instruction that describes a task, paired with an input that provides further context. Write a response that appropriately completes the request.
+    <BLANKLINE>
+    ### Instruction:
+    Add the numbers.
+    <BLANKLINE>
+    ### Input:
+    2 and 3
+    <BLANKLINE>
+    ### Response:
+    <BLANKLINE>
+    """
+    paired = ", paired with an input that provides further context" if extra else ""
+    task = f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
+    parts = [task, f"### Instruction:\n{instruction}", f"### Input:\n{extra}" if extra else "", "### Response:\n"]
+    return "\n\n".join(filter(None, parts))
 
 
 def _parse_history(columns: Columns) -> list[Message]:

@@ -12,6 +12,7 @@ from finetune.data.messages import BadRow, Message, Tool
 from finetune.errors import UserError
 
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
+INPUT = re.compile(r"""message(\.input\b|\[['"]input['"]\])""")  # how a template reads an Alpaca row's input
 # What a template's own code can raise, beside Jinja's errors.
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -40,6 +41,7 @@ class Renderer:
     has_template: bool  # the tokenizer has a chat template; otherwise PLAIN is used
     has_markers: bool  # the template has {% generation %}
     assistant_only: bool  # only what the assistant says is trained on
+    reads_input: bool  # the template writes an Alpaca row's input apart from its instruction
     generation_prompt: str = ""  # what the template writes before the assistant's content
     end_of_turn: str = ""  # what it writes after that content, up to the first special token
 
@@ -66,6 +68,7 @@ def make_renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
         has_template=bool(tokenizer.chat_template),
         has_markers=bool(GENERATION_MARKER.search(template)),
         assistant_only=assistant_only,
+        reads_input=bool(INPUT.search(template)),
     )
     prompt, end = _probe_turn(renderer)
     return replace(renderer, generation_prompt=prompt, end_of_turn=end)

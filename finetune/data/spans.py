@@ -21,6 +21,8 @@ def render_conversation(
     markers are not one pair for each turn. Raises `BadRow` if the template rejects the conversation, or hides its turns.
     """
     messages = list(conversation.messages)
+    if not renderer.reads_input:  # messages of role and content alone are rendered faster
+        messages = [{key: value for key, value in message.items() if key != "input"} for message in messages]
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, conversation.tools)
         spans = [(start, _find_end_of_turn(text, start, end, renderer)) for start, end in marked]

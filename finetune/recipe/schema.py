@@ -41,6 +41,11 @@ class DatasetSource:
     prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
     completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
     text_column: Annotated[str | None, "The column that holds plain text."] = None
+    alpaca_prompt: Annotated[
+        bool,
+        "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), inside the "
+        "user's turn; chat_template: alpaca writes that wording without turns.",
+    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,8 +123,8 @@ class Data:
         str | None,
         FileOrName,
         SameOnResume,
-        "null: the tokenizer's own; or plain, chatml, hermes, qwen, llama3, llama3.1, mistral, gemma, a file, or "
-        "inline Jinja.",
+        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or alpaca "
+        "(all are in docs/data.md), a file, or inline Jinja.",
     ] = None
     max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
     packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True

@@ -11,6 +11,8 @@ import yaml
 from finetune.convert.coming_from import coming_from_page
 from finetune.convert.conversion import convert_file
 from finetune.convert.tool_keys import TOOLS
+from finetune.convert.value_rules import TEMPLATES
+from finetune.data.chat_templates import TEMPLATES as NAMED
 from finetune.errors import UserError
 from finetune.recipe.hints import foreign_names
 from finetune.recipe.keys import recipe_keys
@@ -300,15 +302,34 @@ def test_every_file_of_a_data_set_is_an_entry(converted: Convert) -> None:
 def test_alpaca_with_columns_of_other_names(converted: Convert) -> None:
     ours, said, _ = converted(_datasets("[{path: org/a, type: alpaca, field_instruction: q, field_output: a}]"))
     columns = {"prompt_column": "q", "completion_column": "a"}
-    assert ours["datasets"] == [{"path": "org/a", "type": "messages", **columns}]
+    assert ours["datasets"] == [{"path": "org/a", "type": "alpaca", **columns}]
     assert "field_" not in said
 
 
 @pytest.mark.parametrize("entry", ["{path: a/b, type: alpaca}", "{path: a/b, type: alpaca, field_output: text}"])
-def test_the_alpaca_prompt_is_a_difference(converted: Convert, entry: str) -> None:
-    _, said, path = converted(_datasets(f"[{entry}]"))
-    assert 'datasets[0].type: "alpaca"   (rows are rendered by the chat template, without Alpaca\'s' in said
-    assert "datasets[0].type" in path.read_text().split("# Different here:")[1].split("# Worth a look:")[0]
+def test_alpacas_prompt_is_a_chat_template(converted: Convert, entry: str) -> None:
+    ours, said, _ = converted(_datasets(f"[{entry}, {{path: c/d, type: completion}}]"))
+    assert ours["chat_template"] == "alpaca"
+    assert "type" not in said
+
+
+def test_alpacas_prompt_beside_another_is_a_difference(converted: Convert) -> None:
+    ours, said, path = converted(_datasets("[{path: a/b, type: alpaca}, {path: c/d, type: chat_template}]"))
+    assert "chat_template" not in ours
+    assert 'datasets.type: "alpaca"   (chat_template: alpaca writes their prompt, but is one for all datasets' in said
+    assert "datasets.type" in path.read_text().split("# Different here:")[1].split("# Worth a look:")[0]
+    _, styled, _ = converted(_datasets("[{path: a/b, type: 'alpaca:chat'}]"))
+    assert 'datasets[0].type: "alpaca:chat"   (chat_template: alpaca writes the' in styled
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [("llama4", "llama4"), ("phi_3", "phi3"), ("mistral_v3_tekken", "mistral-v3-tekken"), ("qwen3", "qwen3"), ("cohere", "command-r")],
+)  # fmt: skip
+def test_templates_by_name(converted: Convert, theirs: str, ours: str) -> None:
+    recipe, _, _ = converted(_datasets("[{path: a/b, type: chat_template}]") + f"chat_template: {theirs}\n")
+    assert recipe["chat_template"] == ours
+    assert set(TEMPLATES.values()) <= set(NAMED)
 
 
 @pytest.mark.parametrize(
@@ -320,9 +341,9 @@ def test_the_alpaca_prompt_is_a_difference(converted: Convert, entry: str) -> No
         (_datasets("[{path: a/b, roles_to_train: [assistant], train_on_eos: turn, shards: null}]"), []),
         (
             AXOLOTL + "test_datasets: [{path: a/b, ds_type: json}]\n",
-            ['datasets[0].type: "alpaca"', 'test_datasets[0].ds_type: "json"'],
+            ['test_datasets[0].ds_type: "json"', 'datasets.type: "alpaca"'],
         ),
-        (AXOLOTL + "dataset_shard_num: 4\n", ["dataset_shard_num: 4", 'datasets[0].type: "alpaca"']),
+        (AXOLOTL + "dataset_shard_num: 4\n", ["dataset_shard_num: 4", 'datasets.type: "alpaca"']),
         (
             "model_name_or_path: a/b\ndatasets: [{path: c/d, data_dir: sub, columns: [x, y], id: k}]\n",
             ['datasets[0].data_dir: "sub"', 'datasets[0].columns: ["x", "y"]', 'datasets[0].id: "k"'],
@@ -436,6 +457,7 @@ def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
 def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(converted: Convert) -> None:
     alpaca = TORCHTUNE.replace("instruct_dataset", "alpaca_dataset")
     assert converted(alpaca)[0]["assistant_only_loss"] is False
+    assert converted(alpaca)[0]["datasets"][0]["alpaca_prompt"] is True  # type: ignore[index]
     ours, _, _ = converted(alpaca.replace("packed: true", "train_on_input: false"))
     assert ours.get("assistant_only_loss", True) is True and ours["packing"] is False
 

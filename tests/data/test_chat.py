@@ -17,7 +17,14 @@ from tests.conftest import make_tokenizer
 
 SOURCE = DatasetSource(path="chat.jsonl")
 FAMILY_TOKENS = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-FAMILY_TOKENS += ("<start_of_turn>", "<end_of_turn>")
+FAMILY_TOKENS += (
+    "<start_of_turn>",
+    "<end_of_turn>",
+    "<|im_sep|>",
+    "<|eot|>",
+    "<|END_OF_TURN_TOKEN|>",
+    "<|end_of_text|>",
+)
 
 # Thinking as in Qwen3: an empty block in the last turn only, no reasoning in the history.
 THINKING = """\
@@ -32,7 +39,15 @@ THINKING = """\
 FINAL_END = TEMPLATES["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
 TESTED_TEMPLATES = TEMPLATES | {"thinking": THINKING, "final end": FINAL_END}
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
-ENDS = {"chatml": "<|im_end|>", "hermes": "<|im_end|>", "qwen": "<|im_end|>", "llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "gemma": "<end_of_turn>", "thinking": "<|im_end|>", "final end": "<|im_end|>"}  # fmt: skip
+ENDS = dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "smollm3", "phi4", "thinking", "final end"), "<|im_end|>")
+ENDS |= {"llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "llama4": "<|eot|>", "gemma": "<end_of_turn>"}
+ENDS |= {"command-r": "<|END_OF_TURN_TOKEN|>", "granite": "<|end_of_text|>", "llama2": " <|end|>"}
+# Templates with a space before the assistant's words, which the model writes.
+SPACED = ("mistral", "mistral-v1", "mistral-v2", "mistral-v3", "mistral-v7", "llama2", "vicuna", "deepseek-v2")
+THOUGHTS = {
+    "thinking": "<think></think>\n",
+    "qwen3": "<think>\n\n</think>\n\n",
+}  # before the last answer, unless asked otherwise
 
 
 def tokenizer_with(template: str) -> Any:
@@ -67,11 +82,8 @@ def test_only_the_assistants_turns_with_their_end_are_trained_on(name: str) -> N
     found = trained(
         conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), RENDERERS[name]
     )
-    space = " " if name == "mistral" else ""  # its template has a space before the assistant's words
-    thought = (
-        "<think></think>\n" if name == "thinking" else ""
-    )  # the model writes it too, unless the prompt asks otherwise
-    assert found == [f"{space}Hello user{end}", f"{space}{thought}Goodbye{end}"]
+    space = " " if name in SPACED else ""
+    assert found == [f"{space}Hello user{end}", f"{space}{THOUGHTS.get(name, '')}Goodbye{end}"]
 
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]"), min_size=1, max_size=20).filter(str.strip)

@@ -159,7 +159,10 @@ def test_chat_template_of_the_recipe_by_name_file_and_text(prepare: Prepare, tmp
     named = prepare([{"path": str(path)}], chat_template="chatml")
     assert text_of(named, 0) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\nA<|im_end|>\n"
     assert names(named)["end_of_turn_is_text"] == "warning"
-    with pytest.raises(UserError, match="chat_template: nosuch: not a file, not Jinja text, and not one of plain"):
+    with pytest.raises(
+        UserError,
+        match="chat_template: nosuch: not a file, not Jinja text, and not one of the named templates, which are alpaca",
+    ):
         prepare([{"path": str(path)}], chat_template="nosuch")
 
 
