@@ -191,6 +191,8 @@ def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None
 def _remove_contradictions(found: Conversion) -> None:
     """Removes keys that ask for nothing together with the others, and says so."""
     recipe = found.recipe
+    if recipe.get("streaming") and recipe.pop("eval_split_size", None) is not None:
+        found.differences.append("eval_split_size is dropped: rows cannot be held out of a stream; name eval_datasets")
     held_out = "eval_datasets" in recipe or "eval_split_size" in recipe
     if not held_out and recipe.pop("eval_steps", None) is not None:
         found.remarks.append("eval_steps is dropped: no rows are held out")

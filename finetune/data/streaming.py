@@ -194,13 +194,9 @@ def open_stream(
     """The batches of a run over a stream. `eval_sources`: the report of what is held out beside it.
 
     A tokenizer without a chat template gets the plain one: whether the stream needs it is not known before it is read.
-    Raises `UserError` for a recipe without `max_steps`.
     """
     data, steps = recipe.data, recipe.optimization.max_steps
-    if steps is None or data.eval_split_size is not None:
-        raise UserError(
-            f"{recipe.path}: streaming has no known end: set max_steps, and eval_datasets for eval_split_size"
-        )
+    assert steps is not None and data.eval_split_size is None, "refused with the recipe"
     if make_renderer(tokenizer, data.assistant_only_loss).template == PLAIN:
         tokenizer.chat_template = PLAIN
     config = BatchConfig.from_recipe(recipe, global_batch_size(recipe.batch, world.size))

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
@@ -48,6 +49,10 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
         if candidate.is_file():
             return candidate
+    if Path(name).is_dir():
+        of_run = Path(name) / "recipe.yaml"
+        hint = f"did you mean {of_run}?" if of_run.is_file() and folder == RECIPES else f"name the {what}'s file"
+        raise UserError(f"{name}: a folder, not a {what}; {hint}")
     known = sorted(path.stem for path in folder.glob("*.yaml"))
     close = difflib.get_close_matches(Path(name).stem, known, n=1)
     hint = f"did you mean {close[0]}? " if close else ""
@@ -104,7 +109,7 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Writes a recipe file that reads back as the same recipe."""
-    path.write_text(yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True), encoding="utf-8")
+    replace_file(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
 
 
 def _read_override(text: str) -> tuple[Entry | None, list[str]]:
@@ -234,6 +239,8 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
         yield f"{at('eval_split_size')}: eval_datasets and eval_split_size both name the held-out rows; keep one"
     if values.get("streaming") and not has("max_steps"):
         yield f"{at('streaming')}: streaming has no known end; set max_steps"
+    if values.get("streaming") and has("eval_split_size"):
+        yield f"{at('eval_split_size')}: eval_split_size cannot be held out of a stream; set eval_datasets"
     for key in ("early_stopping_patience", "keep_best_checkpoint"):
         if values.get(key) and not has("eval_steps"):
             yield f"{at(key)}: {key} goes by the held-out losses in between; set eval_steps"

@@ -23,6 +23,7 @@ EXPECTED = {
     "less_than_equal": "a number of at most {le:g}",
     "too_short": "a list of at least {min_length}",
 }
+NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
 
 
 def what_is_wrong(error: ValidationError, value: Any) -> str:
@@ -33,7 +34,10 @@ def what_is_wrong(error: ValidationError, value: Any) -> str:
     ... except ValidationError as error: what_is_wrong(error, "8")
     '"8" does not fit; a whole number is expected; in quotes it is text: write 8'
     """
-    details = error.errors(include_url=False)
+    details: list[Any] = error.errors(include_url=False)
+    takes_number = any(detail["type"] in ("int_type", "float_type") for detail in details)
+    if takes_number and isinstance(value, str) and value.lower().lstrip("+-") in NOT_FINITE:
+        return f"{value} does not fit; a finite number is expected"
     expected = " or ".join(dict.fromkeys(_expected(detail["type"], detail.get("ctx", {})) for detail in details))
     return f"{_shown(value)} does not fit; {expected} is expected{_hint(details, value)}"
 
@@ -46,6 +50,8 @@ def _expected(kind: str, context: Mapping[str, Any]) -> str:
 
 def _hint(details: Any, value: Any) -> str:
     kinds = {detail["type"] for detail in details}
+    if isinstance(value, float) and "int_type" in kinds and value.is_integer():
+        return f"; write {int(value)}"
     if isinstance(value, str) and kinds & {"int_type", "float_type", "bool_type"}:
         try:
             plain = json.loads(value.lower())

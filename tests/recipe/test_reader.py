@@ -106,8 +106,11 @@ MISTAKES = {
     "seed: 1\nseed: 2": ["F:5: seed: given twice, first at line 4; keep one"],
     'max_steps: "8"': ['F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'],
     "max_steps: 0": ["F:4: max_steps: 0 does not fit; a number above 0 is expected"],
+    "max_steps: 1e9": ["F:4: max_steps: 1000000000.0 does not fit; a whole number is expected; write 1000000000"],
     "max_steps: 1.5": ["F:4: max_steps: 1.5 does not fit; a whole number is expected"],
     "learning_rate: fast": ['F:4: learning_rate: "fast" does not fit; a number is expected'],
+    "learning_rate: nan": ["F:4: learning_rate: nan does not fit; a finite number is expected"],
+    "learning_rate: .nan": ["F:4: learning_rate: NaN does not fit; a finite number is expected"],
     "learning_rate: .inf": ["F:4: learning_rate: Infinity does not fit; a finite number is expected"],
     "learning_rate: -1e-5": ["F:4: learning_rate: -1e-05 does not fit; a number above 0 is expected"],
     "lora_dropout: 1": ["F:4: lora_dropout: 1 does not fit; a number below 1 is expected"],
@@ -135,6 +138,9 @@ MISTAKES = {
         "F:4: tokenizer_name_or_path: ./missing: no such file or folder, here or in the recipe's folder"
     ],
     "streaming: true": ["F:4: streaming has no known end; set max_steps"],
+    "streaming: true\nmax_steps: 1\neval_split_size: 0.1": [
+        "F:6: eval_split_size cannot be held out of a stream; set eval_datasets"
+    ],
     "use_dora: true": ["F:4: use_dora needs use_peft: true"],
     "lora_r: 8": [
         "F:4: lora_r has no effect without use_peft: true; set it, or every parameter is trained: then leave lora_r out"
@@ -230,6 +236,16 @@ def test_a_recipe_that_is_not_there_is_looked_for_among_the_shipped_ones() -> No
     with pytest.raises(UserError, match=r"^llama31_8b_ful: no such recipe; did you mean llama31_8b_full\? give a path"):
         read_recipe("llama31_8b_ful")
     assert Path(read_recipe("quickstart.yaml").path).resolve() == RECIPES / "quickstart.yaml"
+
+
+def test_a_folder_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"^{tmp_path}: a folder, not a recipe; name the recipe's file$"):
+        read_recipe(str(tmp_path))
+    (tmp_path / "recipe.yaml").touch()
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}: a folder, not a recipe; did you mean {tmp_path}/recipe.yaml\?$"
+    ):
+        read_recipe(str(tmp_path))
 
 
 def test_other_tools_names_mean_keys_that_there_are() -> None:
