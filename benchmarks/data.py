@@ -30,6 +30,7 @@ from finetune.data.inspect import SingleProcess
 from finetune.data.prepare import prepare_data
 from finetune.data.token_cache import open_cached_store
 from finetune.data.tokenizer import load_tokenizer
+from finetune.distributed.cores import count_cores
 from finetune.recipe.reader import read_recipe
 
 # The Llama 3 template with the markers that TRL asks for; ours needs none.
@@ -99,7 +100,7 @@ def main() -> None:
     )
     options = parser.parse_args()
     rows = list(islice(cycle(map(json.loads, options.data.read_text().splitlines())), options.rows))
-    print(f"{options.rows:,} rows, {options.rounds} rounds, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+    print(f"{options.rows:,} rows, {options.rounds} rounds, {count_cores()} cores, load {os.getloadavg()[0]:.1f}")
     print("| rows as | way | rows/s | of raw encode_batch | rows per CPU second | of raw |\n|---|---|---|---|---|---|")
     for kind in FORMATS:
         with tempfile.TemporaryDirectory() as folder:

@@ -62,12 +62,22 @@ def _check_turns(conversation: Conversation, text: str, spans: tuple[Span, ...],
         yield "typed_special_token"
     if messages[0]["role"] == "assistant":
         yield "begins_with_assistant"
+    if not _describes_calls(conversation):
+        yield "calls_without_tools"
     if not renderer.has_template:
         yield "plain_template"
     if spans and not _ends_turn(text[slice(*spans[-1])], renderer):
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
         yield "end_of_turn_is_text"
+
+
+def _describes_calls(conversation: Conversation) -> bool:
+    """Whether the name of every called tool stands in a schema or in a system message."""
+    schemas = [json.dumps(tool, default=str) for tool in conversation.tools]
+    described = schemas + [m["content"] for m in conversation.messages if m["role"] in ("system", "developer")]
+    calls = [call["function"]["name"] for message in conversation.messages for call in message.get("tool_calls", ())]
+    return all(any(name in text for text in described) for name in calls)
 
 
 def _ends_turn(trained: str, renderer: Renderer) -> bool:

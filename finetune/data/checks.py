@@ -18,7 +18,7 @@ class Finding:
     severity: Severity
     rows: int  # that it was found in
     of: int  # rows examined
-    where: tuple[str, ...]  # the first of them, as file:row
+    where: tuple[str, ...]  # the places of the first of them
     what: str
 
     @property
@@ -118,7 +118,14 @@ CHECKS: dict[str, Check] = {
     "no_space_between": Check(
         "notice", "notice", "there is no space between prompt and completion; they are joined as they are"
     ),
-    "begins_with_assistant": Check("notice", "notice", "the conversation begins with the assistant"),
+    "begins_with_assistant": Check(
+        "notice", "warning", "the conversation begins with the assistant, as none does that answers a user"
+    ),
+    "calls_without_tools": Check(
+        "warning",
+        "warning",
+        "the assistant calls a tool that neither `tools` nor a system message describes; name the schemas in `tools`",
+    ),
     "plain_template": Check(
         "notice",
         "notice",

@@ -53,7 +53,7 @@ class Examples:
         )
 
     def where(self, example_id: int) -> str:
-        """The file and row that an example comes from: `data/math.jsonl:17`."""
+        """The file and the line or row that an example comes from: `data/math.jsonl:17`."""
         store = self.stores[int(self.store[example_id])]
         return store.where(int(self.document[example_id]))
 

@@ -13,10 +13,12 @@ MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a whole corpus t
 
 
 class RepeatedKeys(dict[str, Any]):
-    """A row, or an object in it, in which two keys have the same name: only the last one's value is kept."""
+    """A row in which two keys have the same name, in itself or in an object in it: only the last one's value is kept."""
+
+    has_own = False  # whether they are its own
 
 
-NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is the line in its file, or the row's own from 1
+NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `readers.name_place`
 
 
 class RowDecoder(json.JSONDecoder):
@@ -35,8 +37,10 @@ class RowDecoder(json.JSONDecoder):
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
-    if len(result) != len(pairs) or any(map(_has_repeated_keys, result.values())):
-        return RepeatedKeys(result)
+    is_repeated = len(result) != len(pairs)
+    if is_repeated or any(map(_has_repeated_keys, result.values())):
+        result = RepeatedKeys(result)
+        result.has_own = is_repeated
     return result
 
 
@@ -69,12 +73,12 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
             try:
                 row, end = decoder.row(text.buffer, text.at)
             except RecursionError:
-                raise UserError(f"{path}:{number}: nested too deeply") from None
+                raise UserError(f"{path}, row {number}: nested too deeply") from None
             except ValueError as error:
                 if text.grow(number):  # it may only be cut off where the buffer ends
                     continue
                 reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-                raise UserError(f"{path}:{number}: not JSON: {reason}; the rows after it cannot be read") from None
+                raise UserError(f"{path}, row {number}: not JSON: {reason}; the rows after it cannot be read") from None
             if end == len(text.buffer) and text.grow(number):
                 continue
             break
@@ -86,7 +90,7 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
         elif text.peek() != "]":
             break
     if text.peek() != "]":
-        raise UserError(f"{path}:{number}: the array of rows is never closed; the file is truncated or damaged there")
+        raise UserError(f"{path}, row {number}: the array is never closed; the file is truncated or damaged there")
 
 
 class _Text:
@@ -111,7 +115,7 @@ class _Text:
         """Reads more of the row that begins at `at`; False at the end. Raises `UserError` for a row too long to hold."""
         if len(self.buffer) - self.at > MAX_ROW_BYTES:
             raise UserError(
-                f"{self._path}:{number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it has no end"
+                f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it has no end"
             )
         return self._read()
 
@@ -136,6 +140,10 @@ def read_wrapped_rows(path: str, raw: bytes) -> list[dict[str, Any]] | None:
         whole = json.loads(raw, cls=RowDecoder)
     except (ValueError, RecursionError):
         return None
+    if isinstance(whole, RepeatedKeys) and whole.has_own:
+        raise UserError(
+            f"{path}: two keys of its one object have the same name; only one could be read: rename or join them"
+        )
     lists = [v for v in whole.values() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
     if len(lists) != 1:
         raise UserError(f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected")

@@ -35,7 +35,7 @@ KNOWN_KEYS = frozenset({"role", "from", "content", "value", "train", "weight", "
 
 
 class BadRow(Exception):
-    """A row that cannot be used. Its message says what is wrong with it; the reader of the file adds file and row number."""
+    """A row that cannot be used. Its message says what is wrong with it; the reader of the file adds its place."""
 
 
 def parse_messages(turns: Sequence[Any]) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
@@ -67,8 +67,8 @@ def parse_tools(value: Any) -> tuple[Tool, ...]:
     if not tools:
         return ()
     tools = [parse_json(tool) for tool in (tools if isinstance(tools, list | tuple) else [tools])]
-    if not all(isinstance(tool, dict) for tool in tools):
-        raise BadRow(f"tools: a list of JSON schemas is expected, found {describe_value(value)}")
+    if not all(isinstance(tool, dict) and tool.keys() & {"name", "function", "type"} for tool in tools):
+        raise BadRow(f"tools: a list of JSON schemas, each with its name, is expected, found {describe_value(value)}")
     return tuple(
         {"type": "function", "function": tool} if "name" in tool and "function" not in tool else tool for tool in tools
     )

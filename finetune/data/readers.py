@@ -28,6 +28,17 @@ from finetune.errors import UserError
 
 UNPACKED_TIMES = 64  # what a .gz unpacks to, as a multiple of its size; text makes 3 to 20
 UNPACKED_BYTES = 64 * 2**20  # whatever its size
+MAGIC = {
+    b"\xff\xfe": "text in UTF-16; save it as UTF-8",
+    b"\xfe\xff": "text in UTF-16; save it as UTF-8",
+    b"\x1f\x8b": "a gzip file; end its name with .gz",
+    b"PAR1": "a Parquet file; end its name with .parquet",
+    b"ARROW1": "an Arrow file; end its name with .arrow",
+    b"PK\x03\x04": "a zip archive; unpack it",
+    b"\x28\xb5\x2f\xfd": "a Zstandard file; unpack it, or pack it with gzip",
+    b"BZh": "a bzip2 file; unpack it, or pack it with gzip",
+    b"\xfd7zXZ": "an xz file; unpack it, or pack it with gzip",
+}
 KINDS = {
     ".json": "json",
     ".jsonl": "json",
@@ -49,8 +60,21 @@ def file_kind(path: str) -> str | None:
     return KINDS.get(Path(path.removesuffix(".gz")).suffix.lower())
 
 
+def name_place(path: str, number: int) -> str:
+    """A row's place, for messages: the line where a row begins with one, else the row's number. Both count from 1.
+
+    >>> name_place("data/math.jsonl.gz", 3), name_place("data/math.json", 3), name_place("openai/gsm8k", 3)
+    ('data/math.jsonl.gz:3', 'data/math.json, row 3', 'openai/gsm8k, row 3')
+    """
+    return f"{path}:{number}" if _has_lines(path) else f"{path}, row {number}"
+
+
+def _has_lines(path: str) -> bool:
+    return Path(path.removesuffix(".gz")).suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
+
+
 def read_file(path: str) -> Iterator[NumberedRow]:
-    """The rows of one file, each with its number. Raises `UserError` where the file cannot be read to its end."""
+    """The rows of one file, each with its number (see `name_place`). Raises `UserError` where the file cannot be read to its end."""
     match file_kind(path):
         case "json":
             return _read_json(path)
@@ -117,6 +141,17 @@ def _open_unpacked(path: str) -> Iterator[IO[bytes]]:
             raise UserError(f"{path}: not a valid gzip file: {error}; copy or download it again") from None
 
 
+def _refuse_binary(path: str, stream: IO[bytes]) -> None:
+    """Raises `UserError` where the file begins like no text in UTF-8; else the stream is at its start again."""
+    start = stream.read(1024)
+    stream.seek(0)
+    found = next((kind for magic, kind in MAGIC.items() if start.startswith(magic)), None)
+    if found is None and start.count(0) > len(start) // 4:  # a few are a damaged row, and the others are read
+        found = "no text in UTF-8: many of its bytes are 0, as in UTF-16 or a binary file; save it as UTF-8"
+    if found is not None:
+        raise UserError(f"{path}: {found}")
+
+
 def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
     """Lines that are not blank, with their numbers from 1; one that is too long is skipped without being held."""
     number = 0
@@ -138,6 +173,7 @@ def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
 
 def _read_text(path: str) -> Iterator[NumberedRow]:
     with _open_unpacked(path) as stream:
+        _refuse_binary(path, stream)
         for number, line in _read_lines(stream):
             yield number, line if isinstance(line, BadRow) else {"text": line}
 
@@ -145,6 +181,7 @@ def _read_text(path: str) -> Iterator[NumberedRow]:
 def _read_json(path: str) -> Iterator[NumberedRow]:
     """A row a line (JSON Lines), or one array of rows, or one object that holds it, by how the file begins."""
     with _open_unpacked(path) as stream:
+        _refuse_binary(path, stream)
         first = next(_read_lines(stream), (0, ""))[1]
         stream.seek(0)
         start = stream.read(1024).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -159,14 +196,16 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
                 yield from enumerate(rows, 1)
                 return
             stream.seek(0)
-        for number, line in _read_lines(stream):
-            yield number, line if isinstance(line, BadRow) else parse_line(line, decoder)
+        for number, (line_number, line) in enumerate(_read_lines(stream), 1):
+            row = line if isinstance(line, BadRow) else parse_line(line, decoder)
+            yield line_number if _has_lines(path) else number, row
 
 
 def _read_csv(path: str) -> Iterator[NumberedRow]:
     """Rows under the names of the first line; every value stays the text that it is."""
     csv.field_size_limit(MAX_ROW_BYTES)
     with _open_unpacked(path) as stream:
+        _refuse_binary(path, stream)
         delimiter = "\t" if Path(path.removesuffix(".gz")).suffix.lower() == ".tsv" else ","
         reader = csv.reader(_decode_lines(path, stream), delimiter=delimiter, strict=True)
         columns: list[str] | None = None

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from finetune.data.readers import name_place
 from finetune.durable import write_file
 from finetune.errors import UserError
 
@@ -50,8 +51,8 @@ class TokenStore:
         return ~np.isin(self.files, self.facts["structured_files"])
 
     def where(self, document: int) -> str:
-        """The file and row of a document."""
-        return f"{self.facts['files'][self.files[document]]}:{self.rows[document]}"
+        """The file and the line or row of a document."""
+        return name_place(self.facts["files"][self.files[document]], int(self.rows[document]))
 
 
 COLUMNS: dict[str, Any] = {

@@ -19,10 +19,12 @@ from finetune.data.checks import Tally
 from finetune.data.formats import parse_row
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
+from finetune.data.readers import name_place
 from finetune.data.renderer import Renderer, make_renderer
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import Encoder, make_encoder
+from finetune.distributed.cores import count_cores
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -66,7 +68,7 @@ def tokenize_rows(
     """
     renderer = make_renderer(tokenizer, data.assistant_only_loss)
     encoder = make_encoder(tokenizer)
-    threads = data.dataset_num_proc or os.cpu_count() or 1
+    threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
     with _without_tokenizer_threads(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         try:
@@ -105,9 +107,9 @@ def _render_batch(
     file = stats.files.index(batch.file)
     documents: list[RenderedText] = []
     places: Places = []
-    bad: dict[str, str] = {}  # file:row -> what is wrong
+    bad: dict[str, str] = {}  # place of a row -> what is wrong
     for number, row in zip(batch.numbers, batch.rows, strict=True):
-        where = f"{batch.file}:{number}"
+        where = name_place(batch.file, number)
         try:
             if isinstance(row, BadRow):
                 raise row
@@ -155,7 +157,7 @@ def _check_tokens(
 ) -> Tokens:
     """The batch's tokens when they are ready; what is found in them is counted in `stats`."""
     tokens = encoded.result()
-    where = [f"{stats.files[file]}:{row}" for file, row in places]
+    where = [name_place(stats.files[file], row) for file, row in places]
     for name in sorted({name for document in documents for name in document.findings}):
         stats.tally.add(name, [place for place, d in zip(where, documents, strict=True) if name in d.findings])
     stats.tally.add("nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])

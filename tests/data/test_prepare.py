@@ -307,7 +307,8 @@ def test_a_lost_tool_call_stops_the_training_in_any_row(prepare: Prepare, tmp_pa
     ):
         prepare([{"path": str(path)}])
     assert names(prepare([{"path": str(path)}], chat_template="chatml", max_length=1024)) == {
-        "end_of_turn_is_text": "warning"
+        "end_of_turn_is_text": "warning",
+        "calls_without_tools": "warning",
     }
 
 

@@ -106,10 +106,10 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
     [
         ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20], "the file is truncated"),
         ("none.jsonl.gz", b'{"text": "a"}', "not a valid gzip file"),
-        ("cut.json", b'[{"text": "a"}, {"text": "b"', ":2: not JSON"),
-        ("open.json", b'[{"text": "a"}, {"text": "b"}', ":3: the array of rows is never closed"),
-        ("wrong.json", b'[{"text": "a"}, {"text": nope}, {"text": "c"}]', ":2: not JSON"),
-        ("deep.json", b"[" * 100_000, ":1: nested too deeply"),
+        ("cut.json", b'[{"text": "a"}, {"text": "b"', ", row 2: not JSON"),
+        ("open.json", b'[{"text": "a"}, {"text": "b"}', ", row 3: the array is never closed"),
+        ("wrong.json", b'[{"text": "a"}, {"text": nope}, {"text": "c"}]', ", row 2: not JSON"),
+        ("deep.json", b"[" * 100_000, ", row 1: nested too deeply"),
         ("object.json", b'{\n"a": 1}', "one JSON object; a list of rows"),
         ("bytes.json", b'[{"text": "\xff"}]', "not UTF-8"),
         ("quote.csv", b'prompt,completion\na,b\n"c,d\ne,f\n', ":3: a quoted field that begins here is never closed"),
@@ -117,6 +117,12 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
         ("none.parquet", b"PAR1 this is not", "cannot be read as parquet"),
         ("none.arrow", b"nothing of the kind", "cannot be read as arrow"),
         ("rows.xlsx", b"", "unknown kind of file"),
+        ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), "text in UTF-16; save it as UTF-8"),
+        ("bare.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), "as in UTF-16 or a binary file; save it as UTF-8"),
+        ("packed.jsonl", gzip.compress(b'{"text": "a"}\n'), "a gzip file; end its name with .gz"),
+        ("columns.csv", b"PAR1....", "a Parquet file; end its name with .parquet"),
+        ("zip.txt", b"PK\x03\x04", "a zip archive; unpack it"),
+        ("twice.json", b'{"data": [{"text": "a"}],\n"data": [{"text": "b"}]}', "two keys of its one object"),
     ],
 )
 def test_a_damaged_file_is_an_error_since_its_rows_would_be_lost(
@@ -184,7 +190,7 @@ def test_rows_of_an_array_that_is_read_in_parts(tmp_path: Path) -> None:
     )
     assert [row for _, row in read_file(str(path))] == rows
     cut = written(tmp_path, "b.json", path.read_bytes()[:3_000_000])
-    with pytest.raises(UserError, match=r"b\.json:\d+: (not JSON|the array of rows is never closed)"):
+    with pytest.raises(UserError, match=r"b\.json, row \d+: (not JSON|the array is never closed)"):
         list(read_file(str(cut)))
     late = written(tmp_path, "c.json", path.read_bytes()[:-4] + b"\xff")
     with pytest.raises(UserError, match=rf"not UTF-8: invalid start byte at byte {path.stat().st_size - 3}"):
