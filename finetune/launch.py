@@ -5,7 +5,7 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_U
 from finetune.recipe.reader import find_file, read_recipe
 
 RUN = Path(__file__).resolve().parent / "run.py"
+REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # of which the rank has written why
 FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own handlers save, then stop or continue
 
 
@@ -68,11 +69,24 @@ def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
         with _forward_to_children():
             multi_gpu_launcher(arguments)
     except ChildFailedError as error:
-        first, failure = error.get_first_failure()
-        if failure.exitcode not in (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED):
-            print(f"rank {first} was the first to end, {_describe_end(failure.exitcode)}", file=sys.stderr, flush=True)
-        return _exit_code({rank: failure.exitcode for rank, failure in error.failures.items()})
+        rank, code = _find_cause({rank: failure.exitcode for rank, failure in error.failures.items()})
+        if code not in REPORTED:
+            print(f"rank {rank} was the first to end, {_describe_end(code)}", file=sys.stderr, flush=True)
+        return code if code > 0 else 128 - code
     return 0
+
+
+def _find_cause(codes: Mapping[int, int]) -> tuple[int, int]:
+    """(rank, exit code) of the rank that ended the run: one that was preempted or found a user's error, else the first.
+
+    `codes`: of the ranks that failed, in the order in which they ended. The launcher ends the others by SIGTERM.
+
+    >>> _find_cause({0: 1, 1: 2}), _find_cause({1: -9, 0: -15}), _find_cause({0: 1, 1: -9})
+    ((1, 2), (1, -9), (0, 1))
+    """
+    by_own_code = [rank for code in (EXIT_PREEMPTED, EXIT_USER_ERROR) for rank in codes if codes[rank] == code]
+    rank = next(iter([*by_own_code, *codes]))
+    return rank, codes[rank]
 
 
 def _describe_end(code: int) -> str:
@@ -104,16 +118,3 @@ def _forward_to_children() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _exit_code(codes: dict[int, int]) -> int:
-    """The launcher's exit code from the ranks': preempted and user errors by their own codes, others by the first rank's.
-
-    >>> _exit_code({0: -15, 1: 2}), _exit_code({0: 75, 1: 75}), _exit_code({0: 1, 1: -15}), _exit_code({3: -9})
-    (2, 75, 1, 137)
-    """
-    for code in (EXIT_PREEMPTED, EXIT_USER_ERROR):
-        if code in codes.values():
-            return code
-    own = [code for code in codes.values() if code > 0]  # a rank that the launcher ended has a signal
-    return own[0] if own else 128 - min(codes.values())
