@@ -127,7 +127,7 @@ def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapp
     _compare(recipe, checkpoint, ranks, inputs)
     if _is_within(checkpoint, run_folder):
         for damaged in rename_damaged(run_folder, read_manifest(checkpoint).step):
-            print(f"{damaged}: damaged, kept under this name; remove it to free space")
+            print(f"{damaged}: damaged, kept under this name until the run has saved that step again")
     return str(checkpoint)
 
 

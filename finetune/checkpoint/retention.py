@@ -5,7 +5,7 @@
       .staging-00000200/    being written; never read
       .replaced-00000100/   a published step that is about to be replaced by a newer one of the same number
       .pruned-00000050/     about to be removed
-      damaged-00000150/     did not verify when the run resumed below it; kept for a person to look at
+      damaged-00000150/     did not verify when the run resumed below it; kept until the run has saved that step again
 
 A checkpoint gets its name by one rename, after all its bytes are on disk.
 """
@@ -28,6 +28,7 @@ from finetune.safetensors_io.dtypes import choose_dtype
 from finetune.units import counted, disk_size
 
 _REPLACED = re.compile(r"\.replaced-([0-9]{8,})")
+_DAMAGED = re.compile(r"damaged-([0-9]{8,})(?:-[0-9]+)?")
 
 
 def checkpoints_folder(run_folder: Path) -> Path:
@@ -117,18 +118,23 @@ def prune(
 
     `newest` has just been published, so it is known to be sound and is always one of those that are kept. Later ones and
     folders that do not look whole are neither counted nor removed; checkpoints whose step divides by `keep_every_steps`,
-    and that of `best_step`, are kept beside the others. Returns a sentence for each that could not be removed.
+    and that of `best_step`, are kept beside the others. Damaged ones (`rename_damaged`) of steps up to `newest` go too, which
+    the run has trained again. Returns a sentence for each that could not be removed.
     """
     if keep is None:
         return []
     older = [
         (s, path) for s, path in list_checkpoints(run_folder) if s < newest and not find_problems(path, checksums=False)
     ]
+    surplus = older[: max(0, len(older) - (keep - 1))]
+    leave = [path for s, path in surplus if s != best_step and not (keep_every_steps and s % keep_every_steps == 0)]
+    damaged = [
+        (_DAMAGED.fullmatch(path.name), path) for path in sorted(checkpoints_folder(run_folder).glob("damaged-*"))
+    ]
+    leave += [path for match, path in damaged if match and int(match[1]) <= newest]
     problems = []
-    for step, path in older[: max(0, len(older) - (keep - 1))]:
-        if step == best_step or (keep_every_steps and step % keep_every_steps == 0):
-            continue
-        leaving = checkpoints_folder(run_folder) / f".pruned-{step:08d}"
+    for path in leave:
+        leaving = path.with_name(f".pruned-{path.name.removeprefix('step-')}")
         try:
             durable.remove_tree(leaving)
             durable.rename(path, leaving)

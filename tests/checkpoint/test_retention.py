@@ -78,7 +78,7 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: p
     run.save(4, 8, 12)
     run.damage(8, 12)
     assert run.start() == 4
-    assert "damaged-00000008: damaged, kept under this name" in capsys.readouterr().out
+    assert "damaged-00000008: damaged, kept under this name until" in capsys.readouterr().out
     run.save(6, limit=2)  # a signal came at step 6
     assert run.names() == ["damaged-00000008", "damaged-00000012", "step-00000004", "step-00000006"]
     assert run.start() == 6
@@ -87,7 +87,11 @@ def test_a_step_saved_below_damaged_ones_is_kept_and_resumed(run: Run, capsys: p
     run.save(8, 12, limit=2)
     run.damage(12)
     assert run.start() == 8
-    assert run.names() == ["damaged-00000008", "damaged-00000012", "damaged-00000012-2", "step-00000008"]
+    assert run.names() == ["damaged-00000012", "step-00000008"], "of a step that is saved again, the sound one stays"
+    run.save(12, limit=None)
+    run.damage(12)
+    assert run.start() == 8
+    assert run.names() == ["damaged-00000012", "damaged-00000012-2", "step-00000008"], "without a limit all are kept"
 
 
 def test_with_a_limit_of_one_the_step_just_published_stays(run: Run) -> None:
