@@ -60,7 +60,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     data = prepare_data(recipe, tokenizer, world)
     recipe = data.complete_recipe(recipe)
     inputs = fingerprint_inputs(recipe, tokenizer, data, world)
-    if is_finished(folder, recipe, inputs, world):
+    if is_finished(folder, recipe, inputs, data.train.steps, world):
         return leave(world)
     with explain_out_of_memory(recipe, world):
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world)

@@ -6,15 +6,20 @@ from pathlib import Path
 from signal import Signals
 from typing import Any
 
+from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.manifest import find_problems, hash_recipe
+from finetune.checkpoint.resume import compare_recipes, read_progress
 from finetune.checkpoint.retention import list_checkpoints, step_folder
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World, leave
 from finetune.durable import replace_file
+from finetune.errors import UserError
 from finetune.progress import Progress
+from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import SAMPLES
+from finetune.training.schedule import is_out_of_patience
 from finetune.training.signals import SignalListener
 from finetune.training.summary import answers_before_and_after, last_screen, results_line
 from finetune.training.training_run import TrainingRun
@@ -66,29 +71,52 @@ def write_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], step
     replace_file(folder / FINISHED, json.dumps(_record(recipe, inputs, step), indent=1) + "\n")
 
 
-def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], world: World) -> bool:
+def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int, world: World) -> bool:
     """Whether this very run is done: same recipe, same inputs, its exports there, and its last checkpoint verifies.
 
-    All ranks call it; rank 0 looks, and prints where the results are.
+    All ranks call it; rank 0 looks, and prints where the results are. `steps`: the schedule's.
+
+    Raises `UserError` where nothing is left to train, but the recipe trains otherwise than the run did: it would be
+    described and exported as if it had been trained so.
     """
-    is_done: bool = RankGroup(world).main(lambda: _is_finished(folder, recipe, inputs))
+    is_done: bool = RankGroup(world).main(lambda: _is_finished(folder, recipe, inputs, steps))
     if is_done and world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results_line(folder))
     return is_done
 
 
-def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str]) -> bool:
-    exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
+def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int) -> bool:
     checkpoints = list_checkpoints(folder)
+    if not checkpoints:
+        return False
+    last, newest = checkpoints[-1]
+    exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
     try:
         record = json.loads((folder / FINISHED).read_bytes())
     except (OSError, ValueError):
-        return False
-    has_exports = all((folder / name).is_dir() for name in exports)
-    if not checkpoints or not has_exports or record != _record(recipe, inputs, checkpoints[-1][0]):
-        return False
-    return not find_problems(checkpoints[-1][1])
+        record = None
+    if record == _record(recipe, inputs, last):
+        return all((folder / name).is_dir() for name in exports) and not find_problems(newest)
+    if not find_problems(newest) and (last >= steps or is_out_of_patience(read_progress(newest), recipe.run)):
+        _refuse_other_training(folder, recipe, newest)
+    return False
+
+
+def _refuse_other_training(folder: Path, recipe: Recipe, newest: Path) -> None:
+    """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is `newest`."""
+    deciding, other = compare_recipes(read_state(newest)["recipe"], to_dict(recipe))
+    changed = [change for change in other if recipe_keys()[change.partition(":")[0]].section == "optimization"]
+    if recipe.checkpoint.allow_changed_recipe:  # else `resume` names them
+        changed += deciding
+    if changed:
+        raise UserError.of(
+            [
+                f"{folder}: this run is finished, nothing is left to train, and its recipe has changed since:",
+                *(f"  {change}" for change in changed),
+                "set another output_dir to train with it, or set it back",
+            ]
+        )
 
 
 def _record(recipe: Recipe, inputs: Mapping[str, str], step: int) -> dict[str, Any]:
