@@ -1,6 +1,7 @@
 """A check before training that an export can be verified: its logits, computed a tensor at a time, are the model's own."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,22 +16,30 @@ MAX_PARAMETERS = 1 << 30  # of the twin, 4 GiB of float32; a larger one is not c
 LARGEST_DIFFERENCE = 1e-4  # ‖streamed − own‖ / ‖own‖ that the order of float32 sums explains
 
 
-def check_streamed_logits(config: Any, trust_remote_code: bool = False) -> bool:
+def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Callable[[str], object] = print) -> bool:
     """Raises `UserError` where the export of a model of `config` could not be verified.
 
     A twin with one decoder layer of each kind, a small vocabulary and narrow MLPs runs both ways. A model of linear
-    layers, embeddings and norms alone needs no run. No random state is changed. Returns whether the twin ran.
+    layers, embeddings and norms alone needs no run. No random state is changed. Returns whether the twin ran; why it did
+    not, where it should, is logged.
     """
     with torch.random.fork_rng(devices=[]):
         try:
             smaller = _cut(config)
-            streamed, own = (build_on_meta(smaller, torch.float32, trust_remote_code).eval() for _ in range(2))
-            if _is_plain(own) or sum(p.numel() for p in own.parameters()) > MAX_PARAMETERS:
+            own = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
+            if _is_plain(own):
                 return False
+            if (count := sum(p.numel() for p in own.parameters())) > MAX_PARAMETERS:
+                raise ValueError(f"it would have {count:,} parameters")
+            streamed = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
             _fill(own)
             with torch.no_grad():
                 truth = own(input_ids=prompts(smaller.vocab_size), use_cache=False).logits.float()
-        except Exception:  # the family allows no such twin; the export itself is still verified
+        except Exception as error:  # the family allows no such twin
+            reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            log(
+                f"export  not checked ahead on a small twin of the model ({reason}); the export itself will be verified"
+            )
             return False
         values = own.state_dict()
         try:

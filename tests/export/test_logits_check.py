@@ -46,6 +46,14 @@ def test_linear_layers_embeddings_and_norms_need_no_run(monkeypatch: pytest.Monk
     assert not check_streamed_logits(build("llama").config)
 
 
+def test_a_family_that_allows_no_small_twin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.export.logits_check.MAX_PARAMETERS", 1000)
+    said: list[str] = []
+    assert not check_streamed_logits(build("falcon_h1").config, log=said.append)
+    assert len(said) == 1
+    assert "not checked ahead on a small twin of the model (it would have " in said[0]
+
+
 def test_random_states_are_kept() -> None:
     config = build("falcon_h1").config
     before = torch.get_rng_state()
