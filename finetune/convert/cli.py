@@ -17,11 +17,15 @@ from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 from finetune.recipe.reader import COMMAND_LINE, read_recipe
 from finetune.recipe.schema import DatasetSource
 
+EXIT_TO_DO = 1
 MISSING_FILE = "no such file or folder, here or in the recipe's folder"
 
 
 def convert_command(arguments: argparse.Namespace) -> int:
-    """Writes or prints the recipe; what differs is listed in it and on stderr. Raises `UserError` where none is made."""
+    """Writes or prints the recipe; what differs is listed in it and on stderr. Raises `UserError` where none is made.
+
+    Returns 0, or 1 where something is left to do before the recipe can train.
+    """
     source = Path(arguments.source)
     refuse_own(source)
     found = convert_file(source)
@@ -34,9 +38,11 @@ def convert_command(arguments: argparse.Namespace) -> int:
         _write(Path(arguments.output), text, arguments.overwrite)
     else:
         print(text, end="")
-    for line in [*found.differences, *found.remarks, *(f"to do: {problem}" for problem in problems)]:
+    is_seen = not arguments.output and sys.stdout.isatty()  # as comments at the recipe's end
+    notes = [] if is_seen else [*found.differences, *found.remarks]
+    for line in [*notes, *(f"to do: {problem}" for problem in [*problems, *found.to_do])]:
         print(line, file=sys.stderr)
-    return 0
+    return EXIT_TO_DO if found.to_do else 0
 
 
 def refuse_own(source: Path) -> None:
@@ -75,7 +81,11 @@ def as_text(source: Path, found: Conversion) -> str:
     """The recipe file, with what differs as comments at its end."""
     text = f"# From {source.name} ({found.tool}) by finetune convert.\n"
     text += yaml.safe_dump(found.recipe, sort_keys=False, allow_unicode=True)
-    for title, lines in (("Different here", found.differences), ("Worth a look", found.remarks)):
+    for title, lines in (
+        ("To do", found.to_do),
+        ("Different here", found.differences),
+        ("Worth a look", found.remarks),
+    ):
         if lines:
             text += f"\n# {title}:\n" + "".join(f"#   {' '.join(line.splitlines())}\n" for line in lines)
     if found.ignored:

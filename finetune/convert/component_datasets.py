@@ -105,6 +105,7 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
                 found.recipe["assistant_only_loss"] = False
         elif kind != "ChatDataset":
             found.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
+            found.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
         template = entry.take("chat_template")
         if template:
             found.recipe["chat_template"] = template

@@ -158,7 +158,7 @@ def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) ->
     def of_name(name: str) -> Sources:
         keys = info.get(name)
         if keys is None:
-            found.remarks.append(f"datasets: {name} is not in {info_path}; put its file or hub name as path")
+            found.to_do.append(f"datasets: {name} is not in {info_path}; put its file or hub name as path")
             return [{"path": name}]
         if not isinstance(keys, dict):
             raise UserError(

@@ -22,6 +22,7 @@ class Conversion:
     differences: list[str] = field(default_factory=list)  # what this recipe does otherwise, or not at all
     remarks: list[str] = field(default_factory=list)  # converted, but worth a look
     ignored: list[str] = field(default_factory=list)  # keys without effect here
+    to_do: list[str] = field(default_factory=list)  # what must be set or written before the recipe can train
     missing_capabilities: list[str] = field(default_factory=list)  # those behind some of the differences
 
     def add_difference(self, key: str, value: Any, note: str, missing_capability: str = "") -> None:
