@@ -1,6 +1,8 @@
 """The numbers and rules that data, loss, checkpoint and plan must agree on. Imports no torch."""
 
 from collections.abc import Mapping
+from functools import cache
+from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,9 +18,9 @@ ROUND_TOKENS = 64
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
 
-# Whose versions a run and its checkpoints record.
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 
+EXPORT, ADAPTER = "export", "adapter"  # in a run's folder
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 # What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the brim.
@@ -26,6 +28,12 @@ EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, in memory and in a file
 COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of a mixed_precision
+
+
+@cache
+def read_versions() -> Mapping[str, str]:
+    """The installed version of each of PACKAGES, which a run and its checkpoints record. Reading one takes 10 ms."""
+    return {name: metadata.version(name) for name in PACKAGES}
 
 
 def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:

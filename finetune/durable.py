@@ -8,10 +8,12 @@ import fcntl
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import xxhash
+
+from finetune.constants import ADAPTER, EXPORT
 
 CHECKSUM = "xxh3_128"  # finds damage, not malice, at the speed of memory; a SHA-256 would halve the rate of a fast disk
 CHUNK_BYTES = 16 * 1024 * 1024
@@ -178,6 +180,37 @@ def recover_replaced(target: Path, replaced: Path) -> None:
         remove_tree(replaced, ignore_errors=True)
     elif replaced.is_dir():
         rename(replaced, target)
+
+
+def paths_beside(target: Path) -> tuple[Path, Path]:
+    """(where a folder that a user named, an export, is written; what an older one is called while it is replaced)."""
+    return target.parent / f".{target.name}.exporting", target.parent / f".{target.name}.replaced"
+
+
+def restore_folder(target: Path) -> None:
+    """Restores the folder at `target` where a process was killed while it replaced it, between two renames.
+
+    Every command that may meet an export calls this. Does nothing while another process writes there, or where nothing can
+    be written.
+    """
+    staging, replaced = paths_beside(target)
+    if target.exists() or not replaced.is_dir():
+        return
+    with suppress(FolderInUse, OSError):
+        staging.mkdir(exist_ok=True)
+        lock = lock_folder(staging)
+        try:
+            recover_replaced(target, replaced)
+            with suppress(OSError):  # another process has begun to write there
+                staging.rmdir()
+        finally:
+            os.close(lock)
+
+
+def restore_exports(run: Path) -> None:
+    """`restore_folder` of the exports in a run's folder."""
+    for name in (EXPORT, ADAPTER):
+        restore_folder(run / name)
 
 
 def lock_folder(folder: Path, file: str | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Downloads of single files from the Hugging Face hub, and a one-sentence error for every way one can fail. No torch."""
+"""Downloads from the Hugging Face hub, and a one-sentence error for every way one can fail. No torch."""
 
 import os
 from pathlib import Path
@@ -17,6 +17,19 @@ def download_file(repository: str, name: str, revision: str | None = None) -> Pa
         return Path(hf_hub_download(repository, name, revision=revision))
     except Exception as error:  # the hub, the network and the disk each raise their own
         raise hub_error(repository, error, what=name, revision=revision) from None
+
+
+def download_folder(repository: str, patterns: list[str], what: str, revision: str | None = None) -> Path:
+    """The local folder with those files of a hub repository that match `patterns`, downloaded unless they are in the cache.
+
+    Raises `UserError`, which calls them `what`, where they cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # as above
+        raise hub_error(repository, error, what, revision) from None
 
 
 def find_local_folder(name: str, revision: str | None = None) -> Path | None:

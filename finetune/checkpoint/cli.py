@@ -10,8 +10,8 @@ from typing import Any
 from finetune.checkpoint.json_files import read_object
 from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest
 from finetune.checkpoint.retention import checkpoints_folder, list_checkpoints
+from finetune.durable import restore_exports
 from finetune.errors import UserError
-from finetune.export.publish import restore_exports
 from finetune.units import counted, disk_size
 
 EXIT_DAMAGED = 1
@@ -71,7 +71,9 @@ def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:
             f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on {counted(one.ranks or 0, 'rank')}; {sound}"
         )
     for path in sorted(checkpoints_folder(run).glob("damaged-*")):
-        lines.append(f"{path.name}: did not verify when the run resumed from an older one; remove it to free space")
+        lines.append(
+            f"{path.name}: did not verify when the run resumed from an older one; removed once the run has saved that step again"
+        )
     usable = [one for one in found if not one.problems]
     if not usable:
         return [*lines, "none of them can be resumed or exported"]

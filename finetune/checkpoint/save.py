@@ -7,7 +7,6 @@ import threading
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +29,7 @@ from finetune.checkpoint.shards import (
     select_tensors,
 )
 from finetune.checkpoint.snapshot import copy_to_host, record_event
-from finetune.constants import GENERATION_FILE, PACKAGES, global_batch_size
+from finetune.constants import GENERATION_FILE, global_batch_size, read_versions
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
@@ -190,7 +189,7 @@ class Saver:
                 layout=self.world.sharding.layout,
                 ranks=self.world.size,
                 recipe_sha256=hash_recipe(to_dict(self.recipe)),
-                packages={name: metadata.version(name) for name in PACKAGES},
+                packages=dict(read_versions()),
                 files=written,
             )
             complete(staging, manifest)

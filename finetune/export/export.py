@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 
+from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
 from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.options import ExportOptions, check_request
-from finetune.export.publish import ADAPTER, EXPORT, check_disk_space, publish, push_folder
+from finetune.export.publish import check_disk_space, publish, push_folder
 from finetune.export.source import Source, open_source
 from finetune.export.target import describe_target
 from finetune.export.verify import start_verification

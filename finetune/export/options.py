@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.durable import restore_exports, restore_folder
 from finetune.errors import UserError
-from finetune.export.publish import check_destination, restore_export, restore_exports
+from finetune.export.publish import check_destination
 from finetune.units import read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -30,7 +31,7 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
     """
     restore_exports(source)
     for place in (source, output):
-        restore_export(place)
+        restore_folder(place)
     if not source.exists():
         raise UserError(f"{source}: no such folder; give a run's folder or a checkpoint")
     if source.is_file():

@@ -13,8 +13,6 @@ from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.units import disk_size
 
-EXPORT, ADAPTER = "export", "adapter"  # in a run's folder
-
 
 @contextmanager
 def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
@@ -24,9 +22,9 @@ def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
 
     Raises `UserError` where `output` exists and may not be replaced, or another process is exporting to it.
     """
-    restore_export(output)
+    durable.restore_folder(output)
     _check_replaceable(output, overwrite)
-    staging = _staging_path(output)
+    staging, replaced = durable.paths_beside(output)
     missing = [folder for folder in output.parents if not folder.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -35,7 +33,7 @@ def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         _remove_empty(missing)
         raise _unwritable(output, error) from None
     try:
-        with durable.stage_and_rename(output, staging, _replaced_path(output)):
+        with durable.stage_and_rename(output, staging, replaced):
             yield staging
     except BaseException as error:
         _remove_empty(missing)
@@ -45,30 +43,6 @@ def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
         raise
     finally:
         os.close(lock)
-
-
-def restore_export(output: Path) -> None:
-    """Restores the export at `output` where a process was killed while it replaced it.
-
-    Between the two renames of `durable.publish_folder` the old export is called .NAME.replaced. Every command that may meet
-    one calls this. Does nothing while another process exports there, or where nothing can be written.
-    """
-    replaced, staging = _replaced_path(output), _staging_path(output)
-    if output.exists() or not replaced.is_dir():
-        return
-    with suppress(UserError, OSError):
-        lock = _lock(staging, output)
-        try:
-            durable.recover_replaced(output, replaced)
-            _remove_empty([staging])
-        finally:
-            os.close(lock)
-
-
-def restore_exports(run: Path) -> None:
-    """`restore_export` of the exports in a run's folder."""
-    for name in (EXPORT, ADAPTER):
-        restore_export(run / name)
 
 
 def _check_replaceable(output: Path, overwrite: bool) -> None:
@@ -105,14 +79,6 @@ def check_disk_space(folder: Path, needed_bytes: int) -> None:
             f"{folder.parent}: the export takes {disk_size(needed_bytes)}, but the disk has {disk_size(free)} free; "
             "make room or choose another --output"
         )
-
-
-def _staging_path(output: Path) -> Path:
-    return output.parent / f".{output.name}.exporting"
-
-
-def _replaced_path(output: Path) -> Path:
-    return output.parent / f".{output.name}.replaced"
 
 
 def _unwritable(output: Path, error: OSError) -> UserError:

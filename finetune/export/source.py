@@ -23,7 +23,7 @@ from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
 from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
-from finetune.hub import download_file, find_local_folder
+from finetune.hub import download_file, download_folder, find_local_folder
 from finetune.safetensors_io.header import read_json
 from finetune.safetensors_io.tensors import StoredTensor, read_folder
 from finetune.terminal import progress_bar
@@ -96,11 +96,9 @@ def find_base(name: str, revision: str | None = None, *, with_weights: bool = Fa
         return Path(name)
     if Path(name).is_absolute():
         raise UserError(f"{name}: the base model's folder is gone; name its new place with --base-model")
-    from huggingface_hub import snapshot_download
-
-    download_file(name, CONFIG_FILE, revision)  # its error is one sentence
+    download_file(name, CONFIG_FILE, revision)  # says what is wrong with a repository of something else
     patterns = [*DESCRIPTIONS, "*.safetensors"] if with_weights else DESCRIPTIONS
-    return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
+    return download_folder(name, patterns, "its files", revision)
 
 
 def _find_checkpoint(path: Path, log: Callable[[str], object]) -> Path | None:

@@ -11,6 +11,7 @@ from torch import nn
 
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
+from finetune.models.build import build_on_meta
 from finetune.safetensors_io.header import read_json
 
 LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
@@ -59,7 +60,7 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
         raise UserError(
             f"{path}: quantization_config: quantized weights cannot be exported; name the unquantized model"
         )
-    model = _build_on_meta(folder, trust_remote_code)
+    model = _build_model(folder, trust_remote_code)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     state = model.state_dict()
     return TargetModel(
@@ -81,9 +82,8 @@ def _check_code_is_trusted(config_json: Mapping[str, Any], path: Path, trust_rem
         )
 
 
-def _build_on_meta(folder: Path, trust_remote_code: bool) -> nn.Module:
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
+    from transformers import AutoConfig
 
     path = folder / CONFIG_FILE
     try:
@@ -91,14 +91,12 @@ def _build_on_meta(folder: Path, trust_remote_code: bool) -> nn.Module:
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > LAYERS_LIMIT:
             raise UserError(f"{path}: num_hidden_layers: {layers} is not a number of layers")
-        with init_empty_weights(include_buffers=False):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=trust_remote_code)
+        return build_on_meta(config, torch.float32, trust_remote_code).eval()
     except UserError:
         raise
     except Exception as error:  # a config can be wrong in any way
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: describes no causal language model that transformers can build: {reason}") from None
-    return model.eval()  # type: ignore[no-any-return]
 
 
 def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:

@@ -8,12 +8,12 @@ from pathlib import Path
 import torch
 import xxhash
 
+from finetune.constants import ADAPTER
 from finetune.durable import write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import Value, cast_rows, match_tensors, prefetch, raw_bytes, row_blocks, stored_value
 from finetune.export.options import ExportOptions
-from finetune.export.publish import ADAPTER
 from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
 from finetune.export.target import TargetModel
 from finetune.safetensors_io.dtypes import choose_dtype, config_dtype

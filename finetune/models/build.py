@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.hub import hub_error
+from finetune.hub import download_folder
 from finetune.recipe.schema import Model
 
 
@@ -36,11 +36,6 @@ def weights_folder(model: Model) -> Path:
     assert model.model_name_or_path is not None
     if Path(model.model_name_or_path).is_dir():
         return Path(model.model_name_or_path)
-    from huggingface_hub import snapshot_download
-
-    try:
-        # Beside the weights, what an export says of its base: the tokens that end an answer, and the license.
-        patterns = ["*.safetensors", "*.safetensors.index.json", "generation_config.json", "README.md"]
-        return Path(snapshot_download(model.model_name_or_path, revision=model.model_revision, allow_patterns=patterns))
-    except Exception as error:
-        raise hub_error(model.model_name_or_path, error, "its safetensors", model.model_revision) from None
+    # Beside the weights, what an export says of its base: the tokens that end an answer, and the license.
+    patterns = ["*.safetensors", "*.safetensors.index.json", "generation_config.json", "README.md"]
+    return download_folder(model.model_name_or_path, patterns, "its safetensors", model.model_revision)

@@ -1,10 +1,8 @@
 """The folder of a run: opened and locked at its start, with the files that say what was run and on what."""
 
 import json
-import os
 import platform
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +12,13 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
-from finetune.constants import PACKAGES
+from finetune.constants import read_versions
 from finetune.distributed.accelerate_config import to_accelerate_config
 from finetune.distributed.collective import RankGroup
+from finetune.distributed.cores import count_cores
 from finetune.distributed.world import World
-from finetune.durable import replace_file
+from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
-from finetune.export.publish import restore_export, restore_exports
 from finetune.optim.optimizer import check_optimizer
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
@@ -60,7 +58,7 @@ def _open(folder: Path, recipe: Recipe) -> None:
     except OSError as error:
         raise _unwritable(folder, error) from None
     if recipe.model.model_name_or_path is not None:
-        restore_export(Path(recipe.model.model_name_or_path))
+        restore_folder(Path(recipe.model.model_name_or_path))
     refuse_damaged_model(recipe)
 
 
@@ -94,10 +92,10 @@ def environment(world: World) -> dict[str, Any]:
     return {
         "finetune": __version__,
         "python": platform.python_version(),
-        "packages": {name: metadata.version(name) for name in PACKAGES},
+        "packages": read_versions(),
         "platform": platform.platform(),
         "ranks": world.size,
-        "device": torch.cuda.get_device_name(world.device) if on_gpu else f"CPU, {os.cpu_count()} cores",
+        "device": torch.cuda.get_device_name(world.device) if on_gpu else f"CPU, {count_cores()} cores",
         "threads_per_rank": torch.get_num_threads(),
         "layout": world.sharding.layout,
         "command": sys.argv,
