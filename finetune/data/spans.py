@@ -1,5 +1,8 @@
 """The spans of a rendered conversation that are trained on: what the assistant says, with the end of its turn.
 
+    <|user|>2 + 2?<|end|><|assistant|>4<|end|><|user|>Sure?<|end|><|assistant|>Yes.<|end|>
+                                      ^^^^^^^^                                 ^^^^^^^^^^^
+
 A template with {% generation %} markers gives them. For any other template they are found by rendering parts of the
 conversation and comparing the texts.
 """
