@@ -16,8 +16,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from finetune.errors import EXIT_USER_ERROR
+from tests.warm_processes import WarmProcess
+
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0  # after one rank has failed, before the others are killed
+USER_ERROR_SECONDS = 0.5  # the same where it ended with a user's error, which it alone reports
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +43,7 @@ class Finished:
 class Ranks:
     """Ranks that are running; each leads its own process group."""
 
-    processes: tuple[subprocess.Popen[bytes], ...]
+    processes: tuple[subprocess.Popen[bytes] | WarmProcess, ...]
     logs: tuple[Path, ...]
 
     def output(self, rank: int) -> str:
@@ -47,16 +51,18 @@ class Ranks:
         return self.logs[rank].read_text(errors="replace")
 
     def wait(self, timeout: float) -> Finished:
-        """Waits for all ranks. Once one fails the others have GRACE_SECONDS; past `timeout` seconds all are killed."""
+        """Waits for all ranks. Once one fails the others are killed soon, as by a launcher; past `timeout` seconds all are."""
         deadline = time.monotonic() + timeout
         failed_at = None
         while any(process.poll() is None for process in self.processes):
             now = time.monotonic()
             if failed_at is None and any(process.poll() for process in self.processes):
                 failed_at = now
-            if now > deadline or (failed_at is not None and now > failed_at + GRACE_SECONDS):
+            is_user_error = any(process.poll() == EXIT_USER_ERROR for process in self.processes)
+            grace = USER_ERROR_SECONDS if is_user_error else GRACE_SECONDS
+            if now > deadline or (failed_at is not None and now > failed_at + grace):
                 break
-            time.sleep(0.05)
+            time.sleep(0.02)
         too_long = time.monotonic() > deadline
         self.kill()
         finished = Finished(
@@ -71,25 +77,35 @@ class Ranks:
         for process in self.processes:
             if process.poll() is None:
                 with suppress(ProcessLookupError):
+                    os.kill(process.pid, signal.SIGKILL)  # it may not lead its group yet
+                with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
 
 
 def start_ranks(
     script: Path | str, arguments: Sequence[str] = (), *, ranks: int = 2, env: Mapping[str, str] | None = None
 ) -> Ranks:
-    """Starts `python script arguments` on `ranks` ranks (gloo finds them by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT)."""
+    """Starts `python script arguments` on `ranks` ranks (gloo finds them by RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+    Without `env` they are forked from a process that has done the imports.
+    """
     folder = Path(tempfile.mkdtemp(prefix="ranks-"))
     logs = tuple(folder / f"rank{rank}.log" for rank in range(ranks))
     port = free_port()
-    processes = []
+    processes: list[subprocess.Popen[bytes] | WarmProcess] = []
     for rank, log in enumerate(logs):
+        log.touch()
+        environ = environment() | _rendezvous(rank, ranks, port) | dict(env or {})
+        if env is None:
+            processes.append(WarmProcess([str(script), *arguments], environ, log, log))
+            continue
         with log.open("wb") as output:
             processes.append(
                 subprocess.Popen(
                     [sys.executable, str(script), *arguments],
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    env=environment() | _rendezvous(rank, ranks, port) | dict(env or {}),
+                    env=environ,
                     start_new_session=True,
                 )
             )
@@ -132,6 +148,22 @@ def run_command(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     return subprocess.CompletedProcess(list(command), process.returncode, stdout, stderr)
+
+
+def run_python(
+    arguments: Sequence[str], *, timeout: float = 120.0, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs `python ARGUMENTS` (a script or `-m module`) like `run_command`, but in a warm process: its imports are not the point."""
+    folder = Path(tempfile.mkdtemp(prefix="python-"))
+    output = {name: folder / name for name in ("stdout", "stderr")}
+    process = WarmProcess([str(word) for word in arguments], environment(), **output, cwd=cwd or ROOT)
+    try:
+        code = process.wait(timeout)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+    said = [output[name].read_text() if output[name].exists() else "" for name in ("stdout", "stderr")]
+    return subprocess.CompletedProcess(["python", *arguments], code, *said)
 
 
 def environment() -> dict[str, str]:

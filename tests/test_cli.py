@@ -119,7 +119,7 @@ def test_a_bad_row_is_reported_alone(tmp_path: Path, tiny_recipe: Callable[..., 
 def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:
-    recipe = tiny_recipe(max_steps=60)
+    recipe = tiny_recipe(max_steps=40)
     command = [sys.executable, "-m", "finetune", "launch", "--config", "fsdp_full_shard", "--num-processes", "2"]
     command += ["--recipe", str(recipe)]
     process = subprocess.Popen(
@@ -140,12 +140,12 @@ def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
     assert len(checkpoints) == 1
     stopped_at = int(checkpoints[0].name.removeprefix("step-"))
 
-    assert f"stopped by a signal after step {stopped_at} of 60" in stderr
+    assert f"stopped by a signal after step {stopped_at} of 40" in stderr
 
     finished = run_command(command)
     assert finished.returncode == 0, finished.stderr
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
-    assert steps == list(range(1, 61)), "nothing repeated, nothing lost"
+    assert steps == list(range(1, 41)), "nothing repeated, nothing lost"
 
 
 def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ Nothing is passed over in silence: a command that is neither run nor marked fail
 import contextlib
 import io
 import json
+import os
 import re
 import shlex
 import shutil
@@ -23,7 +24,7 @@ from finetune.cli import TAKES_A_RECIPE, read_arguments
 from finetune.recipe.reader import read_recipe
 from tests.conftest import QuickstartRun
 from tests.plan.run_specs import LLAMA_31_8B
-from tests.ranks import ROOT, run_command
+from tests.ranks import ROOT, run_command, run_python
 
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -117,9 +118,10 @@ def test_every_command_is_one_that_is_taken(command: Command) -> None:
         assert (ROOT / command.mark.removeprefix("runs in ")).is_file()
 
 
+@pytest.mark.usefixtures("hub_cache")
 def test_every_command_is_run_or_says_what_it_needs(quickstart_run: QuickstartRun, tmp_path: Path) -> None:
     """In a checkout of its own, where every run that the pages name is a short one of the quickstart."""
-    checkout, cache = _checkout(tmp_path / "finetune", quickstart_run.folder), _hub_cache(tmp_path / "hub")
+    checkout = _checkout(tmp_path / "finetune", quickstart_run.folder)
     done: dict[str, int] = {}
     for command in ALL:
         words, plain = command.words, " ".join(command.words)
@@ -127,8 +129,7 @@ def test_every_command_is_run_or_says_what_it_needs(quickstart_run: QuickstartRu
         waits = command.mark.startswith("needs") and words[:2] != ["finetune", "plan"]
         if waits or command.mark.startswith("runs in") or plain in ELSEWHERE or plain in done:
             continue
-        program = ["python", "-m", "finetune"] if words[0] == "finetune" else words[:1]
-        ended = run_command([*program, *words[1:]], env={"HF_HOME": str(cache)}, timeout=120, cwd=checkout)
+        ended = run_python(["-m", *words], cwd=checkout) if words[0] == "finetune" else run_command(words, cwd=checkout)
         done[plain] = ended.returncode
         wanted = int(command.mark.split()[-1]) if command.mark.startswith("ends with") else 0
         assert ended.returncode == wanted, f"{command.page}: {plain}\n{ended.stderr}"
@@ -160,13 +161,17 @@ def _checkout(folder: Path, run: Path) -> Path:
     return folder
 
 
-def _hub_cache(home: Path) -> Path:
-    """A Hugging Face cache that holds Llama 3.1 8B's config.json, as published."""
-    for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct"):
-        repository = home / "hub" / f"models--meta-llama--{name}"
+@pytest.fixture
+def hub_cache() -> Iterator[None]:
+    """Puts Llama 3.1 8B's config.json, as published, into the Hugging Face cache of the tests."""
+    hub = Path(os.environ["HF_HOME"]) / "hub"
+    repositories = [hub / f"models--meta-llama--{name}" for name in ("Llama-3.1-8B", "Llama-3.1-8B-Instruct")]
+    for repository in repositories:
         (repository / "snapshots" / "0").mkdir(parents=True)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0")
         config = LLAMA_31_8B | {"torch_dtype": "bfloat16", "max_position_embeddings": 131072}
         (repository / "snapshots" / "0" / "config.json").write_text(json.dumps(config))
-    return home
+    yield
+    for repository in repositories:
+        shutil.rmtree(repository)

@@ -7,7 +7,7 @@ import pytest
 
 from finetune.recipe.reader import RECIPES
 from tests.conftest import QUICKSTART, QuickstartRun
-from tests.ranks import run_command
+from tests.ranks import run_command, run_python
 from tests.test_readme import blocks
 
 # What a user does with the export: plain transformers in a separate process, nothing of ours.
@@ -47,7 +47,7 @@ def test_its_command_walks_the_whole_way(quickstart_run: QuickstartRun) -> None:
     assert (run / "checkpoints" / "step-00000004" / "manifest.json").is_file()
     for made in ("export", "checkpoints", "metrics.jsonl"):
         assert str(run / made) in said
-    listed = run_command(("python", "-m", "finetune", "checkpoints", str(run)))
+    listed = run_python(["-m", "finetune", "checkpoints", str(run)])
     assert listed.returncode == 0, listed.stderr
     assert "--output DIR   (LlamaForCausalLM)" in listed.stdout
 

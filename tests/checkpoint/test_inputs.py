@@ -1,15 +1,13 @@
 """What a run reads beside its recipe is compared by content when it starts again, and what is refused changes nothing."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from finetune.data.sources import SAMPLE_BYTES, fingerprint_samples
 from finetune.recipe.schema import DatasetSource
-from tests.ranks import ROOT, environment
+from tests.ranks import run_python
 
 SCENARIOS = re.findall(
     r"^def (an?_\w+|adapters_\w+|metrics_\w+)\(", (Path(__file__).parent / "starts.py").read_text(), re.M
@@ -19,8 +17,7 @@ SCENARIOS = re.findall(
 @pytest.fixture(scope="module")
 def starts(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What starts.py says of all its scenarios."""
-    command = [sys.executable, str(ROOT / "tests" / "checkpoint" / "starts.py"), str(tmp_path_factory.mktemp("starts"))]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=500)
+    done = run_python(["tests/checkpoint/starts.py", str(tmp_path_factory.mktemp("starts"))], timeout=500)
     assert done.returncode == 0, done.stderr[-4000:]
     return done.stdout
 

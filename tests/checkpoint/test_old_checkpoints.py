@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from finetune.checkpoint import manifest, retention
 from finetune.cli import main
 from finetune.safetensors_io.tensors import read, read_folder
-from tests.ranks import ROOT, run_command
+from tests.ranks import ROOT, run_python
 
 FILES = Path(__file__).parent / "from_993aeb8"
 RUN = str(ROOT / "finetune" / "run.py")
@@ -38,7 +38,7 @@ def test_a_run_of_993aeb8_resumes_with_its_own_next_losses_and_is_exported(
         for name, tensor in read_folder(place / "out").items():
             assert bool((read(tensor) == read(checkpoint[name])).all()), name
 
-    resumed = run_command(["python", RUN, "--recipe", f"{kind}.yaml", "--config", "single.yaml"], cwd=place)
+    resumed = run_python([RUN, "--recipe", f"{kind}.yaml", "--config", "single.yaml"], cwd=place)
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed at step 2" in resumed.stderr
     assert "changed" not in resumed.stdout + resumed.stderr

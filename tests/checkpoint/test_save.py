@@ -12,7 +12,7 @@ import pytest
 
 from finetune.checkpoint import retention
 from tests.conftest import make_chat, make_model
-from tests.ranks import ROOT, environment, launch_ranks
+from tests.ranks import ROOT, environment, launch_ranks, run_python
 
 RUN = ROOT / "finetune" / "run.py"
 HERE = Path(__file__).parent
@@ -27,10 +27,9 @@ def test_two_ranks_save_through_every_fault(tmp_path: Path, slow_seconds: int) -
     launch_ranks(HERE / "saving_on_ranks.py", [str(tmp_path), str(slow_seconds)], timeout=300).check()
 
 
-@pytest.mark.parametrize("kills", [10, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [6, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_run_killed_at_random_moments_loses_nothing(kills: int) -> None:
-    command = [sys.executable, str(HERE / "killing.py"), "--kills", str(kills)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=60 + 20 * kills)
+    done = run_python([str(HERE / "killing.py"), "--kills", str(kills)], timeout=60 + 20 * kills)
     assert done.returncode == 0, done.stderr[-4000:]
     assert json.loads(done.stdout.splitlines()[-1])["kills"] == kills
 

@@ -1,20 +1,16 @@
 """The soak, in small: random faults on one run after another, and nothing lost. In full: `python tests/soak.py`."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
-from tests.ranks import ROOT, environment
+from tests.ranks import run_python
 
 
-@pytest.mark.parametrize(("faults", "launcher"), [(25, 0.0), pytest.param(200, 0.05, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("faults", "launcher"), [(12, 0.0), pytest.param(200, 0.05, marks=pytest.mark.slow)])
 def test_random_faults_lose_nothing(faults: int, launcher: float) -> None:
-    command = [sys.executable, "tests/soak.py", "--faults", str(faults), "--launcher", str(launcher)]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120 + 10 * faults
-    )
+    command = ["tests/soak.py", "--faults", str(faults), "--launcher", str(launcher)]
+    done = run_python(command, timeout=120 + 10 * faults)
     assert done.returncode == 0, done.stderr[-8000:]
     line = json.loads(done.stdout.splitlines()[-1])
     assert line["faults"] >= faults and line["lost"] == 0

@@ -20,7 +20,7 @@ from finetune.data.renderer import make_renderer
 from finetune.errors import EXIT_USER_ERROR
 from finetune.recipe.schema import DatasetSource
 from tests.data.test_chat import conversation, tokenizer_with
-from tests.ranks import ROOT, run_command
+from tests.ranks import ROOT, run_python
 
 SOURCE = DatasetSource(path="calls.jsonl")
 SCHEMA = {"name": "weather", "description": "The weather.", "parameters": {"type": "object", "properties": {}}}
@@ -329,8 +329,8 @@ def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained_on(
         assert [part for part in masked.split("\0") if part] == answers_by_prefix(tokenizer, messages, tools)
 
     extra = ["max_steps=2", "logging_steps=1", "export_at_end=false", "output_dir=run", "chat_template=chatml"]
-    finished = run_command(
-        ["python", str(ROOT / "finetune/run.py"), "--config", "single", "--recipe", "recipe.yaml", *extra],
+    finished = run_python(
+        [str(ROOT / "finetune/run.py"), "--config", "single", "--recipe", "recipe.yaml", *extra],
         timeout=300,
         cwd=tmp_path,
     )

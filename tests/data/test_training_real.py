@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from tests.data.test_prepare import REAL
-from tests.ranks import run_command
+from tests.ranks import run_python
 
 
 @pytest.mark.slow
@@ -37,7 +37,7 @@ def test_a_real_file_trains(tmp_path: Path, shared: Path, file: str, tokenizer: 
     }
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    finished = run_command(["python", "finetune/run.py", "--config", "single", "--recipe", str(path)], timeout=300)
+    finished = run_python(["finetune/run.py", "--config", "single", "--recipe", str(path)], timeout=300)
     assert finished.returncode == 0, finished.stderr[-3000:]
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "loss" in line] == [1, 2]

@@ -14,7 +14,7 @@ from finetune.models.layers import use_liger_kernels
 from finetune.pretrained_config import check_config, load_config
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Model
-from tests.ranks import run_command
+from tests.ranks import run_python
 
 CODE = """
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -99,7 +99,7 @@ def test_a_config_that_cannot_be_trained_is_refused_before_data_and_weights_are_
     deep = LENGTH_DEPENDENT["dynamic"] | {"num_hidden_layers": 9999}
     tokenizer = str(tiny_llama())
     recipe = tiny_recipe(model_config=deep, tokenizer_name_or_path=tokenizer, packing=False)
-    finished = run_command(["python", "-m", "finetune", "launch", "--recipe", str(recipe)], timeout=60)
+    finished = run_python(["finetune/run.py", "--recipe", str(recipe)], timeout=60)
     assert finished.returncode == EXIT_USER_ERROR
     assert "model_config: num_hidden_layers: 9999: from 1 to 1,000 decoder layers can be trained" in finished.stderr
     assert "Traceback" not in finished.stderr

@@ -1,4 +1,4 @@
-"""Given a model that is built otherwise than Llama, when it is trained by `finetune launch`, then its export is verified."""
+"""Given a model that is built otherwise than Llama, when it is trained, then its export is verified."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.models.families import HYBRIDS, OTHERS
-from tests.ranks import run_command
+from tests.ranks import run_python
 
 SLIDING = {"sliding_window": 64}
 RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {  # the model_type, its config, the recipe
@@ -31,7 +31,7 @@ def test_it_trains_to_a_verified_export(
     config = config | {"hidden_size": 48, "intermediate_size": 64} if "falcon" in model_type else config
     model = tiny_llama("model", model_type=model_type, **config)
     recipe = tiny_recipe(model_name_or_path=str(model), max_steps=2, accelerate_config="single", **keys)
-    finished = run_command(["python", "-m", "finetune", "launch", "--recipe", str(recipe)], timeout=120)
+    finished = run_python(["finetune/run.py", "--recipe", str(recipe)])
     assert finished.returncode == 0, finished.stdout + finished.stderr
     exported = load_file(tmp_path / "run" / "export" / "model.safetensors")
     assert exported.keys() == load_file(model / "model.safetensors").keys()

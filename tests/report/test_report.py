@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import make_chat
-from tests.ranks import run_command
+from tests.ranks import run_python
 from tests.report.browser import look
 from tests.report.runs import STEPS, make_run
 
@@ -33,7 +33,7 @@ MEASURED = """{
 
 
 def _report(*arguments: str) -> tuple[int, str, str]:
-    ended = run_command(["python", "-m", "finetune", "report", *arguments])
+    ended = run_python(["-m", "finetune", "report", *arguments])
     return ended.returncode, ended.stdout, ended.stderr
 
 

@@ -1,4 +1,4 @@
-"""Runs in which one rank fails, each on freshly forked ranks (what takes long, the imports, is done once, before).
+"""Runs in which one rank fails, each on freshly forked ranks.
 
     python tests/training/desync_on_ranks.py CASES.json
 
@@ -16,56 +16,58 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import transformers.models.llama.modeling_llama  # noqa: F401
-
-import finetune.data.prepare
-import finetune.models.load
-import finetune.optim.optimizer
-import finetune.training.finish  # noqa: F401
-from finetune.checkpoint import resume as resuming  # noqa: F401
 from finetune.data import token_cache
 from finetune.distributed.accelerate_config import read_sharding
-from finetune.errors import end_process, exit_code
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from finetune.training import loop
-from tests.ranks import free_port
+from tests.forked_ranks import fork_ranks, import_all, kill, reap
 
 RANKS, FAULTY, STEP = 2, 1, 1
 LONGEST_SECONDS = 60.0
+AT_ONCE = 3  # cases: most of their time the ranks wait for each other
 
 
-def run_case(case: dict[str, Any]) -> dict[str, Any]:
-    """Forks the ranks, waits for their ends, kills what is left after LONGEST_SECONDS."""
-    log = os.open(case["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    port, mark = free_port(), Path(case["log"]).with_suffix(".fault")
-    ranks = {}
-    for rank in range(RANKS):
-        child = os.fork()
-        if child == 0:
-            os.dup2(log, 1)
-            os.dup2(log, 2)
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
-            os.environ |= {name: str(value) for name, value in names.items()}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            end_process(exit_code(partial(fail, case, rank, mark)))
-        ranks[child] = rank
-    codes, ended, started = {}, 0.0, time.time()
-    while ranks and time.time() < started + LONGEST_SECONDS:
-        child, status = os.waitpid(-1, os.WNOHANG)
-        if child:
-            codes[ranks.pop(child)] = os.waitstatus_to_exitcode(status)
-            ended = time.time()
+class Case:
+    """A run on freshly forked ranks, from its start to the end of both."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        self.log = Path(given["log"])
+        self.mark = self.log.with_suffix(".fault")
+        self.processes = fork_ranks(partial(fail, given, mark=self.mark), RANKS, self.log)
+        self.started, self.ended = time.time(), 0.0
+        self.codes: dict[int, int] = {}
+        self.killed: set[int] = set()
+
+    def is_over(self) -> bool:
+        """Whether both ranks have ended; what is left after LONGEST_SECONDS is killed."""
+        before = len(self.codes)
+        reap(self.processes, self.codes)
+        if len(self.codes) > before:
+            self.ended = time.time()
+        if time.time() > self.started + LONGEST_SECONDS and not self.killed:
+            self.killed = set(range(RANKS)) - self.codes.keys()
+            kill(self.processes, self.codes)
+        return len(self.codes) == RANKS
+
+    def result(self) -> dict[str, Any]:
+        """How every rank ended (None: it did not), and after how many seconds since the fault."""
+        assert self.mark.exists(), f"the run ended before its fault:\n{self.log.read_text()}"
+        codes = [None if rank in self.killed else self.codes[rank] for rank in range(RANKS)]
+        return {"codes": codes, "seconds": self.ended - self.mark.stat().st_mtime}
+
+
+def run_cases(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The results of all cases, AT_ONCE of them running at a time."""
+    cases: list[Case] = []
+    while len(cases) < len(given) or not all(case.is_over() for case in cases):
+        if len(cases) < len(given) and sum(not case.is_over() for case in cases) < AT_ONCE:
+            cases.append(Case(given[len(cases)]))
         time.sleep(0.02)
-    for child in ranks:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    os.close(log)
-    assert mark.exists(), f"the run ended before its fault:\n{Path(case['log']).read_text()}"
-    return {"codes": [codes.get(rank) for rank in range(RANKS)], "seconds": ended - mark.stat().st_mtime}
+    return [case.result() for case in cases]
 
 
-def fail(case: dict[str, Any], rank: int, mark: Path) -> None:
+def fail(case: dict[str, Any], rank: int, *, mark: Path) -> None:
     """The run, with its fault at the beginning of a step on one rank."""
     faults = {
         "raises": lambda: 1 / 0,
@@ -92,5 +94,6 @@ def fail(case: dict[str, Any], rank: int, mark: Path) -> None:
 
 
 if __name__ == "__main__":
-    for each in json.loads(Path(sys.argv[1]).read_text()):
-        print(json.dumps(run_case(each)), flush=True)
+    import_all()
+    for line in run_cases(json.loads(Path(sys.argv[1]).read_text())):
+        print(json.dumps(line), flush=True)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import make_chat, make_model
-from tests.ranks import run_command
+from tests.ranks import run_python
 from tests.training.layouts import write_config
 
 TIMEOUT_SECONDS = 10
@@ -50,7 +50,7 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> Case:
     ]
     (folder / "cases.json").write_text(json.dumps(cases))
     script = str(Path(__file__).with_name("desync_on_ranks.py"))
-    done = run_command(["python", script, str(folder / "cases.json")], timeout=300)
+    done = run_python([script, str(folder / "cases.json")], timeout=300)
     assert done.returncode == 0, done.stderr
     found = dict(zip(CASES, [json.loads(line) for line in done.stdout.splitlines()], strict=True))
     return lambda layout, fault: (found[layout, fault], (folder / f"{layout}-{fault}.log").read_text())

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
-from tests.ranks import ROOT, environment, run_command
+from tests.ranks import ROOT, environment, run_python
 
 SECONDS = 240.0
 STEPS = 6
@@ -47,7 +47,9 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
         exact_match_samples=2,
         sample_prompts=["How much is 1 plus 1?"],
     )
-    stopped = run_command(["python", "-c", STOPPED_IN_EVALUATION, "--recipe", str(recipe)], timeout=SECONDS)
+    script = tmp_path / "stopped.py"
+    script.write_text(STOPPED_IN_EVALUATION)
+    stopped = run_python([str(script), "--recipe", str(recipe)], timeout=SECONDS)
     assert stopped.returncode == EXIT_PREEMPTED, stopped.stderr
     assert "SIGTERM: saving, then stopping" in stopped.stderr
     assert stopped.stderr.endswith(
@@ -66,7 +68,8 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     assert _evaluated(run) == {"eval_loss": [0, STEPS], "exact_match": [0, STEPS]}
     metrics, samples = (run / "metrics.jsonl").read_text(), (run / "samples.jsonl").read_text()
 
-    again = run_command(["python", *command], timeout=SECONDS)
+    same = ["finetune/run.py", "--recipe", str(recipe)]
+    again = run_python(same, timeout=SECONDS)
     assert again.returncode == 0, again.stderr
     diverged = re.search(
         r"warning (the loss is \S+ at step 6, far above the \S+ of step 1): this run has diverged", again.stderr
@@ -77,7 +80,7 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     assert (run / "samples.jsonl").read_text() == samples
 
     before = {path: path.stat().st_mtime_ns for path in [run / "metrics.jsonl", *(run / "export").iterdir()]}
-    done = run_command(["python", *command], timeout=SECONDS)
+    done = run_python(same, timeout=SECONDS)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-2:] == [
         f"{run}: this run is done, there is nothing left to do",
@@ -87,10 +90,19 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     assert {path: path.stat().st_mtime_ns for path in before} == before
     assert json.loads((run / "finished.json").read_text())["step"] == STEPS
 
+    written = (run / "recipe.yaml").read_bytes()
+    other = run_python([*same, "learning_rate=0.5"], timeout=SECONDS)
+    assert other.returncode == EXIT_USER_ERROR, other.stderr
+    assert other.stderr == (
+        f"{run}: this run is finished, nothing is left to train, and its recipe has changed since:\n"
+        "  learning_rate: 5.0 -> 0.5\nset another output_dir to train with it, or set it back\n"
+    )
+    assert (run / "recipe.yaml").read_bytes() == written
+
     weights = next((run / "checkpoints").glob(f"step-{STEPS:08d}/model/*.safetensors"))
     content = weights.read_bytes()
     weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    damaged = run_command(["python", *command], timeout=SECONDS)
+    damaged = run_python(same, timeout=SECONDS)
     assert damaged.returncode == EXIT_USER_ERROR, damaged.stdout
     assert "does not match its checksum" in damaged.stderr and "this run is done" not in damaged.stdout
 

@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import yaml
 
 from tests.conftest import make_chat, make_model
-from tests.ranks import environment
+from tests.ranks import run_python
 from tests.training.layouts import write_config
 
 OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit")
@@ -74,9 +72,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
         )
     (folder / "cases.json").write_text(json.dumps(list(wanted.values())))
     script = Path(__file__).with_name("replicas_on_ranks.py")
-    done = subprocess.run(
-        [sys.executable, str(script), str(folder / "cases.json")], env=environment(), capture_output=True, text=True
-    )
+    done = run_python([str(script), str(folder / "cases.json")], timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
     return {

@@ -10,12 +10,13 @@ import pytest
 
 from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import read_sharding
+from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from finetune.training import loop
 from tests.training.layouts import steps_of
 
-PAUSE_SECONDS = 2.0
+PAUSE_SECONDS = 1.5
 
 
 def test_evaluations_and_saves_do_not_slow_the_steps_that_are_logged(
@@ -23,17 +24,21 @@ def test_evaluations_and_saves_do_not_slow_the_steps_that_are_logged(
 ) -> None:
     evaluate, save = loop.evaluate, Saver.save
 
-    def slow_evaluate(*arguments: Any) -> Any:
-        time.sleep(PAUSE_SECONDS)
-        return evaluate(*arguments)
+    # Between the lines of steps 2 and 4: two evaluations, the first right after a line, and two saves.
+    def pause(progress: Progress) -> None:
+        if progress.step in (2, 3):
+            time.sleep(PAUSE_SECONDS)
 
-    def slow_save(*arguments: Any) -> None:
-        time.sleep(PAUSE_SECONDS)
-        save(*arguments)
+    def slow_evaluate(run: Any, progress: Progress) -> Any:
+        pause(progress)
+        return evaluate(run, progress)
+
+    def slow_save(saver: Saver, progress: Progress) -> None:
+        pause(progress)
+        save(saver, progress)
 
     monkeypatch.setattr(loop, "evaluate", slow_evaluate)
     monkeypatch.setattr(Saver, "save", slow_save)
-    # Between the lines of steps 2 and 4: two evaluations, the first right after a line, and two saves.
     keys = {"logging_steps": 2, "eval_steps": 1, "save_steps": 1, "eval_split_size": 0.2, "export_at_end": False}
     fine_tune(read_recipe(str(tiny_recipe(**keys))), read_sharding("single", None, os.environ))
     first, second = steps_of(tmp_path / "run")
