@@ -1,6 +1,7 @@
-"""Amounts as people write and read them: bytes, parameters, and things counted."""
+"""Amounts and places as people write and read them: bytes, parameters, things counted, rows of files."""
 
 import re
+from pathlib import Path
 
 from finetune.errors import UserError
 
@@ -76,3 +77,17 @@ def counted(number: int, thing: str) -> str:
     """
     plural = f"{thing}es" if thing.endswith("ch") else f"{thing}s"
     return f"{number:,} {thing if number == 1 else plural}"
+
+
+def name_place(path: str, number: int) -> str:
+    """A row's place, for messages: the line where a row begins with one, else the row's number. Both count from 1.
+
+    >>> name_place("data/math.jsonl.gz", 3), name_place("data/math.json", 3), name_place("openai/gsm8k", 3)
+    ('data/math.jsonl.gz:3', 'data/math.json, row 3', 'openai/gsm8k, row 3')
+    """
+    return f"{path}:{number}" if has_lines(path) else f"{path}, row {number}"
+
+
+def has_lines(path: str) -> bool:
+    """Whether a row of the file begins with a line."""
+    return Path(path.removesuffix(".gz")).suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")

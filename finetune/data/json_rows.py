@@ -18,7 +18,7 @@ class RepeatedKeys(dict[str, Any]):
     has_own = False  # whether they are its own
 
 
-NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `readers.name_place`
+NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `units.name_place`
 
 
 class RowDecoder(json.JSONDecoder):

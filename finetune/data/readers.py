@@ -25,6 +25,7 @@ from finetune.data.json_rows import (
 )
 from finetune.data.messages import BadRow
 from finetune.errors import UserError
+from finetune.units import has_lines
 
 UNPACKED_TIMES = 64  # what a .gz unpacks to, as a multiple of its size; text makes 3 to 20
 UNPACKED_BYTES = 64 * 2**20  # whatever its size
@@ -60,21 +61,8 @@ def file_kind(path: str) -> str | None:
     return KINDS.get(Path(path.removesuffix(".gz")).suffix.lower())
 
 
-def name_place(path: str, number: int) -> str:
-    """A row's place, for messages: the line where a row begins with one, else the row's number. Both count from 1.
-
-    >>> name_place("data/math.jsonl.gz", 3), name_place("data/math.json", 3), name_place("openai/gsm8k", 3)
-    ('data/math.jsonl.gz:3', 'data/math.json, row 3', 'openai/gsm8k, row 3')
-    """
-    return f"{path}:{number}" if _has_lines(path) else f"{path}, row {number}"
-
-
-def _has_lines(path: str) -> bool:
-    return Path(path.removesuffix(".gz")).suffix.lower() in (".jsonl", ".ndjson", ".csv", ".tsv", ".txt")
-
-
 def read_file(path: str) -> Iterator[NumberedRow]:
-    """The rows of one file, each with its number (see `name_place`). Raises `UserError` where the file cannot be read to its end."""
+    """The rows of one file, each with its number (see `units.name_place`). Raises `UserError` where the file cannot be read to its end."""
     match file_kind(path):
         case "json":
             return _read_json(path)
@@ -198,7 +186,7 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
             stream.seek(0)
         for number, (line_number, line) in enumerate(_read_lines(stream), 1):
             row = line if isinstance(line, BadRow) else parse_line(line, decoder)
-            yield line_number if _has_lines(path) else number, row
+            yield line_number if has_lines(path) else number, row
 
 
 def _read_csv(path: str) -> Iterator[NumberedRow]:

@@ -31,7 +31,7 @@ class RowBatch:
     """Some rows of one file, or of a data set of the hub."""
 
     file: str
-    numbers: tuple[int, ...]  # [rows]: see `readers.name_place`
+    numbers: tuple[int, ...]  # [rows]: see `units.name_place`
     rows: tuple[dict[str, Any] | BadRow, ...]
 
 

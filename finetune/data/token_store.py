@@ -12,9 +12,9 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.data.readers import name_place
 from finetune.durable import write_file
 from finetune.errors import UserError
+from finetune.units import name_place
 
 FACTS = "facts.json"
 

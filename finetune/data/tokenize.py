@@ -19,7 +19,6 @@ from finetune.data.checks import Tally
 from finetune.data.formats import parse_row
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
-from finetune.data.readers import name_place
 from finetune.data.renderer import Renderer, make_renderer
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
@@ -27,6 +26,7 @@ from finetune.data.tokenizer import Encoder, make_encoder
 from finetune.distributed.cores import count_cores
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
+from finetune.units import name_place
 
 SHOWN_BAD_ROWS = 5
 MAX_NAMED_COLUMNS = 100  # unused ones; a file may have a different column in every row
