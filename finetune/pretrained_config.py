@@ -1,11 +1,17 @@
 """The transformers config of a recipe's model, and whether such a model can be trained."""
 
+import json
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.hub import download_file
-from finetune.recipe.schema import Data, Model
+from finetune.quantization import check_quantization
+from finetune.recipe.schema import Data, Model, Quantization, Recipe
+
+if TYPE_CHECKING:
+    from finetune.distributed.accelerate_config import Sharding
 
 MAX_LAYERS = 1000  # decoder layers; a config that claims more would be built for minutes
 
@@ -28,7 +34,10 @@ def load_config(model: Model) -> Any:
     if model.attention_dropout is not None:
         config.attention_dropout = model.attention_dropout
     config.use_cache = False
-    return getattr(config, "text_config", None) or config
+    text_config = getattr(config, "text_config", None) or config
+    if (quantized := getattr(config, "quantization_config", None)) is not None:
+        text_config.quantization_config = quantized
+    return text_config
 
 
 def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None:
@@ -40,8 +49,7 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
     layers = getattr(config, "num_hidden_layers", 1)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         raise UserError(f"{name}: num_hidden_layers: {layers}: from 1 to {MAX_LAYERS:,} decoder layers can be trained")
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(f"{name}: its weights are quantized; name the unquantized model")
+    read_stored_quantization(config, name)
     if any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
         raise UserError(f"{name}: {config.model_type} is a mixture of experts; only dense models are trained here")
     if vocabulary > config.vocab_size:
@@ -51,6 +59,82 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
         )
     if data.packing:
         _refuse_length_dependent_rope(config, data.max_length)
+
+
+def complete_quantization(recipe: Recipe, config: Any, sharding: "Sharding") -> Recipe:
+    """`recipe` with the keys that say how its base is quantized, where the files of the base already are.
+
+    Raises `UserError` where the recipe asks for another quantization than theirs or for full fine-tuning, where the layout
+    cannot hold a quantized base, and where bitsandbytes is not installed.
+    """
+    completed = _adopt_stored_quantization(recipe, config)
+    check_quantization(completed.quantization, sharding)
+    return completed
+
+
+def _adopt_stored_quantization(recipe: Recipe, config: Any) -> Recipe:
+    name, given = recipe.model.model_name_or_path or "model_config", recipe.quantization
+    stored = read_stored_quantization(config, name)
+    if stored is None:
+        return recipe
+    if not recipe.lora.use_peft:
+        raise UserError(
+            f"{name}: its weights are stored in {stored.bits} bits, so they cannot be fine-tuned in full; set use_peft: true, "
+            "or name the unquantized model"
+        )
+    if recipe.checkpoint.export_at_end:
+        raise UserError(
+            f"export_at_end: the weights of {name} are stored in {stored.bits} bits, and adapters are not merged into those; set "
+            "export_at_end: false, or name the unquantized model"
+        )
+    usual = Quantization()
+    for key in fields(Quantization):
+        asked = getattr(given, key.name)
+        if asked not in (getattr(usual, key.name), getattr(stored, key.name)):
+            raise UserError(
+                f"{key.name}: {json.dumps(asked)}: the weights of {name} are stored as {describe_quantization(stored)}; leave "
+                f"{key.name} out, or name the unquantized model"
+            )
+    return replace(recipe, quantization=stored)
+
+
+def describe_quantization(quantization: Quantization) -> str:
+    """For messages.
+
+    >>> describe_quantization(Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True))
+    '4 bits (nf4, double quantization)'
+    >>> describe_quantization(Quantization(load_in_8bit=True))
+    '8 bits (int8)'
+    """
+    kind = quantization.bnb_4bit_quant_type if quantization.bits == 4 else "int8"
+    double = ", double quantization" if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant else ""
+    return f"{quantization.bits} bits ({kind}{double})"
+
+
+def read_stored_quantization(config: Any, name: str) -> Quantization | None:
+    """How the files of a model are quantized, by its config; None where they are not.
+
+    Raises `UserError` for every kind but that of bitsandbytes.
+    """
+    settings = getattr(config, "quantization_config", None)
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(settings.get("quant_method") or "")
+    in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
+    if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
+        raise UserError(
+            f"{name}: its weights are quantized ({method or 'quantization_config'}), and only those of bitsandbytes can be "
+            "trained on; name the unquantized model, and set use_peft and load_in_4bit: true to keep it in 4 bits"
+        )
+    quant_type = settings.get("bnb_4bit_quant_type", "fp4")
+    if in_8_bits:
+        return Quantization(load_in_8bit=True)
+    return Quantization(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4" if quant_type == "nf4" else "fp4",
+        bnb_4bit_use_double_quant=settings.get("bnb_4bit_use_double_quant") is True,
+    )
 
 
 def _refuse_length_dependent_rope(config: Any, max_length: int) -> None:

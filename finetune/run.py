@@ -40,7 +40,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.models.load import load_model
     from finetune.models.probe import check_training_forward
     from finetune.optim.optimizer import build_optimizer
-    from finetune.pretrained_config import check_config, load_config
+    from finetune.pretrained_config import check_config, complete_quantization, load_config
     from finetune.training.dry_run import explain_out_of_memory, print_dry_run
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
@@ -56,6 +56,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     config = load_config(recipe.model)
     check_config(config, recipe.model, recipe.data, len(tokenizer))
+    recipe = complete_quantization(recipe, config, sharding)
     RankGroup(world, None).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
     data = prepare_data(recipe, tokenizer, world)
     recipe = data.complete_recipe(recipe)
@@ -63,7 +64,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     if is_finished(folder, recipe, inputs, data.train.steps, world):
         return leave(world)
     with explain_out_of_memory(recipe, world):
-        model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world)
+        model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, recipe.quantization)
         optimizer = build_optimizer(model, recipe.optimization)
         progress = resume(recipe, folder, model, optimizer, world, inputs)
         check_training_forward(model, recipe.model, recipe.data, world)

@@ -19,7 +19,7 @@ PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 )
 # Libraries whose warnings at import no user can act on: torchao, which transformers imports wherever it is installed, names
 # kernels for other GPUs that it does not find, and its own enums then run into a deprecation.
-NOISY = ("torchao", "torch.utils._pytree")
+NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")  # all that tqdm writes to move from one of its bars to another
 
 

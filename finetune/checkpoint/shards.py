@@ -32,6 +32,8 @@ from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.parallelize import tied_names, unwrap
 from finetune.errors import UserError
 from finetune.models.lora import is_adapter
+from finetune.models.quantized_layers import quantized_layers
+from finetune.models.quantized_linear import CODES, SCALES
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import read_folder, read_slice
 
@@ -181,7 +183,10 @@ def set_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer
 def count_parameters(model: torch.nn.Module) -> int:
     """The whole model's parameters over all ranks, tied ones once."""
     state: dict[str, Any] = get_model_state_dict(model)
-    return sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in tied_names(unwrap(model)))
+    layers = quantized_layers(unwrap(model))
+    skipped = {*tied_names(unwrap(model)), *(f"{name}.{part}" for name, _ in layers for part in (CODES, SCALES))}
+    plain: int = sum(math.prod(tensor.size()) for name, tensor in state.items() if name not in skipped)
+    return plain + sum(layer.in_features * layer.out_features for _, layer in layers)
 
 
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:

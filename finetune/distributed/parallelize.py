@@ -22,20 +22,20 @@ Values = Callable[[str, Slices], torch.Tensor]
 """The value of a named parameter or persistent buffer within the given slices: from files, from a seed, wherever."""
 
 
-def parallelize(model: nn.Module, values: Values, world: World) -> nn.Module:
+def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozenset[str] = frozenset()) -> nn.Module:
     """Distributes `model`, which is on meta, over the ranks, and fills every rank's own shards from `values`.
 
-    Returns the model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
+    `unfilled`: the names of parameters that only get memory (not under FSDP1). Returns the model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
     Raises `UserError` where the layout names a class that the model does not have.
     """
     classes = find_wrap_classes(model, world.sharding)
     if world.sharding.layout == "fsdp2":
-        return _fsdp2(model, values, world, classes)
+        return _fsdp2(model, values, world, classes, unfilled)
     if world.sharding.layout == "fsdp1":
         sharded = shard_as_fsdp1(model, values, world, classes)
         with _keep_recipe_dtype(world):
             return world.accelerator.prepare_model(sharded)  # type: ignore[no-any-return]
-    _materialize(model, values, world.device, world.device)
+    _materialize(model, values, world.device, world.device, unfilled)
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
@@ -157,19 +157,28 @@ def _keep_recipe_dtype(world: World) -> Iterator[None]:
         state._mixed_precision = before
 
 
-def _fsdp2(model: nn.Module, values: Values, world: World, classes: tuple[str, ...]) -> nn.Module:
+def _fsdp2(
+    model: nn.Module, values: Values, world: World, classes: tuple[str, ...], unfilled: frozenset[str]
+) -> nn.Module:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
     world.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(classes)
     with _keep_recipe_dtype(world):
         fsdp2_prepare_model(world.accelerator, model)
     parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
-    _materialize(model, values, parameters_on, world.device)
+    _materialize(model, values, parameters_on, world.device, unfilled)
     return model
 
 
-def _materialize(model: nn.Module, values: Values, parameters_on: torch.device, buffers_on: torch.device) -> None:
-    """Gives meta parameters memory, and fills each from `values`: of a sharded one, only this rank's slices are read."""
+def _materialize(
+    model: nn.Module,
+    values: Values,
+    parameters_on: torch.device,
+    buffers_on: torch.device,
+    unfilled: frozenset[str],
+) -> None:
+    """Gives meta parameters memory, and fills each but the `unfilled` from `values`: of a sharded one, only this rank's slices
+    are read."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # real: rotary frequencies are computed
     tied = tied_names(model)
     model.to_empty(device=parameters_on)
@@ -182,7 +191,7 @@ def _materialize(model: nn.Module, values: Values, parameters_on: torch.device, 
             model.get_submodule(parent)._buffers[leaf] = buffer.to(buffers_on)
         for name, parameter in model.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-            if local.numel():
+            if local.numel() and name not in unfilled:
                 local.copy_(values(name, local_slices(parameter)))
 
 

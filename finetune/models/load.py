@@ -1,5 +1,6 @@
 """Loads a recipe's model onto the ranks: built, adapted, sharded, filled with weights, and compiled where asked for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,20 @@ from torch import nn
 from finetune.constants import frozen_dtype
 from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
+from finetune.errors import UserError
 from finetune.models.attention import install_attention
 from finetune.models.build import build_on_meta, weights_folder
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
+from finetune.models.quantized_base import StoredQuantized, split_quantized
+from finetune.models.quantized_layers import dequantized_values, fill_quantized_layers, quantize_layers
 from finetune.models.weights import load_buffers, seeded_values, stored_values
 from finetune.pretrained_config import load_config
-from finetune.recipe.schema import Lora, Model
+from finetune.recipe.schema import Lora, Model, Quantization
 from finetune.safetensors_io.tensors import read_folder
 
+UNQUANTIZED = Quantization()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -32,28 +37,42 @@ class ModelSize:
     multiplied: int  # those in matrix products: all but an untied input embedding
 
 
-def load_model(model: Model, lora: Lora, seed: int, world: World) -> tuple[nn.Module, ModelSize]:
+def load_model(
+    model: Model, lora: Lora, seed: int, world: World, quantization: Quantization = UNQUANTIZED
+) -> tuple[nn.Module, ModelSize]:
     """Builds the model on meta, adapts it, shards it over the ranks, and reads every rank's own slices.
 
     Whether such a model can be trained, `build.check_config` answers first. Raises `UserError` for a model that cannot be
     reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
     config = load_config(model)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # how the files are quantized: they are read here, and the model exported is not
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
-    values = _base_values(built, config, model, seed)
+    base, stored = _base_values(built, config, model, seed)
+    values = base
+    frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
     install_attention(built, model.attn_implementation)
     install_loss(built)
     if model.use_liger_kernel:
         use_liger_kernels(built, world.device)
     if lora.use_peft:
-        add_adapters(built, lora, DTYPES[frozen_dtype(world.sharding, lora)])
-        values = with_adapters(
-            values, {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}, seed
-        )
+        add_adapters(built, lora, frozen)
+        shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
+        used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
+        values = with_adapters(base, shapes, seed, used)
     if world.sharding.activation_checkpointing:
         checkpoint_activations(built, model.activation_checkpointing_every)
     size = count_parameters(built)
-    sharded = parallelize(built, values, world)
+    if stored and quantization.bits is None:
+        raise UserError(
+            f"{min(stored)} is stored quantized, but config.json does not say so; name the unquantized model"
+        )
+    if quantization.bits is not None:
+        assert lora.use_peft, "a quantized base is frozen: the recipe reader requires adapters"
+        unfilled = quantize_layers(built, quantization, frozen, stored)
+    sharded = parallelize(built, values, world, unfilled)
+    fill_quantized_layers(unwrap(sharded), base, stored, world)
     if model.torch_compile:
         compile_layers(unwrap(sharded))
     return sharded, size
@@ -71,11 +90,14 @@ def count_parameters(model: Any) -> ModelSize:
     )
 
 
-def _base_values(built: nn.Module, config: Any, model: Model, seed: int) -> Values:
+def _base_values(
+    built: nn.Module, config: Any, model: Model, seed: int
+) -> tuple[Values, Mapping[str, StoredQuantized]]:
+    """The values of the parameters, and the weights that the files hold quantized."""
     if model.model_config is not None:
-        return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed)
+        return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
     folder: Path = weights_folder(model)
-    stored = read_folder(folder)
-    values = stored_values(built, stored, str(folder))
+    stored, quantized = split_quantized(read_folder(folder), str(folder))
+    values = stored_values(built, stored, str(folder), quantized)
     load_buffers(built, stored)
-    return values
+    return values, quantized

@@ -57,9 +57,14 @@ def peft_config(lora: Lora, linear_layers: set[str]) -> Any:
     )
 
 
-def with_adapters(base: Values, shapes: Mapping[str, torch.Size], seed: int) -> Values:
+def with_adapters(
+    base: Values, shapes: Mapping[str, torch.Size], seed: int, multiplied: Values | None = None
+) -> Values:
     """`base` for the frozen parameters; for adapters their start: A uniform (He et al. 2015 with a = sqrt 5, as in
-    peft), B zero, and DoRA's magnitude the norm of each row of the base weight (Liu et al. 2024, eq. 5, at B = 0)."""
+    peft), B zero, and DoRA's magnitude the norm of each row of the base weight (Liu et al. 2024, eq. 5, at B = 0).
+
+    `multiplied`: the weights that the layers multiply with, where these are not `base`."""
+    multiplied = multiplied or base
 
     def values(name: str, slices: Slices) -> torch.Tensor:
         if not is_adapter(name):
@@ -73,7 +78,7 @@ def with_adapters(base: Values, shapes: Mapping[str, torch.Size], seed: int) -> 
         if ".lora_magnitude_vector." in name:
             layer = name.split(".lora_magnitude_vector.")[0]
             columns = slice(0, shapes[f"{layer}.lora_A{ADAPTER}"][1])
-            rows = base(f"{layer}.base_layer.weight", (slices[0], columns))
+            rows = multiplied(f"{layer}.base_layer.weight", (slices[0], columns))
             norm: torch.Tensor = torch.linalg.vector_norm(rows.float(), dim=1)
             return norm
         raise AssertionError(f"{name}: an adapter parameter without a start value")

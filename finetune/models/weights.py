@@ -4,7 +4,7 @@ Both are pure functions of (name, slices), so every layout and every number of r
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,12 +16,14 @@ from finetune.models.lora import base_name, is_adapter, seed_of
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
 
-def stored_values(model: nn.Module, stored: Mapping[str, StoredTensor], where: str) -> Values:
+def stored_values(
+    model: nn.Module, stored: Mapping[str, StoredTensor], where: str, quantized: Container[str] = ()
+) -> Values:
     """Values read from files, each rank its own slices. `where` names the files in errors.
 
     Raises `UserError` naming every tensor that is missing, without a place in the model, or of another shape.
     """
-    refuse_mismatch(model, stored, where)
+    refuse_mismatch(model, stored, where, quantized)
 
     def values(name: str, slices: Slices) -> torch.Tensor:
         return read_slice(stored[base_name(name)], slices)
@@ -29,8 +31,11 @@ def stored_values(model: nn.Module, stored: Mapping[str, StoredTensor], where: s
     return values
 
 
-def refuse_mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], where: str) -> None:
-    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers."""
+def refuse_mismatch(
+    model: nn.Module, stored: Mapping[str, StoredTensor], where: str, quantized: Container[str] = ()
+) -> None:
+    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers; of those that are
+    `quantized`, the shape alone is compared."""
     needed = saved_buffers(model) | {base_name(n): p for n, p in model.named_parameters() if not is_adapter(n)}
     tied = {base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
@@ -58,8 +63,22 @@ def refuse_mismatch(model: nn.Module, stored: Mapping[str, StoredTensor], where:
         for name, parameter in needed.items()
         if name in stored and tuple(stored[name].shape) != tuple(parameter.shape)
     ]
+    problems += [
+        f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized in a way that is not "
+        "supported; name the unquantized model"
+        for name, parameter in needed.items()
+        if name in stored
+        and name not in quantized
+        and _is_quantized(stored[name].dtype)
+        and parameter.is_floating_point()
+    ]
     if problems:
         raise UserError.of(problems)
+
+
+def _is_quantized(dtype: torch.dtype) -> bool:
+    """Whether numbers of this dtype mean nothing without scales: int8, and float8 too."""
+    return not dtype.is_floating_point or dtype.itemsize < 2
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

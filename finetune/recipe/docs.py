@@ -46,6 +46,7 @@ learning_rate: 1e-5
 TITLES = {
     "model": "Model",
     "lora": "LoRA",
+    "quantization": "A base in 4 or 8 bits",
     "data": "Data",
     "batch": "Batch",
     "optimization": "Optimization",

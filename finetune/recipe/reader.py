@@ -2,7 +2,7 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -15,7 +15,7 @@ from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
-from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Recipe
+from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Quantization, Recipe
 from finetune.recipe.wording import what_is_wrong
 from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries, read_value
 
@@ -256,5 +256,19 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
             yield f"{at(key)}: {key} has no effect without use_peft: true; set it, or every parameter is trained: then leave {key} out"
     if values.get("use_peft") and has("model_config"):
         yield f"{at('use_peft')}: use_peft adapts a trained model, but model_config starts from random weights; set model_name_or_path"
+    yield from _quantization_contradictions(values, "use_peft" in checked.unusable, at)
     if values.get("use_dora") and not (values.get("use_peft") or "use_peft" in checked.unusable):
         yield f"{at('use_dora')}: use_dora needs use_peft: true"
+
+
+def _quantization_contradictions(
+    values: Mapping[str, Any], is_use_peft_unusable: bool, at: Callable[[str], str]
+) -> Iterable[str]:
+    loads = [key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
+    if len(loads) > 1:
+        yield f"{at(loads[1])}: load_in_4bit and load_in_8bit both say how the base is kept; keep one"
+    if loads and not (values.get("use_peft") or is_use_peft_unusable):
+        yield f"{at(loads[0])}: {loads[0]}: a quantized base is frozen, so it cannot be fine-tuned in full; set use_peft: true, or leave {loads[0]} out"
+    for name, key in keys_of(Quantization).items():
+        if name.startswith("bnb_4bit") and values.get(name, key.default) != key.default and "load_in_4bit" not in loads:
+            yield f"{at(name)}: {name} has no effect without load_in_4bit: true; set it, or leave {name} out"

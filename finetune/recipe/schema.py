@@ -10,15 +10,11 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-Positive = Annotated[int, Gt(0)]
-
-
-class FileOrName:
-    """Marks a key whose value may be a local path; the reader looks in the working directory, then in the recipe's folder."""
-
-
-class SameOnResume:
-    """Marks a key that decides the course of a run (data, model, batch, horizon, seed): a resumed run must have it unchanged."""
+from finetune.recipe.lora_schema import Lora as Lora
+from finetune.recipe.lora_schema import Quantization as Quantization
+from finetune.recipe.markers import FileOrName as FileOrName
+from finetune.recipe.markers import Positive
+from finetune.recipe.markers import SameOnResume as SameOnResume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,25 +82,6 @@ class Model:
     attention_dropout: Annotated[
         float | None, Ge(0), Lt(1), SameOnResume, "Overrides the model's own attention dropout."
     ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lora:
-    """Low-rank adapters instead of full fine-tuning."""
-
-    use_peft: Annotated[bool, SameOnResume, "Train LoRA adapters on a frozen bf16 base instead of all parameters."] = (
-        False
-    )
-    lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
-    lora_alpha: Annotated[Positive, SameOnResume, "The adapters are scaled by lora_alpha / lora_r."] = 32
-    lora_dropout: Annotated[float, Ge(0), Lt(1), SameOnResume, "Dropout on the adapters' input."] = 0.0
-    lora_target_modules: Annotated[
-        Literal["all-linear"] | tuple[str, ...],
-        SameOnResume,
-        "The linear layers that get adapters, by the end of their names.",
-    ] = "all-linear"
-    use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = False
-    use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,6 +248,7 @@ class Recipe:
     given: frozenset[str]
     model: Model = field(default_factory=Model)
     lora: Lora = field(default_factory=Lora)
+    quantization: Quantization = field(default_factory=Quantization)
     data: Data = field(default_factory=Data)
     batch: Batch = field(default_factory=Batch)
     optimization: Optimization = field(default_factory=Optimization)

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from finetune.data.checks import check_longest_example
 from finetune.data.prepare import PreparedData
@@ -12,12 +13,17 @@ from finetune.distributed.parallelize import count_wrapped_units, unwrap
 from finetune.json_lines import read_json_lines
 from finetune.metrics import DIVERGED_ADVICE, find_divergence, losses_of
 from finetune.models.load import ModelSize
+from finetune.models.quantized_layers import quantized_layers
+from finetune.models.quantized_linear import CODES, SCALES
+from finetune.pretrained_config import describe_quantization
 from finetune.progress import Progress
+from finetune.recipe.schema import Quantization
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun
-from finetune.units import counted
+from finetune.units import counted, disk_size
 
 SHOWN_ANSWERS = 5  # held-out questions in the last screen
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[str]:
@@ -38,6 +44,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
         f"{_steps_an_epoch(run.data)} steps an epoch, {run.data.train.steps:,} in all",
     ]
+    lines += describe_quantized(model, recipe.quantization)
     report = run.data.report
     positions = getattr(model.config, "max_position_embeddings", None)
     lines += [f"        {line}" for line in check_longest_example(report.longest, positions)]
@@ -54,14 +61,34 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
 
 def precision(run: TrainingRun) -> str:
     """The compute dtype, and the dtypes of the parameters in memory."""
-    short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    trained = next(short[p.dtype] for p in run.model.parameters() if p.requires_grad)
-    frozen = next((short[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
+    trained = next(SHORT[p.dtype] for p in run.model.parameters() if p.requires_grad)
+    frozen = next((SHORT[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
     mixed = run.world.sharding.mixed_precision
     computed = mixed if mixed != "no" else frozen or trained
     if frozen is not None:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"
     return computed if computed == trained else f"{computed} over {trained} weights"
+
+
+def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
+    """How the base is quantized, and what its linear layers take on this rank, counted from the parameters in memory."""
+    layers = [layer for _, layer in quantized_layers(model)]
+    if not layers:
+        return []
+    parameters = [layer.get_parameter(part) for layer in layers for part in (CODES, SCALES)]
+    held = sum(_local_bytes(parameter) for parameter in parameters)
+    dtype = parameters[0].dtype
+    unquantized = sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+    share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
+    return [
+        f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: {disk_size(held)} on this rank, "
+        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}"
+    ]
+
+
+def _local_bytes(parameter: torch.Tensor) -> int:
+    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return local.nbytes
 
 
 def _steps_an_epoch(data: PreparedData) -> str:

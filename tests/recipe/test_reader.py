@@ -145,6 +145,17 @@ MISTAKES = {
     "lora_r: 8": [
         "F:4: lora_r has no effect without use_peft: true; set it, or every parameter is trained: then leave lora_r out"
     ],
+    "load_in_4bit: true": [
+        "F:4: load_in_4bit: a quantized base is frozen, so it cannot be fine-tuned in full; set use_peft: true, or leave "
+        "load_in_4bit out"
+    ],
+    "use_peft: true\nload_in_4bit: true\nload_in_8bit: true": [
+        "F:6: load_in_4bit and load_in_8bit both say how the base is kept; keep one"
+    ],
+    "use_peft: true\nload_in_8bit: true\nbnb_4bit_use_double_quant: true": [
+        "F:6: bnb_4bit_use_double_quant has no effect without load_in_4bit: true; set it, or leave "
+        "bnb_4bit_use_double_quant out"
+    ],
     "model_config: {model_type: llama}": [
         "F:4: model_name_or_path and model_config both name a model; keep one",
         "F:4: model_config brings no tokenizer; set tokenizer_name_or_path",

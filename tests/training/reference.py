@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.models.lora import with_adapters
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Quantization, Recipe
 
 
 class Alone:
@@ -30,8 +30,12 @@ def train(recipe_path: Path) -> list[tuple[float, float]]:
     recipe = read_recipe(str(recipe_path))
     data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
     model = AutoModelForCausalLM.from_pretrained(
-        recipe.model.model_name_or_path, dtype=torch.float32, attn_implementation="eager"
+        recipe.model.model_name_or_path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=_by_bitsandbytes(recipe.quantization),
     )
+    model.train()  # there is no dropout; bitsandbytes rounds the inputs of 8-bit layers too outside of training
     if recipe.lora.use_peft:
         model = _with_adapters(model, recipe)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -65,6 +69,18 @@ def _cosine(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
+def _by_bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig | None:
+    if quantization.bits is None:
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=quantization.load_in_4bit,
+        load_in_8bit=quantization.load_in_8bit,
+        bnb_4bit_quant_type=quantization.bnb_4bit_quant_type,
+        bnb_4bit_use_double_quant=quantization.bnb_4bit_use_double_quant,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+
+
 def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
     from peft import LoraConfig, get_peft_model
 
@@ -84,6 +100,8 @@ def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
     start = with_adapters(lambda name, slices: named[name].detach()[slices], shapes, recipe.run.seed)
     with torch.no_grad():
         for name, parameter in named.items():
-            if parameter.requires_grad:
+            # The length of a quantized row is peft's own: it dequantizes the weight.
+            is_peft_own = recipe.quantization.bits is not None and ".lora_magnitude_vector." in name
+            if parameter.requires_grad and not is_peft_own:
                 parameter.copy_(start(name, tuple(slice(0, size) for size in parameter.shape)))
     return wrapped

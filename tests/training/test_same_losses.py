@@ -17,7 +17,16 @@ from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config
 
 STEPS = 10
 ROWS = 26  # 5 steps an epoch, the last of 2 rows: fewer than 3 ranks
-MODES = {"full": {}, "lora": {"use_peft": True, "lora_r": 4}, "dora": {"use_peft": True, "use_dora": True, "lora_r": 4}}
+LORA = {"use_peft": True, "lora_r": 4}
+MODES: dict[str, dict[str, object]] = {
+    "full": {},
+    "lora": LORA,
+    "dora": {**LORA, "use_dora": True},
+    "nf4": {**LORA, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    "fp4": {**LORA, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {**LORA, "load_in_8bit": True},
+    "nf4-dora": {**LORA, "use_dora": True, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+}
 # What a run differs in from the plain fp32 one: its Accelerate file's precision and checkpointing, and recipe keys.
 VARIANTS: dict[str, tuple[str, bool, list[str]]] = {
     "fp32": ("no", False, []),
@@ -27,12 +36,17 @@ VARIANTS: dict[str, tuple[str, bool, list[str]]] = {
     "bf16-weights": ("bf16", False, ["dtype=bfloat16"]),
 }
 ONE_RANK = [("single", "full"), ("single", "lora"), ("full_shard", "full"), ("FULL_SHARD", "full"), ("ddp", "lora")]
+ONE_RANK += [("single", mode) for mode in ("nf4", "int8", "nf4-dora")]
 TWO_RANKS = [
     (layout, mode) for layout in LAYOUTS for mode in ("full", "lora") if (layout, mode) != ("NO_SHARD", "lora")
 ]
 TWO_RANKS += [(layout, "dora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
+TWO_RANKS += [(layout, "nf4") for layout in LAYOUTS if layout.islower()]  # but not FSDP1
+TWO_RANKS += [("full_shard", "fp4"), ("ddp", "int8"), ("full_shard", "int8"), ("full_shard", "nf4-dora")]
 THREE_RANKS = [(layout, mode) for layout in ("full_shard", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
+THREE_RANKS += [("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
 IN_BF16 = [(layout, mode) for layout in ("full_shard", "offload", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
+IN_BF16 += [("full_shard", "nf4"), ("ddp", "nf4"), ("full_shard", "int8")]
 WITH_DROPOUT = ["full_shard", "FULL_SHARD", "ddp"]
 IN_BF16_WEIGHTS = ["full_shard", "FULL_SHARD", "NO_SHARD", "ddp"]
 WANTED: dict[int, list[tuple[str, str, str]]] = {
