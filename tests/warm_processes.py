@@ -8,8 +8,10 @@ needs other values (HF_HUB_OFFLINE, OMP_NUM_THREADS) is for `subprocess`.
 import multiprocessing
 import os
 import runpy
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from multiprocessing import forkserver
@@ -21,9 +23,17 @@ class WarmProcess:
     """What tests use of `subprocess.Popen`, over a process of the fork server: `python ARGUMENTS`, its output in files."""
 
     def __init__(
-        self, arguments: Sequence[str], env: Mapping[str, str], stdout: Path, stderr: Path, cwd: Path | None = None
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        stdout: Path,
+        stderr: Path,
+        *,
+        stdin: Path = Path(os.devnull),
+        cwd: Path | None = None,
     ) -> None:
-        target = partial(_run, tuple(arguments), dict(env), str(stdout), str(stderr), str(cwd or Path.cwd()))
+        files = [str(path) for path in (stdin, stdout, stderr)]
+        target = partial(_run, tuple(arguments), dict(env), files, str(cwd or Path.cwd()))
         self._process = start_server().Process(target=target)
         self._process.start()
         self.pid: int = self._process.pid
@@ -38,6 +48,38 @@ class WarmProcess:
         if code is None:
             raise subprocess.TimeoutExpired("a script in a warm process", timeout or 0.0)
         return code
+
+
+class WarmCommand:
+    """What `export.reload_check` uses of `subprocess.Popen`: a Python command with a pipe to its stdin, and its stderr."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        folder = Path(self._folder.name)
+        os.mkfifo(folder / "stdin")
+        self.stdin = os.fdopen(os.open(folder / "stdin", os.O_RDWR), "w")  # O_RDWR: does not wait for the reader
+        self._errors = folder / "stderr"
+        self._process = WarmProcess(command[1:], env, Path(os.devnull), self._errors, stdin=folder / "stdin")
+
+    def __enter__(self) -> "WarmCommand":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.wait()
+        self.stdin.close()
+        self._folder.cleanup()
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.poll()
+
+    def communicate(self) -> tuple[str, str]:
+        self._process.wait()
+        return "", self._errors.read_text()
+
+    def kill(self) -> None:
+        if self._process.poll() is None:
+            os.kill(self._process.pid, signal.SIGKILL)
 
 
 @cache
@@ -59,11 +101,13 @@ def start_server() -> Any:
     return context
 
 
-def _run(arguments: tuple[str, ...], env: dict[str, str], stdout: str, stderr: str, cwd: str) -> None:
+def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd: str) -> None:
     os.setsid()
     os.chdir(cwd)
-    for number, path in ((1, stdout), (2, stderr)):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for number, path in enumerate(files):
+        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        os.dup2(os.open(path, flags, 0o666), number)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ |= env
     if arguments[0] == "-m":

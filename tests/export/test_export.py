@@ -34,6 +34,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
+@pytest.mark.cold
 def test_a_folder_is_exported_whole_verified_and_twice_the_same(
     tiny_llama: MakeModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config
 
-STEPS = 10
+STEPS = 6
 ROWS = 26  # 5 steps an epoch, the last of 2 rows: fewer than 3 ranks
 LORA = {"use_peft": True, "lora_r": 4}
 MODES: dict[str, dict[str, object]] = {
