@@ -46,7 +46,7 @@ def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
     return max(budget // (ITEMSIZE["float32"] * vocabulary), LOSS_CHUNK_MIN_TOKENS)
 
 
-def global_batch_size(batch: "Batch", world_size: int) -> int:
+def compute_global_batch_size(batch: "Batch", world_size: int) -> int:
     """Rows in an optimizer step over all ranks."""
     if batch.global_batch_size is not None:
         return batch.global_batch_size

@@ -21,7 +21,7 @@ from finetune.checkpoint.shards import (
     set_model_state,
     set_optimizer_state,
 )
-from finetune.constants import global_batch_size
+from finetune.constants import compute_global_batch_size
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -134,7 +134,7 @@ def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapp
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
     deciding, other = compare_recipes(then["recipe"], to_dict(recipe))
-    before, after = then["global_batch_size"], global_batch_size(recipe.batch, ranks)
+    before, after = then["global_batch_size"], compute_global_batch_size(recipe.batch, ranks)
     if before != after:
         deciding.append(
             f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any number of ranks)"

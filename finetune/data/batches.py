@@ -13,7 +13,7 @@ import numpy as np
 import torch
 import xxhash
 
-from finetune.constants import ROUND_TOKENS, global_batch_size
+from finetune.constants import ROUND_TOKENS, compute_global_batch_size
 from finetune.data.collate import Ids, MicroBatch, collate
 from finetune.data.examples import Examples
 from finetune.data.packing import Rows
@@ -175,7 +175,7 @@ class StoredBatches:
 
 def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: RankInfo) -> StoredBatches:
     """The batches of a run. Raises `UserError` for fewer rows than ranks."""
-    config = BatchConfig.from_recipe(recipe, global_batch_size(recipe.batch, world.size))
+    config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     size = recipe.batch.per_device_train_batch_size
     train = make_batches(examples, config, world, size, recipe.data.dataloader_num_workers, tokenizer.pad_token_id)
     if train.rows_per_epoch < world.size:

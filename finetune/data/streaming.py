@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from finetune.constants import global_batch_size
+from finetune.constants import compute_global_batch_size
 from finetune.data.batches import OnReport, RankInfo, StepBatch, StoredBatches, make_batches
 from finetune.data.chat_templates import PLAIN
 from finetune.data.collate import MicroBatch
@@ -199,7 +199,7 @@ def open_stream(
     assert steps is not None and data.eval_split_size is None, "refused with the recipe"
     if make_renderer(tokenizer, data.assistant_only_loss).template == PLAIN:
         tokenizer.chat_template = PLAIN
-    config = BatchConfig.from_recipe(recipe, global_batch_size(recipe.batch, world.size))
+    config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     content = [_describe(source) for source in data.datasets]
     key = hash_inputs(data, tokenizer, content, asdict(config), data.overlength)
     # Blocks are this launch's alone (its ranks have one parent); the notes beside them are everybody's.

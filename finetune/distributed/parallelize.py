@@ -137,7 +137,7 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
-def local_slices(tensor: torch.Tensor) -> Slices:
+def find_local_slices(tensor: torch.Tensor) -> Slices:
     """Which part of the whole tensor this rank holds; all of it where the tensor is not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
@@ -192,7 +192,7 @@ def _materialize(
         for name, parameter in model.named_parameters():
             local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
             if local.numel() and name not in unfilled:
-                local.copy_(values(name, local_slices(parameter)))
+                local.copy_(values(name, find_local_slices(parameter)))
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

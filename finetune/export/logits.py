@@ -28,7 +28,7 @@ def prompts(vocabulary: int) -> torch.Tensor:
 
 
 @torch.no_grad()
-def streamed_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
+def stream_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
     """The logits of `prompts`, float32[ROWS, TOKENS, vocabulary], computed in float32.
 
     `model` is on meta, and stays there. A linear layer multiplies with a block of rows while the next is read, an embedding

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
-from finetune.export.logits import STREAMED, prompts, streamed_logits
+from finetune.export.logits import STREAMED, prompts, stream_logits
 from finetune.models.build import build_on_meta
 
 VOCABULARY, INTERMEDIATE_SIZE = 64, 256  # of the twin: what is plain in every family need not be wide
@@ -43,7 +43,7 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Cal
             return False
         values = own.state_dict()
         try:
-            found = streamed_logits(streamed, lambda name, start, stop: _rows(values[name], start, stop))
+            found = stream_logits(streamed, lambda name, start, stop: _rows(values[name], start, stop))
         except Exception as error:
             raise _unverifiable(own, " ".join(str(error).split()) or type(error).__name__) from error
     difference = float((found - truth).norm() / truth.norm())

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import finetune
 from finetune.errors import UserError
-from finetune.export.logits import streamed_logits
+from finetune.export.logits import stream_logits
 from finetune.export.target import TargetModel, describe_target
 from finetune.safetensors_io.tensors import SINGLE_FILE
 
@@ -143,7 +143,7 @@ def _compute_logits(folder: Path, target: TargetModel) -> torch.Tensor:
         name = target.tied.get(name, name)
         return read_with_safetensors(file_of[name], name, start, stop, _copy_float32)
 
-    return streamed_logits(target.model, rows)
+    return stream_logits(target.model, rows)
 
 
 def read_with_safetensors(

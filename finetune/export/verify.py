@@ -13,7 +13,7 @@ import xxhash
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import Value, raw_bytes, read_rows, row_blocks
-from finetune.export.logits import streamed_logits
+from finetune.export.logits import stream_logits
 from finetune.export.options import ExportOptions
 from finetune.export.reload_check import read_with_safetensors, start_reload
 from finetune.export.source import Source, peft_name
@@ -126,7 +126,7 @@ def _start_logits(
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:
-            yield pool.submit(streamed_logits, model, rows)
+            yield pool.submit(stream_logits, model, rows)
         finally:
             ended.set()
 

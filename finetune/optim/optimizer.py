@@ -85,7 +85,7 @@ def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim
     assert trainable, "no parameter is trained"
     on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
     assert not on_meta, f"parameters without memory: {on_meta}"
-    groups = parameter_groups(model, optimization.weight_decay)
+    groups = make_parameter_groups(model, optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
     betas = (optimization.adam_beta1, optimization.adam_beta2)
@@ -104,7 +104,7 @@ def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim
     )
 
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay; biases and norms do not, not even norms that have a row for each head."""
     dims = _count_dims(model)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from finetune.constants import ITEMSIZE
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import MOMENT_ITEMSIZE, MOMENTS, moment_bytes
+from finetune.plan.state import MOMENT_ITEMSIZE, MOMENTS, count_moment_bytes
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
@@ -65,7 +65,7 @@ def plan_host(spec: RunSpec) -> Host:
     ranks = min(spec.ranks, spec.ranks_per_node)
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
-    state = sum(t.numel * t.itemsize + MOMENTS * moment_bytes(optim, t.numel, t.itemsize) for t in trained)
+    state = sum(t.numel * t.itemsize + MOMENTS * count_moment_bytes(optim, t.numel, t.itemsize) for t in trained)
     everything = state + sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
     gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)
     share = ranks / spec.shards  # of the sharded state, on this node

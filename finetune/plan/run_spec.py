@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, ROUND_TOKENS, global_batch_size
+from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, ROUND_TOKENS, compute_global_batch_size
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
@@ -90,7 +90,7 @@ class RunSpec:
     @property
     def global_batch_size(self) -> int:
         """Rows in an optimizer step over all ranks."""
-        return global_batch_size(self.recipe.batch, self.ranks)
+        return compute_global_batch_size(self.recipe.batch, self.ranks)
 
     @property
     def tokens_per_step(self) -> int:

@@ -104,12 +104,13 @@ def count_state(tensors: Sequence[StateTensor], sharding: Sharding, shards: int,
         frozen=sum(part.stored for part in held if not part.trained),
         gradients=sum(part.stored for part in held if part.trained),
         optimizer=sum(
-            MOMENTS * moment_bytes(optim, part.stepped_numel, part.itemsize) + FP32 * part.stepped for part in held
+            MOMENTS * count_moment_bytes(optim, part.stepped_numel, part.itemsize) + FP32 * part.stepped
+            for part in held
         ),
     )
 
 
-def moment_bytes(optim: str, numel: int, itemsize: int) -> int:
+def count_moment_bytes(optim: str, numel: int, itemsize: int) -> int:
     """Bytes of one moment of a rank's part of a tensor; 8-bit ones have a byte a number, a scale a block, and a map."""
     if optim == "adamw_8bit" and numel >= QUANTIZED_MIN_NUMEL and numel % QUANTIZED_BLOCK == 0:
         return numel + FP32 * (numel // QUANTIZED_BLOCK + QUANTIZATION_MAP)

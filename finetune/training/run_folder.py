@@ -27,25 +27,20 @@ from finetune.trackers import refuse_missing
 METRICS = "metrics.jsonl"
 
 
-def run_folder(recipe: Recipe) -> Path:
-    """`output_dir`, else runs/<run_name>."""
-    return Path(recipe.run.output_dir or Path("runs") / run_name(recipe))
-
-
-def run_name(recipe: Recipe) -> str:
+def choose_run_name(recipe: Recipe) -> str:
     """The run's name, for folders and trackers: `run_name`, else the recipe's file name."""
     return recipe.run.run_name or Path(recipe.path).stem
 
 
 def open_run_folder(recipe: Recipe, world: World) -> Path:
-    """Makes the run's folder and locks it against other runs.
+    """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
 
     Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has locked it,
     where the recipe asks for a package that is not installed, and where it names a checkpoint that is damaged.
     """
     refuse_missing(recipe.run.report_to)
     check_optimizer(recipe.optimization, world.sharding)
-    folder = run_folder(recipe)
+    folder = Path(recipe.run.output_dir or Path("runs") / choose_run_name(recipe))
     RankGroup(world).main(lambda: _open(folder, recipe))
     return folder
 

@@ -27,7 +27,7 @@ from finetune.recipe.schema import Recipe
 from finetune.trackers import Tracker, open_tracker
 from finetune.training.evaluate import SAMPLES
 from finetune.training.profiler import profile_steps
-from finetune.training.run_folder import METRICS, describe_run, run_name, write_data_report
+from finetune.training.run_folder import METRICS, choose_run_name, describe_run, write_data_report
 from finetune.training.summary import first_screen
 from finetune.training.throughput import peak_flops
 from finetune.training.training_run import TrainingRun
@@ -91,7 +91,7 @@ def open_log(
 
     def start() -> dict[str, Any]:
         nonlocal tracker, log
-        tracker = open_tracker(recipe.run.report_to, run_name(recipe), folder, to_dict(recipe), step)
+        tracker = open_tracker(recipe.run.report_to, choose_run_name(recipe), folder, to_dict(recipe), step)
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from finetune.export.blocks import read_rows
-from finetune.export.logits import prompts, streamed_logits
+from finetune.export.logits import prompts, stream_logits
 from finetune.export.target import describe_target
 from finetune.safetensors_io.tensors import read_folder
 from tests.models.families import EVERY, build
@@ -24,6 +24,6 @@ def test_streamed_logits_are_the_models(family: str, tmp_path: Path) -> None:
     with torch.no_grad():
         truth = model(input_ids=prompts(model.config.vocab_size), use_cache=False).logits
     for _ in range(2):  # the second time on the model as the first has left it
-        found = streamed_logits(target.model, rows)
+        found = stream_logits(target.model, rows)
         assert float((found - truth).norm() / truth.norm()) < 1e-5
         assert all(parameter.is_meta for parameter in target.model.parameters())

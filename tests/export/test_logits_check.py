@@ -42,7 +42,7 @@ def test_linear_layers_embeddings_and_norms_need_no_run(monkeypatch: pytest.Monk
     def fail(*_: Any) -> torch.Tensor:
         raise AssertionError("the logits of a plain model were computed")
 
-    monkeypatch.setattr("finetune.export.logits_check.streamed_logits", fail)
+    monkeypatch.setattr("finetune.export.logits_check.stream_logits", fail)
     assert not check_streamed_logits(build("llama").config)
 
 

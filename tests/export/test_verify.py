@@ -107,7 +107,7 @@ def test_a_failed_write_does_not_wait_for_the_logits(
         assert started.wait(60)
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(verify, "streamed_logits", endless)
+    monkeypatch.setattr(verify, "stream_logits", endless)
     monkeypatch.setattr(exporting, "write_weights", failing)
     assert export(tiny_llama(), tmp_path) == 2
     assert "cannot be written: Input/output error; nothing is left of the export" in capsys.readouterr().err
