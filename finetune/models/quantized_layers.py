@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from finetune.distributed.parallelize import Slices, Values, local_slices
+from finetune.distributed.parallelize import Slices, Values, find_local_slices
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.lora import base_name
@@ -121,7 +121,7 @@ def _fill_stored(layer: QuantizedLinear, stored: StoredQuantized) -> None:
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
     """This rank's bytes of a parameter, and where they begin and end in the whole of `size` bytes. Its padding is zeroed."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-    (bounds,) = local_slices(parameter)
+    (bounds,) = find_local_slices(parameter)
     own = local.zero_().view(torch.uint8)
     begin = min(bounds.start * local.dtype.itemsize, size)
     end = min(begin + own.numel(), size)
