@@ -28,7 +28,7 @@ is counted once:
   clipping, decay, epochs, packing, length, trained tokens, LoRA's scale, precision and layout are the same. Remarks under "Worth a look" (for example that the tool also caps the warm-up, which
   matters in long runs only) do not count.
 - **Converted, with differences listed**: everything it needs is supported, but something works differently, and the recipe lists
-  it: for example a run saves by steps instead of by epochs.
+  it: for example a warm-up that is quadratic there and linear here.
 - **Needs a missing capability**: refused by name, or converted with that difference listed.
 - **Not a training recipe**: a launcher's file, generation, evaluation, merging, a benchmark.
 """
@@ -99,10 +99,11 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
         "",
         "## Differences of the converted files",
         "",
-        "A file may have several.",
-        "",
-        "| Difference | Files |",
-        "| --- | --- |",
+        *(
+            ["A file may have several.", "", "| Difference | Files |", "| --- | --- |"]
+            if differences
+            else ["There are none."]
+        ),
         *(f"| {name} | {number} |" for name, number in sorted(differences.items(), key=lambda c: (-c[1], c[0]))),
         "",
         "## Missing capabilities",

@@ -1,5 +1,6 @@
 """The numbers and rules that data, loss, checkpoint and plan must agree on. Imports no torch."""
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from importlib import metadata
@@ -51,6 +52,19 @@ def compute_global_batch_size(batch: "Batch", world_size: int) -> int:
     if batch.global_batch_size is not None:
         return batch.global_batch_size
     return batch.per_device_train_batch_size * (batch.gradient_accumulation_steps or 1) * world_size
+
+
+def count_steps(interval: float | None, steps: int) -> int | None:
+    """Steps between two events of a run of `steps` steps; an interval below 1 is a share of them, rounded up.
+
+    The rounding is that of transformers' `TrainerState.compute_steps`.
+
+    >>> count_steps(5, 1000), count_steps(0.05, 1010), count_steps(None, 1000)
+    (5, 51, None)
+    """
+    if interval is None:
+        return None
+    return math.ceil(interval * steps) if interval < 1 else int(interval)
 
 
 def frozen_dtype(sharding: "Sharding", lora: "Lora") -> str:

@@ -20,7 +20,7 @@ import torch
 
 from finetune import durable
 from finetune.checkpoint.manifest import NAME, PARTS, find_problems
-from finetune.constants import EXPORT_SPARE_BYTES
+from finetune.constants import EXPORT_SPARE_BYTES, count_steps
 from finetune.errors import UserError
 from finetune.hub import find_local_folder
 from finetune.recipe.schema import Recipe
@@ -177,14 +177,22 @@ def remove_leftovers(run_folder: Path) -> None:
             durable.remove_tree(path, ignore_errors=True)
 
 
-def refuse_small_disk(run_folder: Path, recipe: Recipe, steps: int, checkpoint_bytes: int, parameters: int) -> None:
+def refuse_small_disk(
+    run_folder: Path,
+    recipe: Recipe,
+    steps: int,
+    checkpoint_bytes: int,
+    parameters: int,
+    steps_per_epoch: int | None = None,
+) -> None:
     """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write there.
 
     That is one checkpoint more than are kept, since an old one is removed after the new one is published; and the export,
     in the dtype that `finetune export` will choose, with the space that it keeps free.
     """
     keys = recipe.checkpoint
-    saves = math.ceil(steps / keys.save_steps) if keys.save_steps else 1
+    every = steps_per_epoch if keys.save_strategy == "epoch" else count_steps(keys.save_steps, steps)
+    saves = math.ceil(steps / every) if every else 1
     kept = saves if keys.save_total_limit is None else min(saves, keys.save_total_limit + 1)
     new = max(1, kept - len(list_checkpoints(run_folder)))
     export = parameters * _export_dtype(recipe).itemsize if keys.export_at_end else 0

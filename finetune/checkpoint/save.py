@@ -122,10 +122,10 @@ class Saver:
             failure, self._failure = self._failure, None
             raise failure
 
-    def check_save(self, steps: int) -> int:
+    def check_save(self, steps: int, steps_per_epoch: int | None = None) -> int:
         """Writes the real state into a staging folder and removes it, so that a run that cannot save does not start.
 
-        `steps`: the run's last step. Returns the checkpoint's size in bytes. Raises `UserError` where it cannot be
+        `steps`: the run's last step; `steps_per_epoch` where it is known. Returns the checkpoint's size in bytes. Raises `UserError` where it cannot be
         written, or the disk is too small for the checkpoints and the export that the run will make.
         """
         had_state = bool(self.optimizer.state)
@@ -134,7 +134,9 @@ class Saver:
         if not had_state:  # torch has made the moments in order to name them, at its step 1
             self.optimizer.state.clear()
         parameters = count_parameters(self.model)
-        self._ranks.main(lambda: refuse_small_disk(self.run_folder, self.recipe, steps, size, parameters))
+        self._ranks.main(
+            lambda: refuse_small_disk(self.run_folder, self.recipe, steps, size, parameters, steps_per_epoch)
+        )
         return size
 
     def _shards(self) -> list[TensorShard]:

@@ -22,7 +22,6 @@ from finetune.recipe.yaml_file import read_entries
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 10  # references to references; a cycle ends here
-STRATEGIES = ("save_strategy", "eval_strategy", "evaluation_strategy")  # only those by epoch differ
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 
 
@@ -95,7 +94,7 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
     if pair is None:
         if value is not None:
             found.add_difference(key, value, f"not known here{_ask(key, known)}")
-    elif not pair.has_effect or (key in STRATEGIES and value in ("steps", "no")):
+    elif not pair.has_effect:
         found.ignored.append(key)
     elif value is None or value == "" or (pair.ours is None and value in (False, [], {}, "no", "none", 0)):
         if pair.carry == "clip":
@@ -129,6 +128,9 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         name = "warmup_ratio"
     if pair.carry == "betas":
         found.recipe |= {"adam_beta1": convert_number(ours[0]), "adam_beta2": convert_number(ours[1])}
+        return
+    if ours == "best" and name == "save_strategy":
+        found.recipe["keep_best_checkpoint"] = True
         return
     found.recipe[name] = None if ours == "null" else ours
     if pair.carry == "lora-only":
@@ -193,11 +195,17 @@ def _remove_contradictions(found: Conversion) -> None:
     recipe = found.recipe
     if recipe.get("streaming") and recipe.pop("eval_split_size", None) is not None:
         found.differences.append("eval_split_size is dropped: rows cannot be held out of a stream; name eval_datasets")
+    for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
+        if strategy in recipe and recipe.pop(steps, None) is not None:
+            found.ignored.append(steps)  # only the strategy steps reads it
+        if recipe.get(strategy) == "no":
+            del recipe[strategy]  # without steps the default here
     held_out = "eval_datasets" in recipe or "eval_split_size" in recipe
-    if not held_out and recipe.pop("eval_steps", None) is not None:
-        found.remarks.append("eval_steps is dropped: no rows are held out")
+    for key in ("eval_steps", "eval_strategy"):
+        if not held_out and recipe.pop(key, None) is not None:
+            found.remarks.append(f"{key} is dropped: no rows are held out")
     for key in ("early_stopping_patience", "keep_best_checkpoint"):
-        if "eval_steps" not in recipe and recipe.pop(key, None) is not None:
+        if not {"eval_steps", "eval_strategy"} & recipe.keys() and recipe.pop(key, None) is not None:
             found.differences.append(f"{key} is dropped: it needs eval_steps here")
     if recipe.get("warmup_steps", 0) is None:
         del recipe["warmup_steps"]

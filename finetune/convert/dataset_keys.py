@@ -75,7 +75,7 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         *_none("type alpaca reads the column of that name", "columns.history"),
         *_none("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
         *_none("text only", "columns.images", "columns.videos", "columns.audios"),
-        *_none(SLICE, "num_samples"),
+        Counterpart("num_samples", "max_samples", "drawn by the seed"),
         *_none(FOLDER, "folder", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
     ),
     "torchtune": (

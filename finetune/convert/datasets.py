@@ -206,5 +206,5 @@ def _factory_sources(entry: TheirEntry, folder: Path) -> Sources:
         keys["type"] = "messages" if answer else "text"  # text is what they pretrain on
         keys["prompt_column" if answer else "text_column"] = entry.take("columns.prompt")
         keys["completion_column"] = entry.take(f"columns.{answer}")
-    limit = entry.take("num_samples")
-    return [take_first_rows(read, limit) for read in make_sources([str(folder / local) if local else hub], **keys)]
+    keys["max_samples"] = entry.take("num_samples")
+    return make_sources([str(folder / local) if local else hub], **keys)

@@ -54,6 +54,10 @@ def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> N
     total, micro = theirs.get("batch_size"), theirs.get("micro_batch_size") or 1
     if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in theirs:
         found.recipe["gradient_accumulation_steps"] = max(1, total // micro)
+    for per_epoch, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+        events, epochs = convert_number(theirs.get(per_epoch)), convert_number(theirs.get("num_epochs") or 1)
+        if isinstance(events, int | float) and isinstance(epochs, int | float) and events * epochs > 1:
+            found.recipe[ours] = 1 / (events * epochs)  # else at the end only, there too
     if theirs.get("pretraining_dataset"):
         found.recipe["streaming"] = True
 

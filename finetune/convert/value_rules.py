@@ -32,6 +32,8 @@ LINEAR_LAYERS = {
     **dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp"),
 }
 
+STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch", "best")}
+
 LEAVE: Any = object()  # the default here does what they ask for
 
 
@@ -77,7 +79,10 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
         case "steps":
             number = convert_number(value)
             is_share = isinstance(number, float) and 0 < number < 1
-            return None if is_share else LEAVE if not number or number < 0 else int(number)
+            return number if is_share else LEAVE if not number or number < 0 else int(number)
+        case "strategy":
+            name = "no" if value is False else str(value)
+            return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
         case "warmup":
             return convert_number(value)
         case "min-rate":

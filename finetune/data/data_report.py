@@ -35,6 +35,7 @@ class SourceReport:
 
     path: str
     formats: tuple[str, ...]  # of its rows
+    rows_in_source: int | None  # where only max_samples of them are read
     rows_read: int
     rows_skipped: int
     skipped: tuple[str, ...]  # what was wrong with the first of them
@@ -48,6 +49,14 @@ class SourceReport:
     trained_tokens_lost: int
     duplicates: int
     findings: tuple[Finding, ...]
+
+    def sample(self) -> list[str]:
+        """A line that says how many of the rows are read; none where all are."""
+        if self.rows_in_source is None:
+            return []
+        return [
+            f"{self.path}: {self.rows_read:,} of its {counted(self.rows_in_source, 'row')} (max_samples), drawn by the seed"
+        ]
 
     def loss(self) -> list[str]:
         """A line that gives the share of the tokens that is cut off or dropped; none where nothing is."""
@@ -128,8 +137,10 @@ class DataReport:
             f"{counted(self.examples, 'example')}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
             f"rows {self.fill:.1%} full"
         )
-        lost = [line for source in (*self.sources, *self.eval_sources) for line in source.loss()]
-        return [totals, *lost, *(str(finding) for finding in self.findings if finding.severity != "notice")]
+        sources = (*self.sources, *self.eval_sources)
+        drawn = [line for source in sources for line in source.sample()]
+        lost = [line for source in sources for line in source.loss()]
+        return [totals, *drawn, *lost, *(str(finding) for finding in self.findings if finding.severity != "notice")]
 
 
 def make_report(
@@ -163,6 +174,7 @@ class StreamReport:
 
     max_length: int
     eval_sources: tuple[SourceReport, ...] = ()
+    first_rows: tuple[tuple[str, int], ...] = ()  # path and max_samples of the sources that have it
     from_step: int = 0  # where this start of the run began to read
     counts: Counter[str] = field(default_factory=Counter)
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them
@@ -213,11 +225,14 @@ class StreamReport:
     def lines(self) -> list[str]:
         of_eval = [finding for source in self.eval_sources for finding in source.findings]
         shown = [f"held out: {finding}" for finding in of_eval if finding.severity != "notice"]
-        return ["streamed, read while training", *shown]
+        first = [f"{path}: its first {rows:,} rows (max_samples), not drawn" for path, rows in self.first_rows]
+        drawn = [f"held out: {line}" for source in self.eval_sources for line in source.sample()]
+        return ["streamed, read while training", *first, *drawn, *shown]
 
     def as_json(self) -> dict[str, Any]:
         return {
             "streamed_from_step": self.from_step,
+            "max_samples": list(self.first_rows),
             **self.counts,
             "skipped": self.skipped,
             "unused_columns": self.unused_columns,

@@ -211,7 +211,7 @@ def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
         f"{source.overlong:,} over max_length, {counted(source.examples, 'example')}, {counted(source.tokens, 'token')}, "
         f"{source.trained_tokens:,} trained"
     )
-    yield from (f"  {line}" for line in source.loss())
+    yield from (f"  {line}" for line in (*source.sample(), *source.loss()))
     if source.unused_columns:
         columns = ", ".join(
             f"{list_columns([name])} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()

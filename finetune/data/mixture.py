@@ -28,6 +28,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
     report = SourceReport(
         path=source.path,
         formats=tuple(stats.formats),
+        rows_in_source=stats.rows_in_source,
         rows_read=stats.rows_read,
         rows_skipped=stats.rows_skipped,
         skipped=tuple(stats.skipped),

@@ -3,12 +3,13 @@
 import json
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from glob import escape
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import xxhash
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
 from finetune.data.readers import KINDS, convert_os_errors, file_kind, read_file, remove_none_values
+from finetune.data.sampler import make_generator
 from finetune.durable import CHECKSUM, checksum
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
@@ -36,18 +38,45 @@ class RowBatch:
 
 
 def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int = BATCH_ROWS) -> Iterator[RowBatch]:
-    """The rows of a source in their order, at most `batch_rows` at a time.
+    """The rows of a source in their order, at most `batch_rows` at a time; streamed, the first `max_samples` of them.
 
     Raises `UserError` where nothing is at its path, or a file cannot be read.
     """
+    left = source.max_samples if streaming and source.max_samples is not None else sys.maxsize
+    for file, rows in _open_rows(source, streaming):
+        for batch in _batch_rows(file, islice(rows, left), batch_rows):
+            left -= len(batch.rows)
+            yield batch
+
+
+def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
+    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and None, where it is null.
+
+    They are the first of a permutation that the seed decides. All rows are read once to count them, not tokenized.
+    Raises `UserError` where nothing is at its path, or a file cannot be read.
+    """
+    if source.max_samples is None:
+        return read_rows(source), None
+    total = sum(1 for _, rows in _open_rows(source) for _ in rows)
+    drawn = set(make_generator(seed, "samples").permutation(total)[: source.max_samples].tolist())
+    return _select_rows(source, drawn), total
+
+
+def _select_rows(source: DatasetSource, drawn: Collection[int]) -> Iterator[RowBatch]:
+    first = count()
+    for file, rows in _open_rows(source):
+        chosen = (row for row in rows if next(first) in drawn)
+        yield from _batch_rows(file, chosen, BATCH_ROWS)
+
+
+def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
+    """(file, its numbered rows) for every stretch that `split` names; the hub's name in place of a file."""
     splits = find_splits(source.path)
     if splits is None:
-        yield from _batch_rows(
-            source.path, enumerate(map(remove_none_values, load_hub_rows(source, streaming)), 1), batch_rows
-        )
+        yield source.path, enumerate(map(remove_none_values, load_hub_rows(source, streaming)), 1)
         return
     for file, start, stop in _resolve_slices(source, splits):
-        yield from _batch_rows(file, islice(read_file(file), start, stop), batch_rows)
+        yield file, islice(read_file(file), start, stop)
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:

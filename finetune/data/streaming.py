@@ -75,7 +75,7 @@ class StreamedBatches:
 
         `on_report` is called before the first batch of each block.
         """
-        report = StreamReport(self.report.max_length, self.report.eval_sources, from_step)
+        report = StreamReport(self.report.max_length, self.report.eval_sources, self.report.first_rows, from_step)
         block, step, examples = self._find_block(from_step)
         canceled = Event()
         with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
@@ -206,7 +206,8 @@ def open_stream(
     launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
     folder = cache_folder(data) / f"stream-{key}" / launch
     folder.mkdir(parents=True, exist_ok=True)
-    report = StreamReport(data.max_length, eval_sources)
+    first_rows = tuple((source.path, source.max_samples) for source in data.datasets if source.max_samples is not None)
+    report = StreamReport(data.max_length, eval_sources, first_rows)
     size = recipe.batch.per_device_train_batch_size
     return StreamedBatches(data, tokenizer, config, size, steps, world, report, folder)
 

@@ -40,6 +40,7 @@ class SourceStats:
 
     files: list[str] = field(default_factory=list)
     content: list[str] = field(default_factory=list)  # a hash of each file's bytes
+    rows_in_source: int | None = None  # where only max_samples of them are read
     rows_read: int = 0
     rows_skipped: int = 0
     skipped: list[str] = field(default_factory=list)  # what was wrong with the first of them

@@ -6,7 +6,8 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any
 
-from finetune.recipe.schema import SECTIONS, DatasetSource, FileOrName, SameOnResume
+from finetune.recipe.markers import FileOrName, ReadAs, SameOnResume
+from finetune.recipe.schema import SECTIONS, DatasetSource
 
 NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSource}
 
@@ -22,6 +23,7 @@ class Key:
     help: str
     is_file_or_name: bool
     same_on_resume: bool
+    read_as: ReadAs | None = None
 
     @property
     def is_required(self) -> bool:
@@ -43,6 +45,7 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
             help=next(text for text in metadata if isinstance(text, str)),
             is_file_or_name=FileOrName in metadata,
             same_on_resume=SameOnResume in metadata,
+            read_as=next((mark for mark in metadata if isinstance(mark, ReadAs)), None),
         )
     return keys
 

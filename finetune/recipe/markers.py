@@ -1,10 +1,12 @@
 """What the annotations of a recipe's keys say beside type and help."""
 
-from typing import Annotated
+from dataclasses import dataclass
+from typing import Annotated, Any
 
-from annotated_types import Gt
+from annotated_types import Gt, Lt
 
 Positive = Annotated[int, Gt(0)]
+StepsOrShare = Positive | Annotated[float, Gt(0), Lt(1)]  # a share of the run's steps; see constants.count_steps
 
 
 class FileOrName:
@@ -13,3 +15,14 @@ class FileOrName:
 
 class SameOnResume:
     """Marks a key that decides the course of a run (data, model, batch, horizon, seed): a resumed run must have it unchanged."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadAs:
+    """Marks a key for which a value that other tools' files have is read as one of ours."""
+
+    written: Any
+    meant: Any
+
+
+NO_IN_YAML = ReadAs(False, "no")  # YAML reads a plain `no` as false

@@ -14,7 +14,8 @@ from typing import Literal
 # How a value becomes ours; finetune/convert/value_rules.py says what each does. "by-code" is read by convert's own code.
 Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
-    "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "by-code",
+    "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
+    "by-code",
 ]  # fmt: skip
 
 
@@ -60,7 +61,6 @@ QUANTIZED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA 
 HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
 TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
 OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
-IN_STEPS = "given in steps here: eval_steps and save_steps; without them only at the end"
 LINEAR_ONLY = "LoRA on linear layers only; the embedding and the head stay frozen"
 RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
 ONE_LOSS = "one chunked loss is built in"
@@ -86,8 +86,11 @@ TRL = (
     Counterpart("max_steps", "max_steps", "", "steps"),
     Counterpart("max_grad_norm", "max_grad_norm", "", "clip"),
     Counterpart("warmup_steps", "warmup_steps", "below 1 it is a share: warmup_ratio", "warmup"),
-    Counterpart("save_steps", "save_steps", "a number of steps; a share of the run is not supported", "steps"),
-    Counterpart("eval_steps", "eval_steps", "a number of steps; a share of the run is not supported", "steps"),
+    Counterpart("save_steps", "save_steps", "", "steps"),
+    Counterpart("eval_steps", "eval_steps", "", "steps"),
+    Counterpart("evaluation_strategy", "eval_strategy", "the older name", "strategy"),
+    Counterpart("eval_strategy", "eval_strategy", "", "strategy"),
+    Counterpart("save_strategy", "save_strategy", "best is keep_best_checkpoint: true", "strategy"),
     Counterpart("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio"),
     Counterpart("lr_scheduler_kwargs.min_lr", "min_lr_ratio", "divided by the learning rate", "min-rate"),
     Counterpart("lr_scheduler_type", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
@@ -100,7 +103,6 @@ TRL = (
     *_in_accelerate_file(HALF, "fp16"),
     *_in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
     *_in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "deepspeed"),
-    *_without_counterpart(IN_STEPS, "evaluation_strategy", "eval_strategy", "save_strategy"),
     *_without_counterpart("loss_type: nll is the only one", "loss_type"),
     *_without_counterpart("best-fit decreasing, isolated per document, always", "packing_strategy"),
     *unsupported("label smoothing", "label_smoothing_factor"),
@@ -150,8 +152,11 @@ AXOLOTL = (
     Counterpart("max_steps", "max_steps", "", "steps"),
     Counterpart("max_grad_norm", "max_grad_norm", "", "clip"),
     Counterpart("warmup_steps", "warmup_steps", "below 1 it is a share: warmup_ratio", "warmup"),
-    Counterpart("save_steps", "save_steps", "a number of steps; a share of the run is not supported", "steps"),
-    Counterpart("eval_steps", "eval_steps", "a number of steps; a share of the run is not supported", "steps"),
+    Counterpart("save_steps", "save_steps", "", "steps"),
+    Counterpart("eval_steps", "eval_steps", "", "steps"),
+    Counterpart("evaluation_strategy", "eval_strategy", "the older name", "strategy"),
+    Counterpart("eval_strategy", "eval_strategy", "", "strategy"),
+    Counterpart("save_strategy", "save_strategy", "best is keep_best_checkpoint: true", "strategy"),
     Counterpart("optimizer", "optim", "AdamW is the only one", "optimizer"),
     Counterpart("lr_scheduler", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
     Counterpart("cosine_min_lr_ratio", "min_lr_ratio"),
@@ -171,7 +176,8 @@ AXOLOTL = (
     *_in_accelerate_file(HALF, "fp16", "float16"),
     *_in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
     *_in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size"),
-    *_without_counterpart(IN_STEPS, "evals_per_epoch", "saves_per_epoch", "eval_strategy", "save_strategy", "evaluation_strategy"),
+    Counterpart("evals_per_epoch", "eval_steps", "a share of the run: 1 / (evals_per_epoch x num_epochs)", "by-code"),
+    Counterpart("saves_per_epoch", "save_steps", "a share of the run: 1 / (saves_per_epoch x num_epochs)", "by-code"),
     *_without_counterpart("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
     *_without_counterpart("the tokenizer's own end token is used", "special_tokens.eos_token"),
     *unsupported("added tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"),

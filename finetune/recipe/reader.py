@@ -142,6 +142,8 @@ def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> 
 def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
     """Puts the entry's value into `values`, or returns what is wrong with it."""
     value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+    if key.read_as is not None and value == key.read_as.written and type(value) is type(key.read_as.written):
+        value = key.read_as.meant
     if entry.key in NESTED and isinstance(value, tuple):
         value, problems = _check_sources(value, NESTED[entry.key], entry, folder)
         if problems:
@@ -241,11 +243,15 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
         yield f"{at('streaming')}: streaming has no known end; set max_steps"
     if values.get("streaming") and has("eval_split_size"):
         yield f"{at('eval_split_size')}: eval_split_size cannot be held out of a stream; set eval_datasets"
+    evaluates = "eval_strategy" if values.get("eval_strategy") == "epoch" else "eval_steps"
     for key in ("early_stopping_patience", "keep_best_checkpoint"):
-        if values.get(key) and not has("eval_steps"):
-            yield f"{at(key)}: {key} goes by the held-out losses in between; set eval_steps"
-    if has("eval_steps") and not (has("eval_datasets") or has("eval_split_size")):
-        yield f"{at('eval_steps')}: eval_steps, but no held-out rows; set eval_datasets or eval_split_size"
+        if values.get(key) and not has(evaluates):
+            yield f"{at(key)}: {key} goes by the held-out losses in between; set eval_steps, or eval_strategy: epoch"
+    if has(evaluates) and not (has("eval_datasets") or has("eval_split_size")):
+        yield f"{at(evaluates)}: {evaluates}, but no held-out rows; set eval_datasets or eval_split_size"
+    for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
+        if values.get(strategy) in ("no", "epoch") and has(steps):
+            yield f"{at(steps)}: {steps} has no effect with {strategy}: {values[strategy]}; keep one of the two"
     if not (values.get("use_peft") or "use_peft" in checked.unusable):
         # The recipe.yaml of every run writes their defaults.
         for key in (

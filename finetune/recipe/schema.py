@@ -12,8 +12,8 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from finetune.recipe.lora_schema import Lora as Lora
 from finetune.recipe.lora_schema import Quantization as Quantization
+from finetune.recipe.markers import NO_IN_YAML, Positive, ReadAs, StepsOrShare
 from finetune.recipe.markers import FileOrName as FileOrName
-from finetune.recipe.markers import Positive
 from finetune.recipe.markers import SameOnResume as SameOnResume
 
 
@@ -33,6 +33,11 @@ class DatasetSource:
         Gt(0),
         "How often the rows of this source are read in an epoch: 0.5 reads half of them, 2 reads each twice.",
     ] = 1.0
+    max_samples: Annotated[
+        Positive | None,
+        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw them it would "
+        "have to be read to its end.",
+    ] = None
     messages_column: Annotated[str | None, "The column that holds the messages, where it is not named as usual."] = None
     prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
     completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
@@ -149,7 +154,12 @@ class Optimization:
     """How the parameters move."""
 
     num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
-    max_steps: Annotated[Positive | None, SameOnResume, "Optimizer steps; overrides num_train_epochs."] = None
+    max_steps: Annotated[
+        Positive | None,
+        SameOnResume,
+        ReadAs(-1, None),
+        "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: num_train_epochs decides.",
+    ] = None
     learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
     lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], "What follows the linear warm-up."] = "cosine"
     min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
@@ -184,9 +194,15 @@ class Run:
         None
     )
     seed: Annotated[int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."] = 42
-    logging_steps: Annotated[Positive, "Steps between two lines of metrics."] = 10
+    logging_steps: Annotated[StepsOrShare, "Steps between two lines of metrics; below 1 a share of the run."] = 10
+    eval_strategy: Annotated[
+        Literal["no", "steps", "epoch"],
+        NO_IN_YAML,
+        "When the held-out loss is measured between the start and the end: every eval_steps, after every epoch, or not at all.",
+    ] = "steps"
     eval_steps: Annotated[
-        Positive | None, "Steps between two held-out losses; null: only at the start and the end."
+        StepsOrShare | None,
+        "Steps between two held-out losses; below 1 a share of the run; null: only at the start and the end.",
     ] = None
     exact_match_samples: Annotated[
         int,
@@ -197,7 +213,8 @@ class Run:
         tuple[str, ...], "Prompts that are answered greedily at every evaluation, to be read; each is a user's turn."
     ] = ()
     early_stopping_patience: Annotated[
-        Positive | None, "Stop after this many held-out losses in a row without a new minimum; needs eval_steps."
+        Positive | None,
+        "Stop after this many held-out losses in a row without a new minimum; needs eval_steps, or eval_strategy: epoch.",
     ] = None
     timeout_seconds: Annotated[float, Gt(0), "How long a rank waits for the others before the run is ended."] = 1800.0
     profile_steps: Annotated[
@@ -213,7 +230,14 @@ class Run:
 class Checkpoint:
     """What survives the process."""
 
-    save_steps: Annotated[Positive | None, "Steps between two checkpoints; null: only at the end."] = None
+    save_strategy: Annotated[
+        Literal["no", "steps", "epoch"],
+        NO_IN_YAML,
+        "When checkpoints are saved before the end: every save_steps, after every epoch, or not at all.",
+    ] = "steps"
+    save_steps: Annotated[
+        StepsOrShare | None, "Steps between two checkpoints; below 1 a share of the run; null: only at the end."
+    ] = None
     save_total_limit: Annotated[Positive | None, "Keep the N newest checkpoints; null: all."] = 2
     keep_every_steps: Annotated[
         Positive | None, "Also keep, permanently, every checkpoint whose step is a multiple of this."

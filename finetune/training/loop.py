@@ -85,7 +85,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, before_update=saver.before_update
     )
     with run.watchdog, saver, garbage_collected_between_lines():
-        saver.check_save(last_step)
+        saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
         window = Window(world.device)
         for batch, waited in _timed(run.read_batches(progress.step)):
@@ -96,12 +96,12 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                 window.add(result.loss_sum, batch, waited)
             else:
                 run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
-            progress = progress.after_step(batch, is_skipped=result.failed_check is not None)
+            before, progress = progress, progress.after_step(batch, is_skipped=result.failed_check is not None)
 
             requests = signals.agree(world, saver.has_failed)
             if requests.failed_save:
                 saver.finish()  # raises what happened
-            due = find_due(progress.step, last_step, recipe, requests)
+            due = find_due(before, progress, last_step, recipe, requests)
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
             if due.log:

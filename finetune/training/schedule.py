@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 
+from finetune.constants import count_steps
 from finetune.progress import Progress
 from finetune.recipe.schema import Recipe, Run
 from finetune.training.signals import Requests
@@ -23,25 +24,31 @@ class Due:
         return self.log or self.evaluate or self.save
 
 
-def find_due(step: int, last_step: int, recipe: Recipe, requests: Requests) -> Due:
-    """What is due once `step` (1-based) is done, by the recipe and by what the ranks ask for.
+def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests) -> Due:
+    """What is due once the step between the two progresses is done, by the recipe and by what the ranks ask for.
 
-    There is no evaluation at the last step: the run evaluates once more after training.
+    There is no evaluation at the last step: the run evaluates once more after training. An epoch ends with the first step
+    after which all rows have been read once more.
 
     >>> from finetune.recipe.schema import Checkpoint, Run, Recipe
-    >>> recipe = Recipe(path="r", given=frozenset(), run=Run(logging_steps=2, eval_steps=3), checkpoint=Checkpoint(save_steps=4))
-    >>> [find_due(step, 6, recipe, Requests()).log for step in range(1, 7)]
-    [False, True, False, True, False, True]
-    >>> [find_due(step, 6, recipe, Requests()).evaluate for step in range(1, 7)]
-    [False, False, True, False, False, False]
-    >>> [find_due(step, 6, recipe, Requests()).save for step in range(1, 7)]
-    [False, False, False, True, False, True]
+    >>> run = Run(logging_steps=0.3, eval_steps=3)
+    >>> recipe = Recipe(path="r", given=frozenset(), run=run, checkpoint=Checkpoint(save_strategy="epoch"))
+    >>> steps = [Progress(step=step, epoch=step / 4) for step in range(7)]
+    >>> dues = [find_due(steps[i], steps[i + 1], 6, recipe, Requests()) for i in range(6)]
+    >>> [due.log for due in dues], [due.evaluate for due in dues], [due.save for due in dues]
+    ([False, True, False, True, False, True], [False, False, True, False, False, False], [False, False, False, True, False, True])
     """
-    is_last = step == last_step
+    is_last, ends_epoch = now.step == last_step, int(now.epoch) > int(before.epoch)
+
+    def is_due(strategy: str, interval: float | None) -> bool:
+        every = count_steps(interval, last_step)
+        return ends_epoch if strategy == "epoch" else every is not None and now.step % every == 0
+
+    run, checkpoint = recipe.run, recipe.checkpoint
     return Due(
-        log=is_last or _is_multiple(step, recipe.run.logging_steps),
-        evaluate=not is_last and _is_multiple(step, recipe.run.eval_steps),
-        save=is_last or requests.stop or requests.save or _is_multiple(step, recipe.checkpoint.save_steps),
+        log=is_last or is_due("steps", run.logging_steps),
+        evaluate=not is_last and is_due(run.eval_strategy, run.eval_steps),
+        save=is_last or requests.stop or requests.save or is_due(checkpoint.save_strategy, checkpoint.save_steps),
         end=is_last,
         stop=requests.stop,
     )
@@ -58,7 +65,3 @@ def is_out_of_patience(progress: Progress, run: Run) -> bool:
     """Whether the held-out loss has not fallen for `early_stopping_patience` evaluations (never where that is null)."""
     patience = run.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience
-
-
-def _is_multiple(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0
