@@ -196,7 +196,9 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     if case.checkpointed:
         checkpoint_activations(model, every=1)
     multiplied = count_parameters(model).multiplied
-    flop = flop_per_token_of(config, parameters=multiplied, length=case.length, frozen_base=case.use_peft)
+    flop = flop_per_token_of(
+        config, parameters=multiplied, length=case.length, frozen=multiplied if case.use_peft else 0
+    )
     model = parallelize(model, values, world).train()
     if case.torch_compile:
         compile_layers(model)
@@ -314,7 +316,9 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if case.use_peft else torch.float32)
     parameters = sum(p.numel() for p in model.parameters())
     multiplied = parameters - (0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel())
-    flop = flop_per_token_of(config, parameters=multiplied, length=case.length, frozen_base=case.use_peft)
+    flop = flop_per_token_of(
+        config, parameters=multiplied, length=case.length, frozen=multiplied if case.use_peft else 0
+    )
     needed = (steps + warm_up + 1) * case.rows
     examples = [ids for row in rows(case, needed, options.data, options.tokenizer) for ids in row if len(ids) > 1]
     seconds: list[float] = []

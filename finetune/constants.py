@@ -70,9 +70,9 @@ def count_steps(interval: float | None, steps: int) -> int | None:
 def frozen_dtype(sharding: "Sharding", lora: "Lora") -> str:
     """The dtype of a frozen base model: that of the computation, for it needs no more precision.
 
-    But FSDP1 has one dtype in a unit, and DoRA reads its adapters outside their own forward, so that they cannot be
-    units of their own: there the base stays in the adapters' float32.
+    But FSDP1 has one dtype in a unit. DoRA reads its adapters outside their own forward, and a tied head is in two
+    modules, so that neither can be a unit of its own: there the base stays in the adapters' float32.
     """
-    if sharding.layout == "fsdp1" and lora.use_dora:
+    if sharding.layout == "fsdp1" and (lora.use_dora or lora.modules_to_save):
         return "float32"
     return COMPUTE_DTYPE[sharding.mixed_precision]

@@ -1,6 +1,6 @@
 """Floating-point operations of training and peaks of devices, for the plan and for MFU. Imports no torch.
 
-FLOP to train on one token: 6N + 12 L H Q T, and 4N + 12 L H Q T under LoRA, where the base's weights get no gradients. N
+FLOP to train on one token: 6N + 12 L H Q T, less 2 for each weight without a gradient: 4N + 12 L H Q T under LoRA. N
 counts no untied input embedding, which multiplies nothing; L layers, H heads, Q head size, T tokens in a row. Recomputed
 activations are not counted. Source: Chowdhery et al. 2022 (PaLM), appendix B.
 """
@@ -46,18 +46,17 @@ PEAK_FLOPS = {
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
-def flop_per_token(
-    *, parameters: int, layers: int, heads: int, head_size: int, length: int, frozen_base: bool
-) -> float:
-    """FLOP to train on one token. `parameters`: N; `length`: T, the row's, as the field counts it.
+def flop_per_token(*, parameters: int, layers: int, heads: int, head_size: int, length: int, frozen: int = 0) -> float:
+    """FLOP to train on one token. `parameters`: N, of which `frozen` get no gradient; `length`: T, the row's, as the field
+    counts it.
 
-    >>> flop_per_token(parameters=10**9, layers=1, heads=1, head_size=1, length=0, frozen_base=False) == 6e9
+    >>> flop_per_token(parameters=10**9, layers=1, heads=1, head_size=1, length=0) == 6e9
     True
     """
-    return float((4 if frozen_base else 6) * parameters + 12 * layers * heads * head_size * length)
+    return float(6 * parameters - 2 * frozen + 12 * layers * heads * head_size * length)
 
 
-def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen_base: bool) -> float:
+def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen: int = 0) -> float:
     """The same, with L, H and Q from a transformers config."""
     heads = config.num_attention_heads
     return flop_per_token(
@@ -66,7 +65,7 @@ def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen_base:
         heads=heads,
         head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
         length=length,
-        frozen_base=frozen_base,
+        frozen=frozen,
     )
 
 

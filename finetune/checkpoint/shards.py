@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -56,13 +57,16 @@ class TensorShard:
 
 
 def get_model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """The trained parameters by transformers' names, each where it lives; a tied tensor under one name only.
+    """The whole model by transformers' names, each tensor where it lives; a tied one under one name only.
 
-    With the model's saved buffers, but not where adapters are trained: those buffers are the base model's.
+    Where adapters are trained, only what is trained: they, and `modules_to_save`. The rest is the base model's.
     """
-    state: dict[str, Any] = get_model_state_dict(model, options=_TRAINABLE)
-    if any(is_adapter(name) for name in state):
-        return {name: value for name, value in state.items() if is_adapter(name)}
+    parameters = {clean_tensor_name(name): parameter for name, parameter in unwrap(model).named_parameters()}
+    state: dict[str, Any]
+    if any(is_adapter(name) for name in parameters):
+        state = get_model_state_dict(model, options=_TRAINABLE)
+        return {name: value for name, value in state.items() if name in parameters}  # and no buffers
+    state = get_model_state_dict(model)
     for name in tied_names(unwrap(model)):
         state.pop(name, None)
     return state

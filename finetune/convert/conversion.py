@@ -115,7 +115,11 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
     if ours is LEAVE:
         return
     if ours is None:
-        capability = {"schedule": f"schedule {value}", "optimizer": "another optimizer"}.get(pair.carry)
+        capability = {
+            "schedule": f"schedule {value}",
+            "optimizer": "another optimizer",
+            "module-patterns": "training rows of a tensor",
+        }.get(pair.carry)
         if pair.carry == "template":
             found.remarks.append(
                 f"{key}: {shorten(value)}   (the tokenizer's own template is used; name a file for another)"

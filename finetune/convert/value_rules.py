@@ -80,6 +80,11 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             number = convert_number(value)
             is_share = isinstance(number, float) and 0 < number < 1
             return number if is_share else LEAVE if not number or number < 0 else int(number)
+        case "names":
+            names = value.split(",") if isinstance(value, str) else value
+            return [str(name).strip() for name in names] if isinstance(names, list) else None
+        case "module-patterns":
+            return _convert_patterns(value)
         case "strategy":
             name = "no" if value is False else str(value)
             return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
@@ -141,6 +146,17 @@ def _matching_layers(pattern: str) -> list[str]:
         return [layer for layer, names in dotted.items() if any(re.fullmatch(pattern, name) for name in names)]
     except re.error:
         return []
+
+
+def _convert_patterns(value: Any) -> list[str] | None:
+    """Axolotl's regular expressions for the start of a parameter's name; None where one names a range of rows.
+
+    >>> _convert_patterns(["^lm_head.weight$", r"model.layers.4[4-7]+.mlp"]), _convert_patterns(["lm_head.weight[:32000]"])
+    (['lm_head.weight', 'model.layers.4[4-7]+.mlp'], None)
+    """
+    if not isinstance(value, list) or any(re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value):
+        return None
+    return [str(pattern).removeprefix("^").removesuffix("$") for pattern in value]
 
 
 def _convert_optimizer(name: str) -> str | None:

@@ -86,7 +86,7 @@ def _refuse_frozen_unsharded(model: nn.Module, world: World) -> None:
             "ddp, which is the same layout" if world.size > 1 else "accelerate_config: single, which is the same layout"
         )
         raise UserError(
-            f"{world.sharding.source}: {here} cannot hold the frozen parameters of LoRA; use {other}, or set fsdp_version: 2"
+            f"{world.sharding.source}: {here} cannot hold frozen parameters (LoRA's base, frozen_modules); use {other}, or set fsdp_version: 2"
         )
 
 

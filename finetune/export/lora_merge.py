@@ -43,6 +43,7 @@ class Update:
     apply: Callable[[torch.Tensor, int, int], torch.Tensor]  # (rows of the base, start, stop) -> the same rows, updated
     shape: tuple[int, ...]  # of the tensor that it fits
     used: frozenset[str]  # the adapter's tensors in it
+    is_whole: bool = False  # whether the tensor is replaced
 
 
 def find_own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
@@ -64,9 +65,10 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
             found[f"{module}.bias"] = _bias_update(adapter, module, where)
         elif name.endswith(".lora_embedding_A"):
             found[f"{module}.weight"] = _embedding_update(adapter, module, where)
-        elif name in target.shapes or name in target.tied:
+        elif name in target.shapes or (name in target.tied and not _repeats(adapter, name, target.tied[name])):
             found[name] = _replacement(adapter.tensors[name], name)
     used = frozenset(name for name in adapter.tensors if BASE_LAYER in name)
+    used |= {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
     used = used.union(*(update.used for update in found.values()))
     problems = [
         f"{where}: {name}: is no part of LoRA for {target.class_name}" for name in sorted(adapter.tensors.keys() - used)
@@ -120,7 +122,8 @@ def why_unmergeable(config: Mapping[str, Any]) -> str | None:
 def check_mergeable(adapter: Adapter, updates: Mapping[str, Update], target: TargetModel, where: str) -> None:
     """Raises `UserError` where the base with its updates would not be the model that was trained."""
     reason = why_unmergeable(adapter.config)
-    tied = sorted(updates.keys() & {*target.tied, *target.tied.values()})
+    firsts = {name for name in target.tied.values() if name in updates and not updates[name].is_whole}
+    tied = sorted(firsts | (updates.keys() & target.tied.keys()))
     if reason is None and tied:
         reason = f"{tied[0]}: is tied to another weight, and merging would untie them"
     if reason is not None:
@@ -172,7 +175,13 @@ def _bias_update(adapter: Adapter, module: str, where: str) -> Update:
 def _replacement(tensor: StoredTensor, name: str) -> Update:
     """A tensor that was trained whole (modules_to_save, or a bias)."""
     rows = stored_value(tensor, name, tensor.dtype).rows
-    return Update(lambda _, start, stop: rows(start, stop), tensor.shape, frozenset({tensor.name}))
+    return Update(lambda _, start, stop: rows(start, stop), tensor.shape, frozenset({tensor.name}), is_whole=True)
+
+
+def _repeats(adapter: Adapter, name: str, first: str) -> bool:
+    """Whether an adapter holds a tied tensor under its second `name` too, with the values of the `first`."""
+    second, original = adapter.tensors.get(name), adapter.tensors.get(first)
+    return second is not None and original is not None and torch.equal(read(second), read(original))
 
 
 def _factors(adapter: Adapter, a: str, b: str, where: str) -> tuple[StoredTensor, StoredTensor, float]:

@@ -14,6 +14,8 @@ from finetune.errors import UserError
 from finetune.export.source import Source
 from finetune.json_lines import read_json_lines
 from finetune.metrics import find_divergence, losses_of
+from finetune.recipe.keys import keys_of
+from finetune.recipe.schema import Lora
 from finetune.safetensors_io.header import read_json
 
 CARD_FILE = "README.md"
@@ -28,10 +30,15 @@ RECIPE_KEYS = (
     "optim",
     "weight_decay",
     "seed",
+    "trainable_modules",
+    "frozen_modules",
     "use_peft",
     "lora_r",
     "lora_alpha",
     "lora_target_modules",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
     "use_rslora",
     "use_dora",
 )
@@ -172,9 +179,9 @@ def _recipe_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
     keys = (
         RECIPE_KEYS
         if recipe.get("use_peft")
-        else [key for key in RECIPE_KEYS if "lora" not in key and "dora" not in key]
+        else [key for key in RECIPE_KEYS if key == "use_peft" or key not in keys_of(Lora)]
     )
-    return [(f"`{key}`", f"`{json.dumps(recipe[key])}`") for key in keys if recipe.get(key) is not None]
+    return [(f"`{key}`", f"`{json.dumps(recipe[key])}`") for key in keys if recipe.get(key) not in (None, [], {})]
 
 
 def _use(base: str | None, is_adapter: bool) -> str:

@@ -1,5 +1,6 @@
 """Proof that the files hold the checkpoint: names and values read back, and logits computed by a separate process."""
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -119,8 +120,11 @@ def _start_logits(
         if ended.is_set():
             raise CancelledError
         is_base = lora.BASE_LAYER in name or ORIGINAL_MODULE in name
-        if adapter is not None and not is_base and peft_name(name) in adapter.tensors:
-            return read_rows(adapter.tensors[peft_name(name)], start, stop)
+        short = peft_name(name)
+        if adapter is not None and not is_base:
+            for known in (short, target.tied.get(short, short)):  # a tied one that was trained whole is saved once
+                if known in adapter.tensors:
+                    return read_rows(adapter.tensors[known], start, stop)
         name = name.replace(lora.BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
         return read_rows(stored[target.tied.get(name, name)], start, stop)
 
@@ -137,7 +141,8 @@ def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.
     from peft import LoraConfig, inject_adapter_in_model
 
     known = {key: config[key] for key in LoraConfig.__dataclass_fields__ if key in config}
-    with init_empty_weights(include_buffers=False):
+    with init_empty_weights(include_buffers=False), warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of tied weights, which `rows` reads as one tensor
         inject_adapter_in_model(LoraConfig(**known | {"inference_mode": True}), model)
     return model.eval()
 

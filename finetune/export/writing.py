@@ -101,9 +101,11 @@ def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: Ex
     dtype = getattr(torch, options.dtype) if options.dtype and not options.model else None
     if lora.why_unmergeable(adapter.config) is None:
         lora.find_updates(adapter, target, where)  # raises unless it is complete and fits
-    values = (
-        stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype) for name, tensor in adapter.tensors.items()
-    )
+    tensors = dict(adapter.tensors)
+    for name, first in target.tied.items():  # peft gives each module that it replaces a copy of its own
+        if first in tensors and name.rpartition(".")[0] in (adapter.config.get("modules_to_save") or ()):
+            tensors.setdefault(name, tensors[first])
+    values = (stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype) for name, tensor in tensors.items())
     folder = f"{ADAPTER}/" if options.model else ""
     return Shard(folder + ADAPTER_WEIGHTS, tuple(sorted(values, key=lambda value: value.name)))
 

@@ -21,6 +21,7 @@ from finetune.models.quantized_base import StoredQuantized, split_quantized
 from finetune.models.quantized_layers import dequantized_values, fill_quantized_layers, quantize_layers
 from finetune.models.weights import load_buffers, seeded_values, stored_values
 from finetune.pretrained_config import load_config
+from finetune.recipe.module_patterns import find_trained
 from finetune.recipe.schema import Lora, Model, Quantization
 from finetune.safetensors_io.tensors import read_folder
 
@@ -35,6 +36,7 @@ class ModelSize:
     total: int
     trained: int
     multiplied: int  # those in matrix products: all but an untied input embedding
+    frozen_multiplied: int  # those among them without a gradient of their own; adapters, which are small, count as such
 
 
 def load_model(
@@ -56,7 +58,9 @@ def load_model(
     install_loss(built)
     if model.use_liger_kernel:
         use_liger_kernels(built, world.device)
-    if lora.use_peft:
+    if not lora.use_peft:
+        freeze_modules(built, model)
+    else:
         add_adapters(built, lora, frozen)
         shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
         used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
@@ -78,15 +82,29 @@ def load_model(
     return sharded, size
 
 
+def freeze_modules(model: nn.Module, keys: Model) -> None:
+    """Freezes what `trainable_modules` and `frozen_modules` leave out, in the dtype of the rest.
+
+    Raises `UserError` where a pattern names nothing, or nothing is left to train.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    trained = find_trained(list(names.values()), keys)
+    for parameter, its in names.items():
+        parameter.requires_grad_(its[0] in trained)
+
+
 def count_parameters(model: Any) -> ModelSize:
     """The parameters of an unsharded model, tied ones once."""
-    parameters = list(model.parameters())
-    total = sum(p.numel() for p in parameters)
+    parameters = dict(model.named_parameters())
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    multiplied = {name: p for name, p in parameters.items() if embedding is head or p is not embedding}
     return ModelSize(
-        total=total,
-        trained=sum(p.numel() for p in parameters if p.requires_grad),
-        multiplied=total if embedding is head else total - embedding.numel(),
+        total=sum(p.numel() for p in parameters.values()),
+        trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
+        multiplied=sum(p.numel() for p in multiplied.values()),
+        frozen_multiplied=sum(p.numel() for name, p in multiplied.items() if is_adapter(name) or not p.requires_grad),
     )
 
 

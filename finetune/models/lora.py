@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,14 +10,17 @@ from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
+from finetune.recipe.module_patterns import is_named, is_saved_whole, refuse_unmatched
 from finetune.recipe.schema import Lora
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
 
 
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
-    """Freezes `model` (still on meta) in `base_dtype` and injects fp32 adapters. Raises `UserError` where
-    `lora_target_modules` names no layer of the model."""
+    """Freezes `model` (still on meta) in `base_dtype`, but for `modules_to_save`, and injects fp32 adapters.
+
+    Raises `UserError` where `lora_target_modules`, `modules_to_save` or a pattern names no part of the model.
+    """
     from peft import inject_adapter_in_model
 
     known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
@@ -32,18 +35,42 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         )
     model.to(base_dtype)
     model.requires_grad_(False)
-    inject_adapter_in_model(peft_config(lora, known), model)
+    whole = _find_saved_whole(model, lora)
+    inject_adapter_in_model(peft_config(lora, known, whole), model)
     for name, parameter in model.named_parameters():
-        if is_adapter(name):
+        if parameter in whole:
+            parameter.requires_grad_(True)
+        if is_adapter(name) or parameter in whole:
             parameter.data = parameter.data.to(torch.float32)
-        assert parameter.requires_grad == is_adapter(name), f"{name}: requires_grad is {parameter.requires_grad}"
-    assert any(p.requires_grad for p in model.parameters()), "the adapter is empty"
+        is_trained = is_adapter(name) or parameter in whole
+        assert parameter.requires_grad == is_trained, f"{name}: requires_grad is {parameter.requires_grad}"
+    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
+    assert adapted, "the adapter is empty"
+    for key, values in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in values or {}:
+            if not any(is_named(module, pattern) for module in adapted):
+                raise UserError(
+                    f"{key}: {pattern}: names no adapted layer of {type(model).__name__}; see lora_target_modules"
+                )
+    # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
+    saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
+    model.peft_config["default"].modules_to_save = sorted(saved) or None  # type: ignore[union-attr,index]
 
 
-def peft_config(lora: Lora, linear_layers: set[str]) -> Any:
-    """The recipe's adapter in peft's terms. `all-linear` is all of `linear_layers` but the head."""
+def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
+    """The parameters that `modules_to_save` names -> all their names; a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
+    return {parameter: its for parameter, its in names.items() if is_saved_whole(its, lora)}
+
+
+def peft_config(lora: Lora, linear_layers: set[str], whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
+    """The recipe's adapter in peft's terms. `all-linear` is all of `linear_layers` but the head and what is trained whole."""
     from peft import LoraConfig
 
+    saved = sorted({name.rpartition(".")[0] for names in whole.values() for name in names})
     targets = linear_layers - {"lm_head"} if lora.lora_target_modules == "all-linear" else set(lora.lora_target_modules)
     return LoraConfig(
         r=lora.lora_r,
@@ -52,6 +79,9 @@ def peft_config(lora: Lora, linear_layers: set[str]) -> Any:
         target_modules=sorted(targets),
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
+        rank_pattern=dict(lora.rank_pattern or {}),
+        alpha_pattern=dict(lora.alpha_pattern or {}),
+        exclude_modules=[name for name in saved if name.rpartition(".")[2] in targets] or None,
         bias="none",
         task_type="CAUSAL_LM",
     )

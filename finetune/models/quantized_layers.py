@@ -36,7 +36,7 @@ def quantize_layers(
     added, left = set(), set(stored)
     for name, linear in linear_layers(model):
         weight = base_name(f"{name}.weight")
-        if stored and weight not in stored:
+        if linear.weight.requires_grad or (stored and weight not in stored):  # modules_to_save are trained
             continue
         left.discard(weight)
         layer = QuantizedLinear(linear, quantization, dtype, stored[weight].block if stored else BLOCK)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from finetune.constants import loss_chunk_tokens
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import FP32, is_adapted
+from finetune.recipe.module_patterns import value_for
 from finetune.recipe.schema import Lora
 
 TOKEN_ID = 8  # bytes of an int64
@@ -132,4 +133,11 @@ def _adapters(a: Architecture, run: Computation) -> int:
         return 0
     adapted = [linear for linear in a.linears() if is_adapted(linear, run.lora)]
     dropped = run.itemsize + (run.itemsize if run.cpu else 1) if run.drops_inputs else 0
-    return sum(run.lora.lora_r * run.itemsize + linear.shape[1] * dropped for linear in adapted)
+    return sum(_largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped for linear in adapted)
+
+
+def _largest_rank(linear: str, a: Architecture, lora: Lora) -> int:
+    """The largest rank that rank_pattern gives the linear layer of this name (in layer 0) in any layer."""
+    name = linear.removesuffix(".weight")
+    names = (name.replace(".layers.0.", f".layers.{layer}.") for layer in range(a.layers if lora.rank_pattern else 1))
+    return max(value_for(name, lora.rank_pattern, lora.lora_r) for name in names)

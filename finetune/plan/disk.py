@@ -48,7 +48,10 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     itemsize = MOMENT_ITEMSIZE.get(spec.recipe.optimization.optim)
     moments = sum(MOMENTS * (itemsize or tensor.itemsize) * tensor.numel for tensor in trained)
-    checkpoint = sum(tensor.numel * tensor.itemsize for tensor in trained) + moments
+    saved = (
+        trained if spec.recipe.lora.use_peft else spec.tensors
+    )  # a full model's is complete, also where some is frozen
+    checkpoint = sum(tensor.numel * tensor.itemsize for tensor in saved) + moments
     kept, recipe = spec.recipe.checkpoint.save_total_limit, spec.recipe.checkpoint
     exported = ITEMSIZE[recipe.export_dtype or base_dtype] * spec.architecture.parameters if recipe.export_at_end else 0
     return Disk(
@@ -66,14 +69,16 @@ def plan_host(spec: RunSpec) -> Host:
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
     state = sum(t.numel * t.itemsize + MOMENTS * count_moment_bytes(optim, t.numel, t.itemsize) for t in trained)
-    everything = state + sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
+    frozen = sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
     gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)
     share = ranks / spec.shards  # of the sharded state, on this node
     largest = max(tensor.numel for tensor in spec.tensors) * 4
     return Host(
         processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if spec.device == "cpu" else PROCESS_BYTES),
-        offloaded=int((everything + gradients) * share) if spec.sharding.cpu_offload else 0,
-        saving=int(state * min(share, 1)) if spec.device == "cuda" else 0,
+        offloaded=int((state + frozen + gradients) * share) if spec.sharding.cpu_offload else 0,
+        saving=int((state + (0 if spec.recipe.lora.use_peft else frozen)) * min(share, 1))
+        if spec.device == "cuda"
+        else 0,
         export=min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + largest
         if spec.recipe.checkpoint.export_at_end
         else 0,

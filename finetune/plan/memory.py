@@ -19,7 +19,7 @@ from finetune.plan.activations import (
     working_bytes,
 )
 from finetune.plan.run_spec import RunSpec, split_into_units
-from finetune.plan.state import FP32, State
+from finetune.plan.state import FP32, HEAD, State
 
 SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
@@ -173,7 +173,9 @@ def _loss_backward(spec: RunSpec) -> int:
 
 
 def _head_gradient(spec: RunSpec) -> int:
-    return 0 if spec.computation.lora else FP32 * spec.architecture.vocabulary * spec.architecture.hidden
+    head = spec.architecture.embedding.name if spec.architecture.tied else HEAD
+    is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
+    return FP32 * spec.architecture.vocabulary * spec.architecture.hidden if is_trained else 0
 
 
 def _tail_share(spec: RunSpec) -> float:

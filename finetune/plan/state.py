@@ -7,9 +7,11 @@ from math import prod
 from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
+from finetune.recipe.module_patterns import find_trained, is_saved_whole, refuse_unmatched, value_for
 from finetune.recipe.schema import Lora, Model
 
 FP32 = 4  # bytes
+HEAD = "lm_head.weight"
 MOMENTS = 2  # of AdamW, for each trained number
 # Bytes of a moment's number in a checkpoint, and in memory unless quantized; other optimizers use the parameter's dtype.
 MOMENT_ITEMSIZE = {"adamw_bf16_moments": 2, "adamw_8bit": 4}
@@ -49,15 +51,31 @@ class State:
 def list_state_tensors(
     architecture: Architecture, model: Model, lora: Lora, sharding: Sharding
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of the model: all of them trained, or a frozen base with fp32 adapters."""
+    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base with fp32 adapters and the
+    modules that are trained whole beside them.
+
+    Raises `UserError` where a pattern of the recipe names nothing.
+    """
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     units: list[tuple[str, tuple[TensorShape, ...]]] = [("embedding", (architecture.embedding,))]
     units += [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
     units += [("tail", architecture.tail)]
+    names = {
+        t.name: [t.name, HEAD] if architecture.tied and unit == "embedding" else [t.name]
+        for unit, ts in units
+        for t in ts
+    }
+    refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
+    trained = set() if lora.use_peft else find_trained(list(names.values()), model)
     found = []
     for unit, tensors in units:
         for tensor in tensors:
-            found.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, not lora.use_peft))
+            whole = is_saved_whole(names[tensor.name], lora)
+            found.append(
+                StateTensor(
+                    tensor.name, tensor.shape, unit, FP32 if whole else itemsize, whole or tensor.name in trained
+                )
+            )
             is_linear = len(tensor.shape) == 2 and unit.startswith("layer")
             if lora.use_peft and is_linear and is_adapted(tensor, lora):
                 found += _list_adapter(tensor, unit, lora)
@@ -65,16 +83,19 @@ def list_state_tensors(
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:
-    """Whether this weight of a decoder layer gets an adapter; `all-linear` is all of them."""
+    """Whether this weight of a decoder layer gets an adapter; `all-linear` is all of them that are not trained whole."""
     targets = lora.lora_target_modules
+    if is_saved_whole([linear.name], lora):
+        return False
     return targets == "all-linear" or linear.name.removesuffix(".weight").endswith(tuple(targets))
 
 
 def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
     """W + B A: A is [rank, in], B is [out, rank] (Hu et al. 2021); DoRA adds a magnitude [out] (Liu et al. 2024)."""
     name, (width_out, width_in) = linear.name.removesuffix(".weight"), linear.shape
-    yield StateTensor(f"{name}.lora_A.default.weight", (lora.lora_r, width_in), unit, FP32, True)
-    yield StateTensor(f"{name}.lora_B.default.weight", (width_out, lora.lora_r), unit, FP32, True)
+    rank = value_for(name, lora.rank_pattern, lora.lora_r)
+    yield StateTensor(f"{name}.lora_A.default.weight", (rank, width_in), unit, FP32, True)
+    yield StateTensor(f"{name}.lora_B.default.weight", (width_out, rank), unit, FP32, True)
     if lora.use_dora:
         yield StateTensor(f"{name}.lora_magnitude_vector.default.weight", (width_out,), unit, FP32, True)
 
@@ -143,10 +164,13 @@ def _split_flat(tensors: Iterable[StateTensor], shards: int, rank: int, sharding
     A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
     """
     tensors = list(tensors)
+    # DoRA's adapters, and those beside modules that are trained whole, are in their layer's unit (constants.frozen_dtype).
+    adapted = any(".default." in tensor.name for tensor in tensors)
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
+    whole = adapted and any(tensor.trainable and ".default." not in tensor.name for tensor in tensors)
     units: dict[str, list[StateTensor]] = {}
     for tensor in tensors:
-        units.setdefault(_name_flat_unit(tensor, adapters_are_units=not dora), []).append(tensor)
+        units.setdefault(_name_flat_unit(tensor, adapters_are_units=not (dora or whole)), []).append(tensor)
     for unit in units.values():
         mixed, spans, end = sharding.mixed_precision, [], 0
         align = FLAT_ALIGNMENT // (unit[0].itemsize if mixed == "no" else ITEMSIZE[COMPUTE_DTYPE[mixed]])

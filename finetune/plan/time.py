@@ -52,7 +52,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         heads=a.heads,
         head_size=a.head_size,
         length=spec.recipe.data.max_length,
-        frozen_base=spec.recipe.lora.use_peft,
+        frozen=_count_frozen(spec),
     )
     offload = offload_seconds(spec)
     seconds_per_step = spec.tokens_per_step * flops / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks) + offload
@@ -74,6 +74,12 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         micro_batch_seconds=seconds_per_step / spec.accumulation,
         offload_seconds=offload,
     )
+
+
+def _count_frozen(spec: RunSpec) -> int:
+    """The base's numbers in matrix products that get no gradient."""
+    a = spec.architecture
+    return sum(t.numel for t in spec.tensors if not t.trainable and (a.tied or t.name != a.embedding.name))
 
 
 def offload_seconds(spec: RunSpec) -> float:

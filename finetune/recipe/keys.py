@@ -6,7 +6,7 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any
 
-from finetune.recipe.markers import FileOrName, ReadAs, SameOnResume
+from finetune.recipe.markers import FileOrName, ModulePatterns, ReadAs, SameOnResume
 from finetune.recipe.schema import SECTIONS, DatasetSource
 
 NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSource}
@@ -23,7 +23,8 @@ class Key:
     help: str
     is_file_or_name: bool
     same_on_resume: bool
-    read_as: ReadAs | None = None
+    is_patterns: bool
+    read_as: ReadAs | None
 
     @property
     def is_required(self) -> bool:
@@ -45,6 +46,7 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
             help=next(text for text in metadata if isinstance(text, str)),
             is_file_or_name=FileOrName in metadata,
             same_on_resume=SameOnResume in metadata,
+            is_patterns=ModulePatterns in metadata,
             read_as=next((mark for mark in metadata if isinstance(mark, ReadAs)), None),
         )
     return keys

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from finetune.recipe.markers import Positive, SameOnResume
+from finetune.recipe.markers import ModulePatterns, Positive, SameOnResume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +23,23 @@ class Lora:
         SameOnResume,
         "The linear layers that get adapters, by the end of their names.",
     ] = "all-linear"
+    rank_pattern: Annotated[
+        dict[str, Positive] | None,
+        ModulePatterns,
+        SameOnResume,
+        "The rank of some adapters in place of lora_r, by patterns for the end of their modules' names: {q_proj: 32, "
+        "layers.0.mlp.*_proj: 4}.",
+    ] = None
+    alpha_pattern: Annotated[dict[str, Positive] | None, ModulePatterns, SameOnResume, "The same for lora_alpha."] = (
+        None
+    )
+    modules_to_save: Annotated[
+        tuple[str, ...],
+        ModulePatterns,
+        SameOnResume,
+        "Modules of the base that are trained whole, in float32, beside the adapters, by patterns for the end of their "
+        "names: embed_tokens, lm_head.",
+    ] = ()
     use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = False
     use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = False
 

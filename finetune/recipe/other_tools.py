@@ -15,7 +15,7 @@ from typing import Literal
 Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
-    "by-code",
+    "names", "module-patterns", "by-code",
 ]  # fmt: skip
 
 
@@ -61,7 +61,6 @@ QUANTIZED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA 
 HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
 TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
 OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
-LINEAR_ONLY = "LoRA on linear layers only; the embedding and the head stay frozen"
 RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
 ONE_LOSS = "one chunked loss is built in"
 LAUNCHER = "the launcher starts the ranks"
@@ -107,12 +106,12 @@ TRL = (
     *_without_counterpart("best-fit decreasing, isolated per document, always", "packing_strategy"),
     *unsupported("label smoothing", "label_smoothing_factor"),
     *unsupported("NEFTune", "neftune_noise_alpha"),
-    *unsupported("modules_to_save", "lora_modules_to_save", note=LINEAR_ONLY),
+    Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
     *unsupported("4-bit base", "load_in_4bit", note=QUANTIZED),
     *unsupported("8-bit base", "load_in_8bit", note=QUANTIZED),
     *_without_counterpart("the tokenizer's own end token is used", "eos_token"),
     *_ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
-    *_ignored(LINEAR_ONLY, "lora_task_type"),
+    *_ignored("supervised fine-tuning of causal models is the only task", "lora_task_type"),
     *_ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
     *_ignored("of the 4-bit base", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *_ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
@@ -183,9 +182,9 @@ AXOLOTL = (
     *unsupported("added tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"),
     *unsupported("4-bit base", "load_in_4bit", note=QUANTIZED),
     *unsupported("8-bit base", "load_in_8bit", note=QUANTIZED),
-    *unsupported("modules_to_save", "lora_modules_to_save", note=LINEAR_ONLY),
+    Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
     *unsupported("NEFTune", "neftune_noise_alpha", "noisy_embedding_alpha", note="not supported"),
-    *unsupported("freezing by name", "unfrozen_parameters"),
+    Counterpart("unfrozen_parameters", "trainable_modules", "patterns; a range of rows, as in [:32000], is not supported", "module-patterns"),
     *unsupported("ReLoRA", "relora_steps", "jagged_restart_steps"),
     *unsupported("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
     *unsupported("another loss", *LOSSES),
@@ -244,7 +243,7 @@ LLAMA_FACTORY = (
     *unsupported("4-bit base", "quantization_bit", note=QUANTIZED),
     *unsupported("another loss", *LOSSES),
     *unsupported("freezing by name", "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"),
-    *unsupported("modules_to_save", "additional_target", note=LINEAR_ONLY),
+    Counterpart("additional_target", "modules_to_save", "", "names"),
     *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_muon"),
     *unsupported("PiSSA", "pissa_init"),
     *unsupported("LoRA+", "loraplus_lr_ratio"),

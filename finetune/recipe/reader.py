@@ -15,6 +15,7 @@ from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
+from finetune.recipe.module_patterns import find_problem
 from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Quantization, Recipe
 from finetune.recipe.wording import what_is_wrong
 from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries, read_value
@@ -152,6 +153,8 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         value = _adapter(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
         return [f"{entry.where}: {entry.key}: {what_is_wrong(error, entry.value)}"]
+    if key.is_patterns and (problems := [problem for pattern in value or () if (problem := find_problem(pattern))]):
+        return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
     if key.is_file_or_name and isinstance(value, str):
         try:
             value = value if _is_inline(value) else _located(value, folder)
@@ -260,6 +263,9 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
             if name != "use_dora" and values.get(name, key.default) != key.default
         ):
             yield f"{at(key)}: {key} has no effect without use_peft: true; set it, or every parameter is trained: then leave {key} out"
+    for key in ("trainable_modules", "frozen_modules"):
+        if values.get("use_peft") and has(key):
+            yield f"{at(key)}: {key} is for full fine-tuning; LoRA freezes the base but for modules_to_save: name them there"
     if values.get("use_peft") and has("model_config"):
         yield f"{at('use_peft')}: use_peft adapts a trained model, but model_config starts from random weights; set model_name_or_path"
     yield from _quantization_contradictions(values, "use_peft" in checked.unusable, at)

@@ -12,7 +12,7 @@ from annotated_types import Ge, Gt, Le, Lt
 
 from finetune.recipe.lora_schema import Lora as Lora
 from finetune.recipe.lora_schema import Quantization as Quantization
-from finetune.recipe.markers import NO_IN_YAML, Positive, ReadAs, StepsOrShare
+from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, ReadAs, StepsOrShare
 from finetune.recipe.markers import FileOrName as FileOrName
 from finetune.recipe.markers import SameOnResume as SameOnResume
 
@@ -71,6 +71,19 @@ class Model:
         SameOnResume,
         "The type of the trained parameters in memory, in every layout; LoRA's adapters are always float32. float32 keeps small updates; the compute dtype is the Accelerate config's.",
     ] = "float32"
+    trainable_modules: Annotated[
+        tuple[str, ...],
+        ModulePatterns,
+        SameOnResume,
+        "Train these modules alone and freeze the rest, by patterns for the end of their names: lm_head, "
+        "layers.[0-3].mlp, self_attn.*_proj. Empty: all. For full fine-tuning; under LoRA see modules_to_save.",
+    ] = ()
+    frozen_modules: Annotated[
+        tuple[str, ...],
+        ModulePatterns,
+        SameOnResume,
+        "Freeze these modules, by patterns as in trainable_modules, over which they prevail; tied weights are one tensor.",
+    ] = ()
     attn_implementation: Annotated[
         Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"],
         "auto: varlen attention on CUDA, causal SDPA per document on CPU; no flash-attn build is needed.",

@@ -2,7 +2,7 @@
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -122,12 +122,18 @@ def _subtitle(run: RunRecord) -> str:
     ranks = run.environment.get("ranks")
     parts = [
         str(model) if model else None,
-        "LoRA" if run.recipe.get("use_peft") else "all parameters trained" if model else None,
+        _describe_trained(run.recipe) if model else None,
         run.environment.get("layout"),
         counted(ranks, "rank") if ranks else None,
         run.environment.get("device"),
     ]
     return " · ".join(str(part) for part in parts if part)
+
+
+def _describe_trained(recipe: Mapping[str, Any]) -> str:
+    if recipe.get("use_peft"):
+        return "LoRA"
+    return f"{'some' if recipe.get('trainable_modules') or recipe.get('frozen_modules') else 'all'} parameters trained"
 
 
 def _make_tiles(run: RunRecord) -> Iterator[Tile]:

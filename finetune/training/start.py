@@ -70,7 +70,7 @@ def start_run(
         inputs=inputs,
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
         flop_per_token=flop_per_token_of(
-            config, parameters=size.multiplied, length=recipe.data.max_length, frozen_base=recipe.lora.use_peft
+            config, parameters=size.multiplied, length=recipe.data.max_length, frozen=size.frozen_multiplied
         ),
         peak_flops=peak_flops(world.device),
     )

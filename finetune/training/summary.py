@@ -17,7 +17,7 @@ from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
 from finetune.pretrained_config import describe_quantization
 from finetune.progress import Progress
-from finetune.recipe.schema import Quantization
+from finetune.recipe.schema import Quantization, Recipe
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun
 from finetune.units import counted, disk_size
@@ -37,8 +37,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
     lines = [
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
-        f"model   {name}, {size.total:,} parameters, {size.trained:,} trained"
-        + (f" (LoRA r={recipe.lora.lora_r})" if recipe.lora.use_peft else ""),
+        f"model   {name}, {size.total:,} parameters, {size.trained:,} trained" + describe_trained(recipe),
         f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
@@ -52,11 +51,29 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
     if run.peak_flops is not None:
         lines.append(
-            f"mfu     {4 if recipe.lora.use_peft else 6}N + 12 L H Q T = {run.flop_per_token / 1e9:.2f} GFLOP a token, "
+            f"mfu     {_flop_of_weights(recipe)} + 12 L H Q T = {run.flop_per_token / 1e9:.2f} GFLOP a token, "
             f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense bf16 a device"
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def describe_trained(recipe: Recipe) -> str:
+    """What is trained, where it is not every parameter."""
+    lora, keys = recipe.lora, ("trainable_modules", "frozen_modules")
+    if not lora.use_peft:
+        named = [f"{key}: {', '.join(getattr(recipe.model, key))}" for key in keys if getattr(recipe.model, key)]
+        return f" ({'; '.join(named)})" if named else ""
+    ranks = "".join(f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items())
+    whole = f"; whole: {', '.join(lora.modules_to_save)}" if lora.modules_to_save else ""
+    return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+
+
+def _flop_of_weights(recipe: Recipe) -> str:
+    if recipe.lora.use_peft and not recipe.lora.modules_to_save:
+        return "4N"
+    is_partial = recipe.lora.use_peft or recipe.model.trainable_modules or recipe.model.frozen_modules
+    return "(6N less 2 for each frozen weight)" if is_partial else "6N"
 
 
 def precision(run: TrainingRun) -> str:
@@ -65,7 +82,7 @@ def precision(run: TrainingRun) -> str:
     frozen = next((SHORT[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
     mixed = run.world.sharding.mixed_precision
     computed = mixed if mixed != "no" else frozen or trained
-    if frozen is not None:
+    if run.recipe.lora.use_peft:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"
     return computed if computed == trained else f"{computed} over {trained} weights"
 

@@ -202,7 +202,40 @@ def test_llama_factory(converted: Convert, tmp_path: Path) -> None:
     assert "assistant_only_loss" not in said  # it is false, and has its effect on a question with its answer
     expected = {"use_peft": True, "lora_r": 8, "chat_template": "llama3", "assistant_only_loss": False}
     assert {key: ours[key] for key in expected} == expected
-    assert 'eval_strategy: "epoch"   (given in steps here' in said
+    assert "eval_strategy is dropped: no rows are held out" in said
+
+
+def test_events_are_as_often_as_theirs(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+
+    def ours(text: str) -> dict[str, object]:
+        theirs.write_text(text)
+        return convert_file(theirs).recipe
+
+    found = ours(AXOLOTL + "saves_per_epoch: 2\nevals_per_epoch: 4\n")  # of 3 epochs
+    assert (found["save_steps"], found["eval_steps"]) == (pytest.approx(1 / 6), pytest.approx(1 / 12))
+    trl = "model_name_or_path: org/model\ndataset_name: org/data\nsave_steps: 500\n"
+    found = ours(trl + "save_strategy: epoch\neval_strategy: epoch\nlogging_steps: 0.01\n")
+    assert {"save_strategy": "epoch", "eval_strategy": "epoch", "logging_steps": 0.01}.items() <= found.items()
+    assert "save_steps" not in found
+    found = ours(trl.replace("500", "0.2") + "save_strategy: no\neval_strategy: no\n")
+    assert not {"save_strategy", "save_steps", "eval_strategy"} & found.keys()
+    found = ours(trl + "save_strategy: best\neval_strategy: steps\neval_steps: 0.5\nmax_steps: -1\n")
+    assert {"keep_best_checkpoint": True, "save_steps": 500, "eval_steps": 0.5}.items() <= found.items()
+    assert "max_steps" not in found
+
+
+def test_parts_by_name(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(AXOLOTL + "lora_modules_to_save: [embed_tokens, lm_head]\n")
+    assert convert_file(theirs).recipe["modules_to_save"] == ["embed_tokens", "lm_head"]
+    full = AXOLOTL.replace("adapter: lora\n", "")
+    theirs.write_text(full + "unfrozen_parameters: [^lm_head.weight$, 'model.layers.4[4-7]+.mlp']\n")
+    assert convert_file(theirs).recipe["trainable_modules"] == ["lm_head.weight", "model.layers.4[4-7]+.mlp"]
+    theirs.write_text(full + "unfrozen_parameters: ['model.embed_tokens.weight[:32000]']\n")
+    found = convert_file(theirs)
+    assert "trainable_modules" not in found.recipe
+    assert "training rows of a tensor" in found.missing_capabilities
 
 
 def test_torchtune(converted: Convert) -> None:
@@ -375,7 +408,7 @@ def test_what_is_not_understood_of_dataset_info_is_listed(converted: Convert, tm
     }
     (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"questions": info}))
     ours, said, _ = converted(LLAMA_FACTORY)
-    assert ours["datasets"] == [{"path": "org/chats", "messages_column": "turns", "split": "train[:100]"}]
+    assert ours["datasets"] == [{"path": "org/chats", "messages_column": "turns", "max_samples": 100}]
     listed = ["ranking: true", 'tags.role_tag: "speaker"', 'tags.user_tag: "client"']
     found = [line.split("   (")[0] for line in said.splitlines() if line.startswith("dataset_info")]
     assert found == [f"dataset_info.json: questions.{key}" for key in listed]

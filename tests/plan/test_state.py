@@ -26,6 +26,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": "bfloat16"},
     "lora": {"use_peft": True, "lora_r": 4},
     "dora": {"use_peft": True, "use_dora": True, "lora_target_modules": ["q_proj", "down_proj"]},
+    "frozen": {"frozen_modules": ["embed_tokens", "layers.0", "mlp.up_proj"]},
+    "whole": {
+        "tied": True,
+        "use_peft": True,
+        "lora_r": 4,
+        "modules_to_save": ["lm_head", "layers.1.mlp.down_proj"],
+        "rank_pattern": {"q_proj": 2, "layers.2.mlp.up_proj": 5},
+    },
     "8-bit": {"optim": "adamw_8bit", "even": True},
 }
 
@@ -55,7 +63,8 @@ TWO_RANKS = [
     for layout in LAYOUTS
     for recipe in ("full", "lora")
     if layout not in ("hybrid", "single") and (layout, recipe) != ("fsdp1 no shard", "lora")
-] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora")]
+] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
+TWO_RANKS += [("ddp", "whole")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 

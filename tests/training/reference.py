@@ -4,6 +4,7 @@ It shares nothing with the project but the order of the data and the adapters' s
 """
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,15 @@ class Alone:
     device = torch.device("cpu")
 
 
-def train(recipe_path: Path) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step."""
+def train(
+    recipe_path: Path,
+    prepare: Callable[[Any], None] = lambda model: None,
+    make_optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] = lambda trained: torch.optim.AdamW(
+        trained, lr=0.0, weight_decay=0.0
+    ),
+    label_smoothing: float = 0.0,
+) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of every step. `prepare` may change what is trained."""
     recipe = read_recipe(str(recipe_path))
     data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
     model = AutoModelForCausalLM.from_pretrained(
@@ -38,8 +46,9 @@ def train(recipe_path: Path) -> list[tuple[float, float]]:
     model.train()  # there is no dropout; bitsandbytes rounds the inputs of 8-bit layers too outside of training
     if recipe.lora.use_peft:
         model = _with_adapters(model, recipe)
+    prepare(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0)
+    optimizer = make_optimizer(trained)
     steps, results = data.train.steps, []
     for step in range(steps):
         for group in optimizer.param_groups:
@@ -51,7 +60,9 @@ def train(recipe_path: Path) -> list[tuple[float, float]]:
                 input_ids = torch.from_numpy(example.input_ids.astype("int64"))[None]
                 labels = torch.from_numpy(example.labels.astype("int64"))
                 logits = model(input_ids=input_ids, use_cache=False).logits[0]
-                loss_sum = loss_sum + F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum")
+                loss_sum = loss_sum + F.cross_entropy(
+                    logits, labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
+                )
                 count += int((labels != -100).sum())
         loss = loss_sum / count
         loss.backward()
@@ -93,15 +104,19 @@ def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
             target_modules="all-linear",
             use_dora=lora.use_dora,
             use_rslora=lora.use_rslora,
+            rank_pattern=lora.rank_pattern or {},
+            alpha_pattern=lora.alpha_pattern or {},
+            modules_to_save=list(lora.modules_to_save) or None,
         ),
     )
     named = {name.removeprefix("base_model.model."): p for name, p in wrapped.named_parameters()}
     shapes = {name: p.shape for name, p in named.items()}
+    shapes = {name: shape for name, shape in shapes.items() if ".lora_" in name}
     start = with_adapters(lambda name, slices: named[name].detach()[slices], shapes, recipe.run.seed)
     with torch.no_grad():
         for name, parameter in named.items():
             # The length of a quantized row is peft's own: it dequantizes the weight.
             is_peft_own = recipe.quantization.bits is not None and ".lora_magnitude_vector." in name
-            if parameter.requires_grad and not is_peft_own:
+            if name in shapes and not is_peft_own:
                 parameter.copy_(start(name, tuple(slice(0, size) for size in parameter.shape)))
     return wrapped

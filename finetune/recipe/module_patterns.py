@@ -1,0 +1,96 @@
+"""Parts of a model by name. Imports no torch.
+
+A pattern is a regular expression for the end of a module's name, in whole parts of it: `mlp` names every MLP,
+`layers.[0-3].mlp` those of four layers, `lm_head` the head. The rule is peft's (`peft.utils.other.get_pattern_key`).
+"""
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+from finetune.errors import UserError
+from finetune.recipe.schema import Lora, Model
+
+SHOWN_MODULES = 12  # where a pattern matches none
+
+
+def find_problem(pattern: str) -> str | None:
+    """What is wrong with a pattern by itself; None where it is one.
+
+    >>> find_problem("*.mlp")
+    '*.mlp: not a regular expression (nothing to repeat at position 0); any text is .*, as in layers.*.mlp'
+    """
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return f"{pattern}: not a regular expression ({error}); any text is .*, as in layers.*.mlp"
+    return None
+
+
+def is_named(module: str, pattern: str) -> bool:
+    """Whether `pattern` names this very module.
+
+    >>> [is_named(f"model.layers.11.{module}", "mlp") for module in ("mlp", "mlp.up_proj")]
+    [True, False]
+    """
+    return re.match(rf"(.*\.)?({pattern})$", module) is not None
+
+
+def is_within(parameter: str, patterns: Iterable[str]) -> bool:
+    """Whether a parameter is in a module that one of `patterns` names, or is itself what it names.
+
+    >>> is_within("model.layers.11.mlp.up_proj.weight", ["layers.1.mlp"]), is_within("lm_head.weight", ["lm_head"])
+    (False, True)
+    """
+    parts = parameter.split(".")
+    modules = [".".join(parts[:end]) for end in range(1, len(parts) + 1)]
+    return any(is_named(module, pattern) for pattern in patterns for module in modules)
+
+
+def value_for(module: str, pattern_values: Mapping[str, int] | None, default: int) -> int:
+    """The value of the first pattern that names `module`, as in peft's rank_pattern and alpha_pattern."""
+    return next((value for pattern, value in (pattern_values or {}).items() if is_named(module, pattern)), default)
+
+
+def find_trained(tensors: Sequence[Sequence[str]], model: Model) -> set[str]:
+    """The tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
+
+    `tensors`: all names of each parameter; one that is tied has several. Raises `UserError` where a pattern names no
+    part of the model, where tied weights would be trained under one name and frozen under another, or where nothing is
+    trained.
+    """
+    refuse_unmatched("trainable_modules", model.trainable_modules, tensors)
+    refuse_unmatched("frozen_modules", model.frozen_modules, tensors)
+    trained = set()
+    for names in tensors:
+        chosen = [name for name in names if is_within(name, model.trainable_modules)] or (
+            [] if model.trainable_modules else list(names)
+        )
+        frozen = [name for name in names if is_within(name, model.frozen_modules)]
+        if model.trainable_modules and chosen and frozen and not set(chosen) & set(frozen):
+            raise UserError(
+                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules names: they are one tensor; "
+                "remove one of the two"
+            )
+        if chosen and not frozen:
+            trained.add(names[0])
+    if not trained:
+        raise UserError("trainable_modules, frozen_modules: no parameter is left to train; freeze fewer modules")
+    return trained
+
+
+def is_saved_whole(names: Iterable[str], lora: Lora) -> bool:
+    """Whether a parameter of the base, by any of its `names`, is trained whole beside the adapters (modules_to_save)."""
+    return lora.use_peft and any(is_within(name, lora.modules_to_save) for name in names)
+
+
+def refuse_unmatched(key: str, patterns: Iterable[str], tensors: Iterable[Sequence[str]]) -> None:
+    """Raises `UserError` where one of `patterns` names nothing among the parameters."""
+    parameters = [name for names in tensors for name in names]
+    for pattern in patterns:
+        if not any(is_within(name, [pattern]) for name in parameters):
+            modules = dict.fromkeys(name.rpartition(".")[0] for name in parameters)
+            short = list(dict.fromkeys(re.sub(r"\.\d+\.", ".N.", module) for module in modules))
+            more = f" and {len(short) - SHOWN_MODULES} more" if len(short) > SHOWN_MODULES else ""
+            raise UserError(
+                f"{key}: {pattern}: names no module of the model; it has {', '.join(short[:SHOWN_MODULES])}{more}"
+            )

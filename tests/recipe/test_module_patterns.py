@@ -1,0 +1,70 @@
+"""Patterns for the parts of a model: peft's rule, and one sentence for each that names nothing."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.errors import UserError
+from finetune.recipe.module_patterns import find_trained, is_named, is_within, refuse_unmatched
+from finetune.recipe.reader import read_recipe
+from finetune.recipe.schema import Model
+
+LAYERS = [f"model.layers.{i}.{part}.weight" for i in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")]
+TIED = [["model.embed_tokens.weight", "lm_head.weight"], *([name] for name in LAYERS), ["model.norm.weight"]]
+
+
+def test_a_pattern_names_what_it_names_to_peft() -> None:
+    from peft.utils.other import get_pattern_key
+
+    for pattern in ("q_proj", "layers.1.mlp.up_proj", "layers\\.[0-3]\\..*", "up_proj|q_proj", "proj", "model"):
+        for name in LAYERS:
+            module = name.removesuffix(".weight")
+            assert is_named(module, pattern) == (get_pattern_key([pattern], module) == pattern), (pattern, module)
+
+
+def test_a_module_is_all_that_is_in_it() -> None:
+    assert [name for name in LAYERS if is_within(name, ["layers.1"])] == LAYERS[2:4]
+    trained = find_trained(TIED, Model(trainable_modules=("mlp", "lm_head"), frozen_modules=("layers.[0-9]",)))
+    assert trained == {"model.embed_tokens.weight", LAYERS[21], LAYERS[23]}  # tied: the head is the embedding
+    assert find_trained(TIED, Model()) == {names[0] for names in TIED}
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"frozen_modules": ("mpl",)}, "frozen_modules: mpl: names no module of the model; it has model.embed_tokens, lm_head, "),
+        ({"frozen_modules": ("model", "lm_head")}, "no parameter is left to train"),
+        ({"trainable_modules": ("lm_head",), "frozen_modules": ("embed_tokens",)}, "lm_head.weight is tied to model.embed"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_meant_is_refused(keys: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        find_trained(TIED, Model(**keys))
+
+
+def test_lists_of_modules_are_short() -> None:
+    with pytest.raises(UserError, match=r"it has model\.embed_tokens, lm_head, model\.layers\.N\.self_attn\.q_proj, "):
+        refuse_unmatched("modules_to_save", ["head"], TIED)
+
+
+@pytest.mark.parametrize(
+    ("override", "sentence"),
+    [
+        ("frozen_modules=['*.mlp']", r"\*.mlp: not a regular expression .* any text is \.\*"),
+        ("rank_pattern={'(q_proj': 4}", r"\(q_proj: not a regular expression"),
+        ("rank_pattern={q_proj: 0}", "a number above 0 is expected"),
+        ("modules_to_save=[lm_head]", "modules_to_save has no effect without use_peft: true"),
+    ],
+)
+def test_the_reader_refuses_it_at_once(override: str, sentence: str, tiny_recipe: Callable[..., Path]) -> None:
+    with pytest.raises(UserError, match=sentence):
+        read_recipe(str(tiny_recipe()), [override])
+
+
+def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> None:
+    with pytest.raises(
+        UserError, match="frozen_modules is for full fine-tuning; LoRA freezes the base but for modules_to"
+    ):
+        read_recipe(str(tiny_recipe(use_peft=True)), ["frozen_modules=[embed_tokens]"])
