@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -29,6 +30,23 @@ EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, in memory and in a file
 COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of a mixed_precision
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerFacts:
+    """What the plan and the check of a step must know of an optimizer."""
+
+    # Bytes of a number of its moments, in a checkpoint, and in memory unless quantized; None: as of its parameter.
+    moment_itemsize: int | None = None
+    reads_found_inf: bool = False  # skips its update by the flag of torch's GradScaler
+
+
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
+    "adamw_torch_fused": OptimizerFacts(reads_found_inf=True),
+    "adamw_torch": OptimizerFacts(),
+    "adamw_bf16_moments": OptimizerFacts(moment_itemsize=2, reads_found_inf=True),
+    "adamw_8bit": OptimizerFacts(moment_itemsize=4),
+}
 
 
 @cache

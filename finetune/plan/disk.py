@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from finetune.constants import ITEMSIZE
+from finetune.constants import ITEMSIZE, OPTIMIZERS
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import MOMENT_ITEMSIZE, MOMENTS, count_moment_bytes
+from finetune.plan.state import MOMENTS, count_moment_bytes
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
@@ -46,7 +46,7 @@ class Host:
 def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
     """Disk for the checkpoints that are kept and for the export, in the recipe's `export_dtype` or else `base_dtype`."""
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
-    itemsize = MOMENT_ITEMSIZE.get(spec.recipe.optimization.optim)
+    itemsize = OPTIMIZERS[spec.recipe.optimization.optim].moment_itemsize
     moments = sum(MOMENTS * (itemsize or tensor.itemsize) * tensor.numel for tensor in trained)
     saved = (
         trained if spec.recipe.lora.use_peft else spec.tensors

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, frozen_dtype
+from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.recipe.module_patterns import find_trained, is_saved_whole, refuse_unmatched, value_for
@@ -13,8 +13,6 @@ from finetune.recipe.schema import Lora, Model
 FP32 = 4  # bytes
 HEAD = "lm_head.weight"
 MOMENTS = 2  # of AdamW, for each trained number
-# Bytes of a moment's number in a checkpoint, and in memory unless quantized; other optimizers use the parameter's dtype.
-MOMENT_ITEMSIZE = {"adamw_bf16_moments": 2, "adamw_8bit": 4}
 QUANTIZED_MIN_NUMEL, QUANTIZED_BLOCK, QUANTIZATION_MAP = 4096, 256, 256  # torchao's (optim/adam.py, subclass_8bit.py)
 FLAT_ALIGNMENT = 16  # bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
 
@@ -135,7 +133,7 @@ def count_moment_bytes(optim: str, numel: int, itemsize: int) -> int:
     """Bytes of one moment of a rank's part of a tensor; 8-bit ones have a byte a number, a scale a block, and a map."""
     if optim == "adamw_8bit" and numel >= QUANTIZED_MIN_NUMEL and numel % QUANTIZED_BLOCK == 0:
         return numel + FP32 * (numel // QUANTIZED_BLOCK + QUANTIZATION_MAP)
-    return MOMENT_ITEMSIZE.get(optim, itemsize) * numel
+    return (OPTIMIZERS[optim].moment_itemsize or itemsize) * numel
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from finetune.constants import OPTIMIZERS
 from finetune.data.batches import StepBatch
 from finetune.distributed.grad_scaler import is_scaled
 from finetune.distributed.world import World
@@ -12,7 +13,6 @@ from finetune.errors import UserError
 from finetune.recipe.schema import Optimization
 
 SHOWN_IDS = 16  # ids of examples named for each rank
-READS_FOUND_INF = ("adamw_torch_fused", "adamw_bf16_moments")  # optimizers that skip their update by this flag
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,8 @@ def make_guard(optimizer: torch.optim.Optimizer, policy: Optimization, world: Wo
     """
     updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload
     on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
-    return DeviceGuard(optimizer, world) if on_device and policy.optim in READS_FOUND_INF else HostGuard(world)
+    reads_flag = OPTIMIZERS[policy.optim].reads_found_inf
+    return DeviceGuard(optimizer, world) if on_device and reads_flag else HostGuard(world)
 
 
 def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world: World) -> str:

@@ -4,16 +4,17 @@ import json
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 import torch
 from torch import nn
 from transformers import get_scheduler
 
+from finetune.constants import OPTIMIZERS
 from finetune.optim.optimizer import build_optimizer, build_schedule, compute_learning_rate, set_learning_rate
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Optimization, Recipe
 from tests.ranks import launch_ranks
 
 STEPS = 50
@@ -30,6 +31,10 @@ def recipe_of(tmp_path: Path) -> RecipeOf:
         return read_recipe(str(file), [f"{key}={value}" for key, value in keys.items()])
 
     return read
+
+
+def test_what_is_known_of_optimizers_is_known_of_every_one() -> None:
+    assert set(get_args(get_type_hints(Optimization)["optim"])) == OPTIMIZERS.keys()
 
 
 def rates_of(recipe: Recipe) -> list[float]:
