@@ -22,6 +22,9 @@ import yaml  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.ranks import ROOT, run_command  # noqa: E402
+from tests.warm_processes import start_server  # noqa: E402
+
+MANY = 300  # tests, some of which will start ranks
 
 # What a property test checks does not depend on how busy the machine is.
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -29,7 +32,9 @@ settings.load_profile("any speed")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips what is marked gpu where there is none."""
+    """Skips what is marked gpu where there is none. Before many tests, the imports of their ranks begin on another core."""
+    if len(items) > MANY:
+        start_server()
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch
