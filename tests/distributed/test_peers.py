@@ -18,7 +18,7 @@ left = watch_peers(0, processes, timeout_seconds=1.0)
 if "leaves" in sys.argv:
     left.set()
 print("watching", flush=True)
-time.sleep(8)
+time.sleep(4)
 """
 
 
