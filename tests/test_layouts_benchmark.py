@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks import ROOT, run_command
+from tests.ranks import run_python
 
 RANKS = 4
 SHARDS = {  # the ranks over which each tensor is cut; Rajbhandari et al. 2020 (ZeRO), figure 1
@@ -36,8 +36,8 @@ FP32 = 4  # bytes
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The benchmark's own output, by layout."""
     folder = tmp_path_factory.mktemp("layouts")
-    command = ["python", "benchmarks/layouts.py", "--ranks", str(RANKS), "--steps", "1", "--output", str(folder)]
-    done = run_command([*command, "--model", json.dumps(MODEL), "--layouts", *SHARDS], timeout=400, cwd=ROOT)
+    command = ["benchmarks/layouts.py", "--ranks", str(RANKS), "--steps", "1", "--output", str(folder)]
+    done = run_python([*command, "--model", json.dumps(MODEL), "--layouts", *SHARDS], timeout=400)
     assert done.returncode == 0, done.stderr
     assert (folder / "layouts.png").stat().st_size > 0
     assert all(name in (folder / "layouts.md").read_text() for name in SHARDS)
