@@ -104,6 +104,7 @@ def start_server() -> Any:
 def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd: str) -> None:
     os.setsid()
     os.chdir(cwd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell starts in the background
     for number, path in enumerate(files):
         flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_APPEND
         os.dup2(os.open(path, flags, 0o666), number)

@@ -4,10 +4,9 @@ The hub is the one thing simulated here.
 """
 
 import json
+import os
 import resource
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -24,6 +23,7 @@ from finetune.export.publish import check_disk_space, publish
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import read_folder
 from tests.ranks import ROOT, environment
+from tests.warm_processes import WarmProcess
 
 VOCABULARY = 1_000_000  # of the large model, whose embeddings take a second to write
 
@@ -50,20 +50,13 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def heed_interrupts() -> None:
-    """In a process about to start: tests that run in a shell's background have it that SIGINT is ignored."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_an_export_that_is_stopped_leaves_nothing(
     number: signal.Signals, large: Path, tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
     out = tmp_path / "results" / "new" / "out"
-    command = [sys.executable, "-m", "finetune", "export", str(large), "--output", str(out)]
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, preexec_fn=heed_interrupts
-    )
+    command = ["-m", "finetune", "export", str(large), "--output", str(out)]
+    process = WarmProcess(command, environment(), Path(os.devnull), tmp_path / "stderr", cwd=ROOT)
     half_made = out.parent / ".out.exporting" / "model.safetensors"
     deadline = time.monotonic() + 60
     while not (half_made.exists() and half_made.stat().st_size > 10_000_000):
@@ -71,9 +64,8 @@ def test_an_export_that_is_stopped_leaves_nothing(
         time.sleep(0.005)
     with pytest.raises(UserError, match="another process is exporting to it"), publish(out):
         pass
-    process.send_signal(number)
-    process.wait(timeout=30)
-    assert process.returncode != 0
+    os.kill(process.pid, number)
+    assert process.wait(timeout=30) != 0
     assert not out.exists()
     assert out.parent.exists() == (number == signal.SIGKILL)  # after which nobody can clear away; the next export does
     assert main(["export", str(tiny_llama()), "--output", str(out), "--no-verify"]) == 0
