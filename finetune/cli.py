@@ -151,6 +151,8 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
         metavar="FILE",
         help="the file to write, and its .png (default: report.html and loss.png in the first RUN)",
     )
+    report.add_argument("--serve", action="store_true", help="write no file; serve the report on localhost, as it grows")
+    report.add_argument("--port", type=int, metavar="N", help="of --serve (default: the first free one from 8000)")
 
     checkpoints = _add(subcommands, "checkpoints", "list what a run can be resumed or exported from")
     checkpoints.add_argument("run", metavar="RUN", help="a run's folder")

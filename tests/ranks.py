@@ -82,6 +82,11 @@ class Ranks:
                     os.killpg(process.pid, signal.SIGKILL)
 
 
+def default_interrupt() -> None:
+    """For a child that gets a SIGINT: it takes it as at a terminal, also where nohup or a shell's `&` has these tests ignore it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
 def start_ranks(
     script: Path | str, arguments: Sequence[str] = (), *, ranks: int = 2, env: Mapping[str, str] | None = None
 ) -> Ranks:

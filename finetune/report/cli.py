@@ -12,9 +12,16 @@ from finetune.report.run_data import plan_run, read_run
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Writes the report of `arguments.runs`, and the loss as a PNG beside it; prints both paths. Returns the exit code."""
+    """Writes the report of `arguments.runs`, and the loss as a PNG beside it, and prints both paths; or serves the report.
+
+    Returns the exit code.
+    """
     for name in arguments.runs:
         restore_exports(Path(name))
+    if arguments.serve:
+        return _serve(arguments)
+    if arguments.port is not None:
+        raise UserError("--port: goes with --serve")
     runs = [read_run(Path(name)) for name in arguments.runs]
     path = Path(arguments.output) if arguments.output else runs[0].folder / "report.html"
     if path.suffix == ".png":
@@ -35,4 +42,17 @@ def report_command(arguments: argparse.Namespace) -> int:
         ) from None
     for each in written:
         print(each)
+    return 0
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from finetune.report.serve import serve_report
+
+    if arguments.output is not None:
+        raise UserError("--output: --serve writes no file; use one of the two")
+    folders = [Path(name) for name in arguments.runs]
+    for folder in folders:
+        if not folder.is_dir():  # one that has not logged yet is waited for
+            raise UserError(f"{folder}: no such folder; name a run's folder, such as runs/quickstart")
+    serve_report(folders, arguments.port)
     return 0

@@ -1,8 +1,10 @@
 // The values under the pointer (or finger, or arrow key), for every line of a plot.
-const data = JSON.parse(document.getElementById("data").textContent);
-for (const figure of document.querySelectorAll(".chart")) {
+function wirePlots(figures) {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  for (const figure of figures) wirePlot(figure, data[figure.id].filter((line) => line.points.length));
+}
+function wirePlot(figure, lines) {
   const plot = figure.querySelector(".plot"), cursor = figure.querySelector(".cursor"), tip = figure.querySelector(".tip");
-  const lines = data[figure.id].filter((line) => line.points.length);
   const places = [...new Set(lines.flatMap((line) => line.points.map((point) => point[0])))].sort((a, b) => a - b);
   let at = places.length - 1;
   const nearest = (list, x) => list.reduce((best, item, i) => (Math.abs(item - x) < Math.abs(list[best] - x) ? i : best), 0);
@@ -27,6 +29,7 @@ for (const figure of document.querySelectorAll(".chart")) {
     cursor.hidden = tip.hidden = false;
   };
   const hide = () => { cursor.hidden = tip.hidden = true; };
+  plot.showNear = (x) => show(nearest(places, x));
   plot.addEventListener("pointermove", (event) => {
     const box = plot.getBoundingClientRect();
     show(nearest(places, (100 * (event.clientX - box.left)) / box.width));
@@ -39,3 +42,4 @@ for (const figure of document.querySelectorAll(".chart")) {
     if (move) { show(at + move); event.preventDefault(); }
   });
 }
+wirePlots(document.querySelectorAll(".chart"));

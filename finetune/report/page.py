@@ -37,8 +37,13 @@ class Tile:
     note: str = ""
 
 
-def render_page(runs: Sequence[RunRecord], plans: Sequence[Plan | None]) -> str:
-    """The whole HTML of one run, or of several with their plots overlaid. `plans`: each run's, where known."""
+def render_page(
+    runs: Sequence[RunRecord], plans: Sequence[Plan | None], *, live: bool = False, notices: Sequence[str] = ()
+) -> str:
+    """The whole HTML of one run, or of several with their plots overlaid. `plans`: each run's, where known.
+
+    `live`: the page fetches itself again while it is open. `notices` are shown before all else.
+    """
     charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
     sections = [_describe_run(run, plan) for run, plan in zip(runs, plans, strict=True)]
     names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
@@ -49,8 +54,10 @@ def render_page(runs: Sequence[RunRecord], plans: Sequence[Plan | None]) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
     return template.render(
-        title=" · ".join(run.name for run in runs),
-        subtitle=_subtitle(runs[0]) if len(runs) == 1 else f"{len(runs)} runs",
+        title=" · ".join(run.name for run in runs) or "waiting",
+        subtitle=_subtitle(runs[0]) if len(runs) == 1 else counted(len(runs), "run"),
+        live=live,
+        notices=notices,
         runs=sections,
         source_columns=[name.replace("_", " ") for name in SOURCE_COLUMNS],
         tile_names=names,
@@ -60,6 +67,7 @@ def render_page(runs: Sequence[RunRecord], plans: Sequence[Plan | None]) -> str:
         version=__version__,
         style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
+        live_script=Markup((HERE / "live.js").read_text(encoding="utf-8")),
         # `<` is escaped, so that no name of a run can end the script element.
         data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
     )

@@ -16,6 +16,8 @@ from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import read_recipe
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
+RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
+REPORTED_FILES = (METRICS, SAMPLES, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT)  # beside the checkpoints' manifests
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,9 +81,9 @@ def read_run(folder: Path) -> RunRecord:
         folder=folder,
         name=folder.resolve().name,
         lines=tuple(_read_json_lines(folder / METRICS)),
-        recipe=_read_mapping(folder / "recipe.yaml"),
-        sharding=_read_mapping(folder / "accelerate.yaml"),
-        environment=_read_mapping(folder / "environment.json"),
+        recipe=_read_mapping(folder / RECIPE),
+        sharding=_read_mapping(folder / SHARDING),
+        environment=_read_mapping(folder / ENVIRONMENT),
         data_report=_read_mapping(folder / DATA_REPORT),
         samples=tuple(_read_json_lines(folder / SAMPLES)),
         checkpoints=tuple(_read_checkpoints(folder / "checkpoints")),
@@ -94,12 +96,12 @@ def plan_run(run: RunRecord) -> Plan | None:
     if not isinstance(ranks, int):
         return None
     try:
-        recipe = read_recipe(str(run.folder / "recipe.yaml"))
+        recipe = read_recipe(str(run.folder / RECIPE))
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
         if configs:  # the trained model's own, which needs no hub
             config = json.loads(configs[-1].read_text(encoding="utf-8"))
             recipe = replace(recipe, model=replace(recipe.model, model_name_or_path=None, model_config=config))
-        sharding = read_sharding(str(run.folder / "accelerate.yaml"), None, {"WORLD_SIZE": str(ranks)})
+        sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
         return make_plan(recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU"))
     except (UserError, OSError, ValueError):
         return None

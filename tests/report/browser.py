@@ -5,7 +5,12 @@ import json
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from queue import Queue
+from threading import Event, Thread
 from typing import Any
 
 import pytest
@@ -59,3 +64,58 @@ def look(page: Path, folder: Path, *, width: int, height: int, dark: bool, scrip
         ).stdout  # fmt: skip
     answer = shown.rsplit('<pre id="answer" hidden="">', 1)[1].split("</pre>")[0]
     return json.loads(html.unescape(answer)), picture
+
+
+@contextmanager
+def watch(url: str, picture: Path, *, script: str) -> "Iterator[Queue[Any]]":
+    """Opens `url` in a browser that stays open for the block. Yields a queue of what the JavaScript expression `script` is
+    there (the page's window is `w`), a few times a second; a screenshot of the end is left in `picture`."""
+    seen: Queue[Any] = Queue()
+    closing = Event()
+    outer = (
+        f'<body style="margin:0"><iframe src="{url}" style="width:1280px;height:900px;border:0"></iframe><script>'
+        "setInterval(() => { const w = document.querySelector('iframe').contentWindow;"
+        f"fetch('/', {{method: 'POST', body: JSON.stringify({script})}}); }}, 250)</script>"
+        '<img src="/until-the-end">'  # the browser takes its screenshot when everything has been fetched
+    )
+
+    class Outer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path == "/until-the-end":
+                closing.wait(120)
+            self.send_response(200)
+            self.send_header("Content-Type", "text/html")
+            self.end_headers()
+            self.wfile.write(outer.encode())
+
+        def do_POST(self) -> None:
+            seen.put(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Outer)
+    Thread(target=server.serve_forever, daemon=True).start()
+    with tempfile.TemporaryDirectory() as profile:
+        command = [
+            chromium(),
+            *FLAGS,
+            "--disable-web-security",
+            "--disable-site-isolation-trials",
+        ]  # to look into the frame
+        command += [f"--user-data-dir={profile}", "--window-size=1280,900", f"--screenshot={picture}"]
+        browser = subprocess.Popen(
+            [*command, f"http://127.0.0.1:{server.server_port}/"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        try:
+            yield seen
+            closing.set()
+            browser.wait(60)
+        finally:
+            closing.set()
+            browser.kill()
+            browser.wait()
+            server.shutdown()
+            server.server_close()
