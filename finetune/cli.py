@@ -21,6 +21,7 @@ COMMANDS = {
     "plan": "finetune.plan.cli:plan_command",
     "inspect": "finetune.data.inspect:inspect_command",
     "export": "finetune.export.cli:export_command",
+    "chat": "finetune.inference.cli:chat_command",
     "report": "finetune.report.cli:report_command",
     "checkpoints": "finetune.checkpoint.cli:checkpoints_command",
     "convert": "finetune.convert:convert_command",
@@ -144,6 +145,8 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     export.add_argument("--push-to-hub", metavar="REPO", help="upload the verified folder to this hub repository")
     export.add_argument("--trust-remote-code", action="store_true", help="run the base model's own code")
 
+    _add_chat(subcommands)
+
     report = _add(subcommands, "report", "write an HTML file on one run, or on several side by side")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
     report.add_argument(
@@ -151,7 +154,9 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
         metavar="FILE",
         help="the file to write, and its .png (default: report.html and loss.png in the first RUN)",
     )
-    report.add_argument("--serve", action="store_true", help="write no file; serve the report on localhost, as it grows")
+    report.add_argument(
+        "--serve", action="store_true", help="write no file; serve the report on localhost, as it grows"
+    )
     report.add_argument("--port", type=int, metavar="N", help="of --serve (default: the first free one from 8000)")
 
     checkpoints = _add(subcommands, "checkpoints", "list what a run can be resumed or exported from")
@@ -165,6 +170,48 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     convert.add_argument("source", metavar="THEIR.yaml", help="the other tool's file")
     convert.add_argument("--output", metavar="FILE", help="the recipe to write (default: print it)")
     convert.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+
+
+def _add_chat(subcommands: "Subcommands") -> None:
+    chat = _add(
+        subcommands, "chat", "talk to a trained model, with its base beside it, or answer the prompts of a script"
+    )
+    chat.add_argument(
+        "source", metavar="RUN_OR_FOLDER", help="a run's folder, a checkpoint, an adapter, a model's folder or hub name"
+    )
+    chat.add_argument("--compare", action="store_true", help="also answer with the base model")
+    chat.add_argument("--compare-with", metavar="OTHER", help="also answer with this model: as RUN_OR_FOLDER")
+    chat.add_argument(
+        "--prompt", action="append", default=[], metavar="TEXT", help="answer this and end; may be repeated"
+    )
+    chat.add_argument(
+        "--prompts", metavar="FILE", help="answer every row (JSON Lines, CSV, Parquet, ...) or line of text"
+    )
+    chat.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
+    chat.add_argument("--system", metavar="TEXT", help="the system message")
+    chat.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (default: 512)")
+    chat.add_argument(
+        "--temperature",
+        type=float,
+        metavar="T",
+        help="0 answers greedily (default: the model's generation_config.json)",
+    )
+    chat.add_argument("--top-p", type=float, metavar="P", help="sample from this share of the probability")
+    chat.add_argument("--seed", type=int, metavar="N", help="sample the same answers again")
+    chat.add_argument(
+        "--chat-template", metavar="T", help="a name, a file or Jinja text (default: the tokenizer's own)"
+    )
+    chat.add_argument(
+        "--no-chat-template", dest="use_chat_template", action="store_false", help="continue prompts as they are"
+    )
+    _add_model_options(chat)
+
+
+def _add_model_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--base-model", metavar="MODEL", help="the base model, where it is not named or has moved: a folder or hub name"
+    )
+    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
 
 
 def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 # Escape becomes its picture, as do the other control characters; C1 controls, overrides of the direction of writing and
 # lone surrogates become the sign for what cannot be shown.
@@ -20,6 +20,7 @@ PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 # Libraries whose warnings at import no user can act on: torchao, which transformers imports wherever it is installed, names
 # kernels for other GPUs that it does not find, and its own enums then run into a deprecation.
 NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
+STYLES = {"bold": "\033[1m", "dim": "\033[2m"}
 BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")  # all that tqdm writes to move from one of its bars to another
 
 
@@ -100,6 +101,14 @@ def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], objec
 def unfiltered(stream: TextIO) -> TextIO:
     """The stream for a text that is `printable` but for colors of our own."""
     return stream.unfiltered if isinstance(stream, CleanStream) else stream
+
+
+def print_styled(text: str, style: Literal["bold", "dim"]) -> None:
+    """Prints a line, in `style` where stdout is a terminal and NO_COLOR is not set."""
+    if not sys.stdout.isatty() or "NO_COLOR" in os.environ:
+        print(text)
+        return
+    print(f"{STYLES[style]}{printable(text)}\033[0m", file=unfiltered(sys.stdout))
 
 
 def silence_libraries() -> None:

@@ -42,7 +42,9 @@ PROGRAMS = (
     "sbatch",
     "for",
 )
-MARKS = re.compile(r"#.*?\b(needs (?:a|8) GPUs?|needs the (?:hub|network)|needs Slurm|ends with \d|runs in \S+)")
+MARKS = re.compile(
+    r"#.*?\b(needs (?:a|8) GPUs?|needs a (?:terminal|browser)|needs the (?:hub|network)|needs Slurm|ends with \d|runs in \S+)"
+)
 # Run by the build itself, or whole by a test of their own.
 ELSEWHERE = {
     "make quickstart": "tests/test_readme.py",  # is the accelerate command below
@@ -137,7 +139,15 @@ def test_every_command_is_run_or_says_what_it_needs(quickstart_run: QuickstartRu
             assert ended.stdout.replace(f"{ROOT}/", "") == command.shown, (
                 f"{command.page}: {plain}: prints something else now"
             )
-    assert {words.split()[1] for words in done} == {"plan", "inspect", "launch", "report", "checkpoints", "export"}
+    assert {words.split()[1] for words in done} == {
+        "plan",
+        "inspect",
+        "launch",
+        "report",
+        "chat",
+        "checkpoints",
+        "export",
+    }
     for place in ELSEWHERE.values():
         assert (ROOT / place).is_file()
 

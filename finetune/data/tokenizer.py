@@ -68,3 +68,11 @@ def make_encoder(tokenizer: Any) -> Encoder:
     bos_ids = wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
     added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
     return Encoder(backend, bos_ids, added, [] if with_newline == newline + bare else newline)
+
+
+def end_of_answer_ids(tokenizer: Any) -> list[int]:
+    """The tokens that end what the assistant says: the end of text, and the known names of an end of turn."""
+    ends = {tokenizer.eos_token_id} - {None}
+    known = tokenizer.get_added_vocab()
+    ends |= {known[name] for name in ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>") if name in known}
+    return sorted(ends)

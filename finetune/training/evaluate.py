@@ -9,6 +9,7 @@ from torch import nn
 
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
+from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.json_lines import append_json_lines
@@ -149,11 +150,3 @@ def _generated(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, worl
     texts = tokenizer.batch_decode(generated[:, longest:].cpu(), skip_special_tokens=True)
     asked = tokenizer.batch_decode([list(prompt.prompt_ids) for prompt in prompts], skip_special_tokens=True)
     return [Sample(a.strip(), t.strip(), p.answer) for a, t, p in zip(asked, texts, prompts, strict=True)]
-
-
-def end_of_answer_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end what the assistant says: the end of text, and the known names of an end of turn."""
-    ends = {tokenizer.eos_token_id} - {None}
-    known = tokenizer.get_added_vocab()
-    ends |= {known[name] for name in ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>") if name in known}
-    return sorted(ends)

@@ -1,0 +1,151 @@
+"""`finetune chat`: talk to a trained model, with its base beside it, in a terminal or from a script."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from finetune.data.messages import Message
+from finetune.errors import EXIT_INTERRUPTED, UserError
+from finetune.inference.find_model import ModelReference, find_model, locate_base
+from finetune.inference.prompts import make_messages, read_piped_prompt, read_prompts
+
+if TYPE_CHECKING:
+    from finetune.inference.answers import Sampling
+    from finetune.inference.conversation import Speaker
+
+
+def chat_command(options: argparse.Namespace) -> int:
+    """Answers prompts, or talks in the terminal where there are none. Returns 0, or 130 where Ctrl-C ended the answers."""
+    _check_numbers(options)
+    reference = find_model(options.source)
+    other = _find_other(options, reference)
+    prompts = _read_prompts(options)  # before torch is imported: a mistake is reported at once
+    if not prompts and options.json:
+        raise UserError("--json: for scripts; give prompts with --prompt, --prompts or a pipe")
+
+    from finetune.inference.answers import Sampling
+
+    sampling = Sampling(max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_p=options.top_p)
+    speakers = _load_speakers(options, reference, other)
+    if prompts:
+        return _answer_all(speakers, prompts, sampling, as_json=options.json)
+    from finetune.inference.conversation import converse
+
+    print("/help lists the commands, Ctrl-D ends\n")
+    converse(speakers, sampling, options.system)
+    return 0
+
+
+def _check_numbers(options: argparse.Namespace) -> None:
+    if options.max_new_tokens < 1:
+        raise UserError(f"--max-new-tokens {options.max_new_tokens}: an answer has at least one token")
+    if options.temperature is not None and not 0 <= options.temperature < float("inf"):
+        raise UserError(f"--temperature {options.temperature}: 0 (greedy) or above is expected")
+    if options.top_p is not None and not 0 < options.top_p <= 1:
+        raise UserError(f"--top-p {options.top_p}: above 0 and at most 1 is expected")
+    if options.system is not None and not options.use_chat_template:
+        raise UserError("--system: goes through the chat template, which --no-chat-template turns off")
+
+
+def _find_other(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
+    if options.compare_with is not None:
+        return find_model(options.compare_with)
+    if not options.compare:
+        return None
+    return find_model(options.base_model) if options.base_model is not None else locate_base(reference)
+
+
+def _read_prompts(options: argparse.Namespace) -> list[list[Message]]:
+    """Of --prompt and --prompts, else of a pipe; none where a person is to be asked."""
+    prompts = [make_messages(text, options.system) for text in options.prompt]
+    if options.prompts is not None:
+        prompts += read_prompts(options.prompts, options.system)
+        if not prompts:
+            raise UserError(f"{options.prompts}: holds no prompts")
+    if prompts or (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
+        return prompts
+    if not _is_terminal(sys.stdin):
+        return [make_messages(read_piped_prompt(), options.system)]
+    raise UserError("stdout is no terminal, and there is no prompt; give one with --prompt or --prompts")
+
+
+def _is_terminal(stream: object) -> bool:
+    isatty: Callable[[], bool] | None = getattr(stream, "isatty", None)
+    return isatty is not None and isatty()
+
+
+def _load_speakers(
+    options: argparse.Namespace, reference: ModelReference, other: ModelReference | None
+) -> "list[Speaker]":
+    """The model, after the one that it is compared with."""
+    import torch
+
+    from finetune.inference.conversation import Speaker
+    from finetune.inference.inference_model import LoadOptions, load_base, load_model
+
+    def log(line: str) -> None:
+        print(line, file=sys.stderr)
+
+    if options.seed is not None:
+        torch.manual_seed(options.seed)
+    load_options = LoadOptions(
+        chat_template=options.chat_template,
+        use_chat_template=options.use_chat_template,
+        base_model=options.base_model,
+        trust_remote_code=options.trust_remote_code,
+    )
+    for notice in reference.notices:
+        log(notice)
+    model = load_model(reference, load_options, log)
+    log(f"model   {model.name} on {model.model.device}")
+    if other is None:
+        return [Speaker("", model)]
+    if options.compare_with is not None:
+        before = load_model(other, load_options, log, default_template=model.template)
+        speakers = [Speaker(before.name, before), Speaker(model.name, model)]
+    else:
+        before = load_base(model, other, load_options, log)
+        speakers = [Speaker("base", before), Speaker("trained", model)]
+    log(f"beside  {before.name}")
+    return speakers
+
+
+def _answer_all(
+    speakers: "Sequence[Speaker]", prompts: Sequence[list[Message]], sampling: "Sampling", *, as_json: bool
+) -> int:
+    """Prints the answers to every prompt: alone where there is one of each, else under the prompt and the model's label."""
+    from finetune.inference.answers import answer
+
+    for number, messages in enumerate(prompts):
+        answers = []
+        if not as_json and len(prompts) > 1:
+            print(f"{'' if number == 0 else chr(10)}> {messages[-1]['content']}")
+        for speaker in speakers:
+            if not as_json and len(speakers) > 1:
+                print(f"{speaker.label}:")
+            answered = answer(speaker.model, messages, sampling, _ignore if as_json else _write)
+            if not as_json:
+                print()
+            answers.append(
+                {
+                    "model": speaker.model.name,
+                    "answer": answered.text,
+                    "tokens": answered.tokens,
+                    "is_cut": answered.is_cut,
+                }
+            )
+            if answered.is_interrupted:
+                return EXIT_INTERRUPTED
+        if as_json:
+            print(json.dumps({"messages": messages, "answers": answers}, ensure_ascii=False), flush=True)
+    return 0
+
+
+def _ignore(text: str) -> None:
+    pass
+
+
+def _write(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,120 @@
+"""A conversation in the terminal: lines typed by a person, answers as they are made, of one model or of two."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from finetune.data.messages import Message
+from finetune.errors import UserError
+from finetune.inference.answers import Answer, Sampling, answer
+from finetune.inference.inference_model import InferenceModel
+from finetune.inference.prompts import system_message
+from finetune.terminal import print_styled
+
+HELP = """\
+/new          start over
+/system TEXT  start over, with this system message (none: without one)
+/exit         end; so does Ctrl-D. Ctrl-C stops an answer
+a line that ends in \\ continues on the next"""
+PROMPT = "> "
+
+
+@dataclass(frozen=True, slots=True)
+class Speaker:
+    """A model in a conversation, with what has been said to it and by it."""
+
+    label: str
+    model: InferenceModel
+    history: list[Message] = field(default_factory=list)
+
+    def ask(self, prompt: str, sampling: Sampling) -> None:
+        """Prints the answer as it is made. A prompt that cannot be answered is reported, and forgotten."""
+        asked = {"role": "user", "content": prompt}
+        try:
+            answered = answer(self.model, [*self.history, asked], sampling, write_piece)
+        except UserError as error:
+            print(error, file=sys.stderr)
+            return
+        finish_answer(answered, sampling)
+        if self.model.template is not None:  # without turns, every prompt stands alone
+            self.history.extend([asked, {"role": "assistant", "content": answered.text}])
+
+    def start_over(self, system: str | None) -> None:
+        self.history[:] = system_message(system)
+
+
+def converse(speakers: Sequence[Speaker], sampling: Sampling, system: str | None) -> None:
+    """Asks for lines and prints the answers of every speaker, until the user ends it."""
+    enable_line_editing()
+    for speaker in speakers:
+        speaker.start_over(system)
+    while (line := read_turn()) is not None:
+        command, _, rest = line.partition(" ")
+        match command:
+            case "":
+                continue
+            case "/exit" | "/quit":
+                return
+            case "/help":
+                print(HELP)
+            case "/new" | "/system":
+                system = (rest.strip() or None) if command == "/system" else system
+                for speaker in speakers:
+                    speaker.start_over(system)
+                print_styled("a new conversation", "dim")
+            case _ if command.startswith("/") and command[1:].isalpha():
+                print(f"{command}: no such command; /help lists them")
+            case _:
+                for speaker in speakers:
+                    if len(speakers) > 1:
+                        print_styled(speaker.label, "bold")
+                    speaker.ask(line, sampling)
+        print()
+
+
+def read_turn() -> str | None:
+    """What the user types, without spaces around it; None at its end (Ctrl-D, or Ctrl-C twice)."""
+    lines: list[str] = []
+    interrupted = False
+    while True:
+        try:
+            line = input(PROMPT if not lines else "  ")
+        except EOFError:
+            print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            if interrupted:
+                return None
+            interrupted, lines = True, []
+            print_styled("Ctrl-D or /exit ends the conversation", "dim")
+            continue
+        interrupted = False
+        if line.endswith("\\"):
+            lines.append(line[:-1])
+            continue
+        return "\n".join([*lines, line]).strip()
+
+
+def write_piece(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def finish_answer(answered: Answer, sampling: Sampling) -> None:
+    """Ends the line of an answer, and says why it is not whole."""
+    if not answered.text.endswith("\n"):
+        print()
+    if answered.is_interrupted:
+        print_styled("[stopped]", "dim")
+    elif answered.is_cut:
+        print_styled(f"[cut after {answered.tokens:,} tokens; --max-new-tokens allows more]", "dim")
+    elif not answered.text.strip():
+        print_styled("[an empty answer]", "dim")
+
+
+def enable_line_editing() -> None:
+    """Arrow keys and a history for `input`, where Python has readline."""
+    try:
+        import readline  # noqa: F401
+    except ImportError:
+        return

@@ -1,0 +1,140 @@
+"""Which model a run's folder, a checkpoint, an adapter, a Hugging Face folder or a hub name stands for. Imports no torch."""
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
+from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
+from finetune.durable import restore_exports, restore_folder
+from finetune.errors import UserError
+
+RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelReference:
+    """A model to load. Returned by `find_model`."""
+
+    name: str  # a folder or a hub name, as it is shown
+    kind: Literal[
+        "model", "adapter", "checkpoint"
+    ]  # a Hugging Face folder or hub name, a PEFT folder, or weights to export
+    revision: str | None = None  # on the hub
+    run: Path | None = None  # the folder of the run that made it
+    base: str | None = None  # what it was trained from: a folder or hub name
+    base_revision: str | None = None
+    notices: tuple[str, ...] = ()  # what a person should know about the choice
+
+
+def find_model(name: str) -> ModelReference:
+    """The model that `name` stands for.
+
+    A run's folder stands for what it has exported (the adapter, where it trained one), else for its newest checkpoint.
+
+    Raises `UserError` where there is no model at `name`.
+    """
+    path = Path(name)
+    restore_exports(path)
+    restore_folder(path)
+    if path.is_file():
+        raise UserError(f"{name}: a file; give the folder that holds it")
+    if not path.exists():
+        if name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/")):
+            return ModelReference(name=name, kind="model")  # the hub's answer is one sentence
+        raise UserError(f"{name}: no such folder; give a run's folder, a checkpoint, a model's folder, or a hub name")
+    if find_checkpoint_of(path) is not None:
+        return _describe(path, "checkpoint", _run_of(path))
+    if (path / ADAPTER_CONFIG).is_file():
+        return _describe(path, "adapter", _run_of(path))
+    if (path / CONFIG_FILE).is_file():
+        return _describe(path, "model", _run_of(path))
+    if any((path / file).exists() for file in RUN_FILES):
+        return _find_model_of_run(path)
+    return _describe(path, "checkpoint", None)  # another tool's, which the export reads or refuses
+
+
+def locate_base(model: ModelReference) -> ModelReference:
+    """The model that `model` was trained from. Raises `UserError` where it has none, or none that is known."""
+    if model.base is not None:
+        return replace(find_model(model.base), revision=model.base_revision)
+    if model.run is not None and _read_recipe(model.run).get("model_config"):
+        raise UserError(
+            f"{model.name}: was trained from random weights, so there is no base model; name another with --compare-with"
+        )
+    raise UserError(f"{model.name}: does not say which model it was trained from; name it with --compare-with")
+
+
+def trained_formats(run: Path | None) -> set[str]:
+    """The formats of the rows that a run was trained on, by its data_report.json; empty where that is unknown."""
+    report = _read_object(run / "data_report.json") if run is not None else {}
+    sources = report.get("sources")
+    formats = (
+        [source.get("formats") for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
+    )
+    return {str(name) for names in formats if isinstance(names, list) for name in names}
+
+
+def _find_model_of_run(run: Path) -> ModelReference:
+    checkpoints = sorted(
+        (int(match[1]), path.parent)
+        for path in run.glob(f"checkpoints/*/{MANIFEST}")
+        if (match := NAME.fullmatch(path.parent.name))
+    )
+    for folder, file in ((run / ADAPTER, ADAPTER_CONFIG), (run / EXPORT, CONFIG_FILE)):
+        if (folder / file).is_file():
+            newer = [path for _, path in checkpoints[-1:] if _is_newer(path / MANIFEST, folder / file)]
+            notices = tuple(f"{path} is newer than {folder}; name it to use it" for path in newer)
+            return _describe(folder, "adapter" if file == ADAPTER_CONFIG else "model", run, notices)
+    if not checkpoints:
+        raise UserError(f"{run}: has no export and no checkpoint yet; train on, or name another run")
+    newest = checkpoints[-1][1]
+    return _describe(newest, "checkpoint", run, (f"{run} has no export yet; this is its checkpoint {newest.name}",))
+
+
+def _is_newer(file: Path, other: Path) -> bool:
+    return file.stat().st_mtime > other.stat().st_mtime
+
+
+def _describe(
+    path: Path, kind: Literal["model", "adapter", "checkpoint"], run: Path | None, notices: tuple[str, ...] = ()
+) -> ModelReference:
+    """`path` with its base model, which the adapter itself or the run's recipe names."""
+    recipe = _read_recipe(run)
+    adapter = _read_object(path / ADAPTER_CONFIG)
+    base = adapter.get("base_model_name_or_path") or recipe.get("model_name_or_path")
+    revision = adapter.get("revision") or recipe.get("model_revision")
+    return ModelReference(
+        name=str(path),
+        kind=kind,
+        run=run,
+        base=base if isinstance(base, str) else None,
+        base_revision=revision if isinstance(revision, str) else None,
+        notices=notices,
+    )
+
+
+def _run_of(path: Path) -> Path | None:
+    """The run whose export, adapter or checkpoint `path` is."""
+    return next((parent for parent in list(path.absolute().parents)[:3] if (parent / "recipe.yaml").is_file()), None)
+
+
+def _read_recipe(run: Path | None) -> dict[str, Any]:
+    """recipe.yaml of a run; empty where there is none that can be read."""
+    try:
+        recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8")) if run is not None else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return {}
+    return recipe if isinstance(recipe, dict) else {}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty where there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

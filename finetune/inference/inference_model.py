@@ -1,0 +1,225 @@
+"""A model loaded for generation by transformers: a Hugging Face folder, an adapter on its base, or a checkpoint's weights."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from finetune.constants import ADAPTER_CONFIG
+from finetune.data.chat_templates import PLAIN, read_template
+from finetune.errors import UserError
+from finetune.export.blocks import Value, cast_rows, row_blocks
+from finetune.export.export import export_source
+from finetune.export.metadata import has_tokenizer, write_metadata
+from finetune.export.options import ExportOptions
+from finetune.export.source import Source, find_base, open_source
+from finetune.export.target import describe_target
+from finetune.export.writing import plan_weights
+from finetune.hub import hub_error
+from finetune.inference.find_model import ModelReference, trained_formats
+from finetune.safetensors_io.header import read_json
+
+CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceModel:
+    """A model with its tokenizer, ready for `generate`. Returned by `load_model`."""
+
+    name: str
+    model: Any  # of transformers, in evaluation mode on its device; a PeftModel for an adapter
+    tokenizer: Any
+    template: str | None  # the chat template; None: prompts are continued as they are
+    has_adapter: bool = False
+    without_adapter: bool = False  # answer with the base under the adapter
+
+    def computing(self) -> AbstractContextManager[Any]:
+        """The block in which the model computes."""
+        return self.model.disable_adapter() if self.without_adapter else nullcontext()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """How models are loaded, as the command asks for it."""
+
+    chat_template: str | None = None  # a name, a file or Jinja text; None: the tokenizer's own
+    use_chat_template: bool = True
+    base_model: str | None = None  # where an adapter or a checkpoint does not name it, or it has moved
+    trust_remote_code: bool = False
+
+
+def load_model(
+    reference: ModelReference,
+    options: LoadOptions,
+    log: Callable[[str], object],
+    default_template: str | None = None,
+) -> InferenceModel:
+    """Loads a model on the GPUs of this machine, or its CPU. `default_template` is used where it has none of its own.
+
+    Raises `UserError` where it cannot be loaded, or has no tokenizer or chat template.
+    """
+    if not sys.stderr.isatty():
+        disable_progress_bar()
+    with TemporaryDirectory(prefix="finetune-") as temporary:
+        folder: str | Path = reference.name
+        has_adapter = reference.kind == "adapter"
+        if reference.kind == "checkpoint":
+            source = open_source(Path(reference.name), base_model=options.base_model, log=log)
+            has_adapter = source.adapter is not None
+            folder = Path(temporary) / "model"
+            model = (
+                _load_lora_checkpoint(source, folder, options) if has_adapter else _load_source(source, folder, options)
+            )
+        elif has_adapter:
+            model = _load_adapter(Path(reference.name), options)
+        else:
+            model = _load_pretrained(reference.name, reference.revision, options)
+        tokenizer = _load_tokenizer(folder, reference, options)
+    template = choose_template(tokenizer, reference, options, default_template, log)
+    return InferenceModel(reference.name, model.eval(), tokenizer, template, has_adapter)
+
+
+def load_base(
+    model: InferenceModel, base: ModelReference, options: LoadOptions, log: Callable[[str], object]
+) -> InferenceModel:
+    """The base model of `model`. Under an adapter it is in memory already."""
+    if model.has_adapter:
+        return replace(model, name=base.name, without_adapter=True)
+    return load_model(base, options, log, default_template=model.template)
+
+
+def choose_template(
+    tokenizer: Any,
+    reference: ModelReference,
+    options: LoadOptions,
+    default: str | None,
+    log: Callable[[str], object],
+) -> str | None:
+    """The chat template to ask in: the one that is named, the tokenizer's own, else what the model was trained with.
+
+    None: prompts are continued as they are. Raises `UserError` where none of these is known.
+    """
+    if not options.use_chat_template:
+        return None
+    if options.chat_template is not None:
+        return read_template(options.chat_template)
+    formats = trained_formats(reference.run)
+    rows = f"rows of {' and '.join(sorted(formats))}"
+    if tokenizer.chat_template:
+        if formats and not formats & CHAT_FORMATS:
+            log(
+                f"{reference.name}: was trained on {rows}, without its chat template; --no-chat-template asks in that form"
+            )
+        own = tokenizer.chat_template
+        return str(own if isinstance(own, str) else own.get("default") or next(iter(own.values())))
+    if default is not None:
+        return default
+    if formats & CHAT_FORMATS:
+        return PLAIN  # training rendered the conversations with it, for want of another
+    if formats:
+        log(f"{reference.name}: has no chat template and was trained on {rows}; prompts are continued as they are")
+        return None
+    raise UserError(
+        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a file, ...), or have prompts "
+        "continued as they are with --no-chat-template"
+    )
+
+
+def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> Any:
+    """The model in a Hugging Face folder, or of a hub name."""
+    from transformers import AutoModelForCausalLM
+
+    with _one_sentence(name, "its weights", revision):
+        return AutoModelForCausalLM.from_pretrained(
+            name,
+            **_placement(),
+            trust_remote_code=options.trust_remote_code,
+            **({"revision": revision} if revision else {}),
+        )
+
+
+def _placement() -> dict[str, Any]:
+    """In the dtype of the files, over all GPUs of this machine or on its CPU."""
+    return {"dtype": "auto", "device_map": "auto" if torch.accelerator.is_available() else None}
+
+
+def _load_adapter(folder: Path, options: LoadOptions) -> Any:
+    """A PEFT folder on its base model, not merged."""
+    from peft import PeftModel
+
+    config = read_json(folder / ADAPTER_CONFIG, (folder / ADAPTER_CONFIG).read_bytes())
+    name = options.base_model or config.get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model")
+    base = find_base(name, config.get("revision"), with_weights=True)
+    model = _load_pretrained(str(base), None, options)
+    with _one_sentence(str(folder), "its adapter"):
+        return PeftModel.from_pretrained(model, folder)
+
+
+def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
+    """The adapter of a checkpoint, on its base; `folder` becomes a PEFT folder."""
+    export_source(source, folder, ExportOptions(model=False, verify=False), log=lambda _: None)
+    return _load_adapter(folder, replace(options, base_model=source.base_model))
+
+
+def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
+    """The whole model in a checkpoint, in memory as its export would be; `folder` gets all of the export but the weights."""
+    from transformers import AutoConfig, GenerationConfig
+
+    target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
+    export_options = ExportOptions(trust_remote_code=options.trust_remote_code)
+    weights = plan_weights(source, target, export_options)
+    folder.mkdir()
+    write_metadata(folder, source, target, weights, folder.name, export_options)
+    state = {value.name: _read_value(value) for shard in weights.model for value in shard.values}
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    with _one_sentence(str(source.path), "its weights"):
+        model_class: Any = type(target.model)
+        model = model_class.from_pretrained(None, config=config, state_dict=state, **_placement())
+    model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _read_value(value: Value) -> torch.Tensor:
+    tensor = torch.empty(value.shape, dtype=value.dtype)
+    for start, stop in row_blocks(value.shape):
+        part = tensor[start:stop] if value.shape else tensor
+        part.copy_(cast_rows(value, start, stop))
+    return tensor
+
+
+def _load_tokenizer(folder: str | Path, reference: ModelReference, options: LoadOptions) -> Any:
+    from transformers import AutoTokenizer
+
+    if Path(folder).is_dir() and not has_tokenizer(Path(folder)):
+        raise UserError(f"{reference.name}: has no tokenizer; copy the base model's tokenizer files into it")
+    with _one_sentence(reference.name, "its tokenizer", reference.revision):
+        return AutoTokenizer.from_pretrained(
+            folder,
+            trust_remote_code=options.trust_remote_code,
+            **({"revision": reference.revision} if reference.revision else {}),
+        )
+
+
+@contextmanager
+def _one_sentence(name: str, what: str, revision: str | None = None) -> Iterator[None]:
+    """Turns whatever transformers, peft, the hub or a damaged file raise in this block into a `UserError`."""
+    try:
+        yield
+    except Exception as error:
+        raise _describe_failure(name, revision, what, error) from None
+
+
+def _describe_failure(name: str, revision: str | None, what: str, error: Exception) -> UserError:
+    if not Path(name).exists():
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        return hub_error(name, cause, what=what, revision=revision)
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return UserError(f"{name}: {what} cannot be loaded: {reason}")

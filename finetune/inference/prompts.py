@@ -1,0 +1,81 @@
+"""Prompts for a model: from the command line, a pipe, or the rows of a file; each a list of messages. Imports no torch."""
+
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.data.messages import BadRow, Message, list_columns, parse_messages
+from finetune.data.readers import read_file
+from finetune.errors import UserError
+
+MESSAGES_COLUMNS = ("messages", "conversations", "conversation")
+TEXT_COLUMNS = ("prompt", "question", "instruction", "text", "input")
+
+
+def make_messages(prompt: str, system: str | None) -> list[Message]:
+    """A conversation that begins with `prompt`, after the system message where there is one."""
+    return [*system_message(system), {"role": "user", "content": prompt}]
+
+
+def system_message(system: str | None) -> list[Message]:
+    return [{"role": "system", "content": system}] if system else []
+
+
+def read_piped_prompt() -> str:
+    """All of stdin as one prompt. Raises `UserError` where it is empty."""
+    try:
+        text = sys.stdin.read().strip() if sys.stdin is not None else ""
+    except UnicodeDecodeError as error:
+        raise UserError(f"stdin: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    if not text:
+        raise UserError("stdin: empty, and no terminal to ask at; give a prompt with --prompt, --prompts or a pipe")
+    return text
+
+
+def read_prompts(path: str, system: str | None) -> Iterator[list[Message]]:
+    """The prompts in a file: a row each of JSON, CSV, Parquet or Arrow, a line each of text.
+
+    Of a row with messages, those before its last answer; else its prompt, question, instruction, text or input.
+
+    Raises `UserError` where a row has none.
+    """
+    for number, row in read_file(path):
+        try:
+            if isinstance(row, BadRow):
+                raise row
+            yield _read_row(row, system)
+        except BadRow as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+
+
+def _read_row(row: dict[str, Any], system: str | None) -> list[Message]:
+    for column in (*MESSAGES_COLUMNS, "prompt"):
+        if isinstance(row.get(column), list):
+            return _before_answer(row[column], system)
+    if isinstance(row.get("instruction"), str):  # Alpaca: instruction and input
+        parts = [row["instruction"], row.get("input")]
+        return make_messages("\n\n".join(part for part in parts if isinstance(part, str) and part), system)
+    for column in TEXT_COLUMNS:
+        if isinstance(row.get(column), str) and row[column].strip():
+            return make_messages(row[column], system)
+    raise BadRow(
+        f"no prompt; its columns are {list_columns(row) or 'none'}, and one of messages, {', '.join(TEXT_COLUMNS)} is expected"
+    )
+
+
+def _before_answer(turns: list[Any], system: str | None) -> list[Message]:
+    """The messages up to the last one that the assistant does not say."""
+    answer = {"role": "assistant", "content": ""}
+    messages = list(parse_messages([*turns, answer] if _is_open(turns) else turns)[0])
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages:
+        raise BadRow("messages: nothing is asked before the assistant's turn")
+    return [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
+
+
+def _is_open(turns: list[Any]) -> bool:
+    """Whether the last turn is not the assistant's, so that an answer is due."""
+    last = turns[-1] if turns else None
+    role = last.get("role", last.get("from")) if isinstance(last, dict) else None
+    return role not in ("assistant", "gpt", "model")

@@ -1,0 +1,283 @@
+"""`finetune chat` on what runs leave: the same answers as transformers' own, from an export, a checkpoint and an adapter."""
+
+import io
+import json
+import os
+import pty
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.cli import main
+from finetune.inference.find_model import find_model
+from finetune.inference.inference_model import LoadOptions, load_model
+from finetune.terminal import printable
+from tests.conftest import QuickstartRun, make_chat
+from tests.inference.conftest import LORA_STEPS
+from tests.ranks import ROOT, default_interrupt, environment
+
+QUESTION = "What is 3 plus 3?"
+ENOUGH = 12  # tokens of an answer
+
+
+@pytest.fixture
+def chat(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`finetune chat` in this process, answering greedily: what it prints."""
+
+    def run(*arguments: object, code: int = 0, max_new_tokens: int = ENOUGH) -> str:
+        capsys.readouterr()
+        options = ("--temperature", "0", "--max-new-tokens", str(max_new_tokens))
+        assert main(["chat", *map(str, arguments), *options]) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    return run
+
+
+def own_answer(model: Any, folder: Path, prompt: str = QUESTION, *, is_chat: bool = True) -> str:
+    """transformers' own greedy answer; `folder` has the tokenizer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    inputs = (
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": prompt}], add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        if is_chat
+        else tokenizer(prompt, return_tensors="pt")
+    )
+    with torch.inference_mode():
+        output = model.generate(
+            **inputs, max_new_tokens=ENOUGH, do_sample=False, eos_token_id=tokenizer.eos_token_id, pad_token_id=0
+        )
+    return str(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
+
+
+def read_answers(printed: str) -> list[dict[str, str]]:
+    """model -> answer, for each prompt that was answered with --json."""
+    return [{each["model"]: each["answer"] for each in json.loads(line)["answers"]} for line in printed.splitlines()]
+
+
+def test_a_run_and_its_checkpoint_answer_as_its_export(quickstart_run: QuickstartRun, chat: Callable[..., str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    run = quickstart_run.folder
+    exported = AutoModelForCausalLM.from_pretrained(run / "export")
+    expected = own_answer(exported, run / "export")
+    assert chat(run, "--prompt", QUESTION) == printable(expected) + "\n", "the answer alone, for a script"
+    checkpoint = run / "checkpoints" / "step-00000004"
+    loaded = load_model(find_model(str(checkpoint)), LoadOptions(), print).model
+    weights = exported.state_dict()
+    assert loaded.state_dict().keys() == weights.keys()
+    assert all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items())
+    assert loaded.generation_config.to_dict() == exported.generation_config.to_dict()
+    (answers,) = read_answers(chat(run, "--compare-with", checkpoint, "--json", "--prompt", QUESTION))
+    assert answers == {str(run / "export"): expected, str(checkpoint): expected}
+    refused = chat(run, "--compare", "--prompt", QUESTION, code=2)
+    assert refused.splitlines()[-1].endswith("there is no base model; name another with --compare-with")
+
+
+def test_a_lora_run_needs_neither_export_nor_merge(lora_run: Path, tmp_path: Path, chat: Callable[..., str]) -> None:
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    base, adapter = lora_run.parent / "tiny-llama", lora_run / "adapter"
+    untrained = own_answer(AutoModelForCausalLM.from_pretrained(base), base)
+    trained = own_answer(AutoPeftModelForCausalLM.from_pretrained(adapter), adapter)
+    assert trained != untrained
+    shown = chat(lora_run, "--compare", "--prompt", QUESTION)
+    assert shown == printable(f"base:\n{untrained}\ntrained:\n{trained}\n"), "the base is the base, not the adapter"
+
+    running = shutil.copytree(lora_run, tmp_path / "run", ignore=shutil.ignore_patterns("adapter", "export"))
+    checkpoint = running / "checkpoints" / f"step-{LORA_STEPS:08d}"
+    (answers,) = read_answers(chat(running, "--compare", "--json", "--prompt", QUESTION))
+    assert answers == {str(base): untrained, str(checkpoint): trained}
+
+    moved = base.rename(tmp_path / "elsewhere")
+    try:
+        refused = chat(lora_run, "--prompt", QUESTION, code=2)
+        assert "the base model's folder is gone; name its new place with --base-model" in refused
+        (answers,) = read_answers(chat(lora_run, "--compare", "--base-model", moved, "--json", "--prompt", QUESTION))
+        assert answers == {str(moved): untrained, str(adapter): trained}
+    finally:
+        moved.rename(base)
+
+
+def test_prompts_of_a_file_and_of_a_pipe(
+    tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_llama()
+    rows: list[dict[str, Any]] = [
+        {"prompt": QUESTION},
+        {"question": QUESTION, "answer": "6"},
+        {"instruction": "What is 3", "input": "plus 3?"},
+        json.loads(make_chat(tmp_path / "chat.jsonl", rows=1).read_text()),
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = chat(model, "--prompts", file, "--system", "Be brief.", "--json").splitlines()
+    asked = [json.loads(line)["messages"] for line in printed]
+    system = {"role": "system", "content": "Be brief."}
+    contents = [QUESTION, QUESTION, "What is 3\n\nplus 3?", "What is 0 plus 0?"]
+    assert asked == [[system, {"role": "user", "content": content}] for content in contents]
+    (answer,) = json.loads(printed[0])["answers"]
+    assert answer["is_cut"] is (answer["tokens"] == ENOUGH)
+
+    (tmp_path / "lines.txt").write_text(f"{QUESTION}\n\nAnd 4?\n")
+    assert chat(model, "--prompts", tmp_path / "lines.txt").startswith(f"> {QUESTION}\n")
+    for text, wrong in (
+        ('{"score": 1}\n', ":1: no prompt; its columns are score, and one of messages, prompt, "),
+        ('{"messages": [{"role": "assistant", "content": "Hi."}]}\n', ":1: messages: nothing is asked before "),
+        ("", ": holds no prompts"),
+    ):
+        file.write_text(text)
+        assert chat(model, "--prompts", file, code=2).startswith(f"{file}{wrong}")
+
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n"))
+    assert chat(model) == chat(model, "--prompt", QUESTION)
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    assert chat(model, code=2).startswith("stdin: empty, and no terminal to ask at; give a prompt with ")
+
+
+def test_without_a_chat_template_it_asks_as_the_run_was_trained(
+    tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_llama()
+    with_template = chat(model, "--prompt", QUESTION)
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    said = chat(model, "--prompt", QUESTION, code=2)
+    assert said.splitlines()[-1].startswith(f"{model}: has no chat template; name one with --chat-template (")
+    assert chat(model, "--prompt", QUESTION, "--chat-template", template) == with_template
+    continued = own_answer(AutoModelForCausalLM.from_pretrained(model), model, is_chat=False)
+    assert chat(model, "--prompt", QUESTION, "--no-chat-template") == printable(continued) + "\n"
+    refused = chat(model, "--prompt", QUESTION, "--chat-template", "{{ raise_exception('no turns') }}", code=2)
+    assert refused.splitlines()[-1] == f"{model}: its chat template rejects the conversation: no turns"
+
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "recipe.yaml").write_text(f"model_name_or_path: {model}\n")
+    model.rename(run / "export")
+    for formats, expected in ((["prompt_completion"], continued), (["messages"], None)):
+        (run / "data_report.json").write_text(json.dumps({"sources": [{"formats": formats}]}))
+        answered = chat(run, "--prompt", QUESTION)
+        plain = chat(run, "--prompt", QUESTION, "--chat-template", "plain")
+        assert answered == (plain if expected is None else printable(expected) + "\n")
+
+
+def test_what_cannot_be_talked_to_is_one_sentence(
+    tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str]
+) -> None:
+    model, run, empty = tiny_llama(), tmp_path / "started", tmp_path / "empty"
+    run.mkdir()
+    empty.mkdir()
+    (run / "recipe.yaml").write_text("seed: 1\n")
+    ask = ("--prompt", QUESTION)
+    long = "word " * 500
+    for arguments, message in (
+        ((tmp_path / "gone", *ask), f"{tmp_path / 'gone'}: no such folder; give a run's folder"),
+        ((model / "config.json", *ask), f"{model / 'config.json'}: a file; give the folder that holds it"),
+        ((run, *ask), f"{run}: has no export and no checkpoint yet; train on, or name another run"),
+        ((empty, *ask), f"{empty}: nothing to export: "),
+        (("owner/name", *ask), "owner/name: its weights is not on this machine and HF_HUB_OFFLINE is set"),
+        ((model, *ask, "--compare"), f"{model}: does not say which model it was trained from; name it with "),
+        ((model, *ask, "--top-p", "0"), "--top-p 0.0: above 0 and at most 1 is expected"),
+        ((model, *ask, "--system", "S", "--no-chat-template"), "--system: goes through the chat template"),
+        ((model, "--prompt", long), f"{model}: the conversation has "),
+        ((model, "--prompts", tmp_path / "gone.txt"), f"{tmp_path / 'gone.txt'}: cannot be read: No such file"),
+    ):
+        assert chat(*arguments, code=2).splitlines()[-1].startswith(message), arguments
+
+
+def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:
+    from finetune.inference.answers import Sampling, answer
+
+    model = load_model(find_model(str(tiny_llama())), LoadOptions(), print)
+    pieces: list[str] = []
+
+    def write(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    torch.manual_seed(0)
+    before = signal.getsignal(signal.SIGINT)
+    stopped = answer(
+        model, [{"role": "user", "content": QUESTION}], Sampling(max_new_tokens=400, temperature=1.0), write
+    )
+    assert stopped.is_interrupted
+    assert 3 <= stopped.tokens < 20
+    assert stopped.text == "".join(pieces)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_conversation_at_a_terminal(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+    """Through a real terminal: two turns, the commands, Ctrl-C at the prompt, and Ctrl-D."""
+    command = [
+        sys.executable,
+        "-m",
+        "finetune",
+        "chat",
+        str(tiny_llama()),
+        "--max-new-tokens",
+        "8",
+        "--temperature",
+        "0",
+    ]
+    terminal, inner = pty.openpty()
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment() | {"TERM": "dumb"},
+        stdin=inner,
+        stdout=inner,
+        stderr=inner,
+        start_new_session=True,
+        preexec_fn=default_interrupt,
+    )
+    os.close(inner)
+    said = screens(terminal)
+    try:
+        assert "/help lists the commands, Ctrl-D ends" in next(said)
+        for typed, shown in (
+            (f"{QUESTION}\n", "[cut after 8 tokens; --max-new-tokens allows more]"),
+            ("/help\n", "start over, with this system message"),
+            ("/nothing\n", "/nothing: no such command; /help lists them"),
+            ("/system Be brief.\n", "a new conversation"),
+            (f"{'word ' * 200}\n", "tokens, and the model reads 512 at most"),
+        ):
+            os.write(terminal, typed.encode())
+            assert shown in next(said)
+        process.send_signal(signal.SIGINT)
+        assert "Ctrl-D or /exit ends the conversation" in next(said)
+        os.write(terminal, b"\x04")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def screens(terminal: int) -> Iterator[str]:
+    """What is shown up to each new prompt."""
+    shown = ""
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        if not select.select([terminal], [], [], 1.0)[0]:
+            continue
+        shown += os.read(terminal, 65536).decode(errors="replace")
+        if shown.endswith("> "):
+            yield shown
+            shown = ""
+    raise AssertionError(f"no prompt within 120 s after {shown!r}")
