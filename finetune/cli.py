@@ -13,10 +13,11 @@ from typing import TypeAlias
 from finetune import __version__
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 from finetune.recipe.overrides import read_overrides
-from finetune.terminal import clean_output, silence_libraries
+from finetune.terminal import clean_output, discard, silence_libraries
 
 # Subcommand -> the function that runs it, by name: importing it would import torch.
 COMMANDS = {
+    "init": "finetune.init.cli:init_command",
     "launch": "finetune.launch:launch_command",
     "plan": "finetune.plan.cli:plan_command",
     "inspect": "finetune.data.inspect:inspect_command",
@@ -48,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return 130  # the shell's own for SIGINT
     except BrokenPipeError:
-        sys.stderr.close()  # the reader of our output has gone (`| head`)
+        discard(sys.stdout)  # its reader has gone (`| head`)
         return 0
     return code
 
@@ -84,9 +85,28 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"finetune {__version__}")
     subcommands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_init(subcommands)
     _add_commands_on_recipes(subcommands)
     _add_commands_on_folders(subcommands)
     return parser
+
+
+def _add_init(subcommands: "Subcommands") -> None:
+    init = _add(subcommands, "init", "write a first recipe for a model, data and GPUs, which the plan says fits")
+    init.epilog = "What no flag says is asked, where there is a terminal."
+    init.add_argument("--model", metavar="M", help="what to train: a folder or hub name")
+    init.add_argument("--data", metavar="PATH", help="a file, glob, folder or hub name")
+    init.add_argument("--data-name", metavar="NAME", help="the hub data set's configuration")
+    init.add_argument("--split", default="train", metavar="SPLIT", help="of the data (default: train)")
+    for column in ("messages", "prompt", "completion", "text"):
+        init.add_argument(f"--{column}-column", metavar="NAME", help=f"the column that holds the {column}")
+    init.add_argument("--gpus", metavar="N", help="for the run, 0 for the CPU (default: those of this machine)")
+    init.add_argument("--gpu-memory", metavar="SIZE", help="of each, for example 80GiB (default: this machine's)")
+    init.add_argument(
+        "--method", choices=("full", "lora"), help="all parameters or adapters (default: all where they fit)"
+    )
+    init.add_argument("--output", metavar="FILE", help="the recipe to write (default: my_recipe.yaml)")
+    init.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
 
 
 def _add_commands_on_recipes(subcommands: "Subcommands") -> None:

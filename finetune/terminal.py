@@ -84,9 +84,14 @@ def _discard_if_broken(stream: TextIO) -> None:
     try:
         stream.flush()
     except OSError:
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, stream.fileno())
-        os.close(null)
+        discard(stream)
+
+
+def discard(stream: TextIO) -> None:
+    """Points a stream at the null device: nobody reads it any more."""
+    null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextmanager

@@ -29,7 +29,16 @@ def commands(program: str) -> list[list[str]]:
 
 def test_its_finetune_commands_are_read() -> None:
     found = commands("finetune")
-    assert {words[0] for words in found} == {"plan", "inspect", "launch", "report", "chat", "checkpoints", "export"}
+    assert {words[0] for words in found} == {
+        "init",
+        "plan",
+        "inspect",
+        "launch",
+        "report",
+        "chat",
+        "checkpoints",
+        "export",
+    }
     for words in found:
         options = read_arguments(words)
         if getattr(options, "recipe", "my_recipe.yaml") != "my_recipe.yaml":

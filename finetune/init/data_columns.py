@@ -1,0 +1,150 @@
+"""What a first recipe needs to know of a data set: its format, the columns to name, its rows and their length. No torch."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from finetune.data.formats import Completion, Conversation, Document, Text, parse_row
+from finetune.data.messages import BadRow, list_columns
+from finetune.data.sources import list_files, read_rows
+from finetune.errors import UserError
+from finetune.recipe.schema import DatasetSource
+
+ROWS_READ = 1000  # of a data set, from its beginning
+CHARACTERS_A_TOKEN = 3.0  # English has some 4; code, numbers and other languages fewer
+TEMPLATE_TOKENS = 16  # around the turns of a row
+# Columns that hold a question and its answer in published data sets, where the row is of no format with a name.
+PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input", "user", "context")
+COMPLETIONS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply", "label")
+TEXTS = ("text", "content", "document", "body", "article")
+
+Ask = Callable[[str, str], str]  # (question, default) -> answer
+
+
+@dataclass(frozen=True, slots=True)
+class DataSummary:
+    """A data set as far as its first rows show it. Returned by `summarize_data`."""
+
+    source: DatasetSource  # with the columns that a recipe has to name
+    format: str  # messages, sharegpt, alpaca, prompt_completion or text
+    columns: tuple[str, ...]
+    rows: int  # in all, where `is_counted`; else those that were read
+    is_counted: bool
+    longest_tokens: int  # of all but the longest hundredth of the rows, by their characters
+    mean_tokens: float  # of a row, by its characters
+
+
+def summarize_data(source: DatasetSource, *, has_template: bool, ask: Ask | None) -> DataSummary:
+    """Reads the first rows of `source` and finds the columns to name.
+
+    `has_template`: the model has a chat template, through which questions and answers then go. `ask`: asks a person which
+    column is which, where their names do not show it.
+
+    Raises `UserError` where there are no rows, or columns that nobody names.
+    """
+    rows: list[dict[str, Any]] = []
+    bad: list[str] = []
+    taken = 0
+    for batch in read_rows(source, streaming=True):
+        for number, row in zip(batch.numbers, batch.rows, strict=True):
+            bad += [f"{batch.file}:{number}: {row}"] if isinstance(row, BadRow) else []
+            rows += [row] if not isinstance(row, BadRow) else []
+            taken += 1
+        if taken >= ROWS_READ:
+            break
+    if not rows:
+        raise UserError(bad[0] if bad else f"{source.path}: has no rows")
+    source = choose_columns(rows[0], source, has_template=has_template, ask=ask)
+    documents = [_parse(row, source) for row in islice(rows, ROWS_READ)]
+    lengths = sorted(count_characters(document) for document in documents)
+    return DataSummary(
+        source=source,
+        format=parse_row(rows[0], source).format,
+        columns=tuple(map(str, rows[0])),
+        rows=taken if taken < ROWS_READ else _count_rows(source, taken),
+        is_counted=taken < ROWS_READ or bool(list_files(source)),
+        longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))] / CHARACTERS_A_TOKEN) + TEMPLATE_TOKENS,
+        mean_tokens=sum(lengths) / len(lengths) / CHARACTERS_A_TOKEN + TEMPLATE_TOKENS,
+    )
+
+
+def choose_columns(
+    row: Mapping[str, Any], source: DatasetSource, *, has_template: bool, ask: Ask | None
+) -> DatasetSource:
+    """`source` with what a recipe has to say of its columns: nothing, where our own readers recognize the row."""
+    named = (source.messages_column, source.prompt_column, source.completion_column, source.text_column)
+    if not any(named):
+        try:
+            found = parse_row(row, source)
+        except BadRow as error:
+            if not str(error).startswith("unknown format"):
+                raise UserError(f"{source.path}: {error}") from None
+            source = _guess_columns(row, source) or _ask_columns(row, source, ask)
+        else:
+            if found.format == "prompt_completion" and isinstance(found.document, Completion) and has_template:
+                completion = "completion" if row.get("completion") is not None else "chosen"
+                source = replace(source, prompt_column="prompt", completion_column=completion)
+    if source.prompt_column and source.completion_column and source.type is None and has_template:
+        source = replace(source, type="messages")
+    return source
+
+
+def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
+    by_name = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, str)}
+    prompt = next((by_name[name] for name in PROMPTS if name in by_name), None)
+    completion = next((by_name[name] for name in COMPLETIONS if name in by_name), None)
+    if prompt is not None and completion is not None:
+        return replace(source, prompt_column=prompt, completion_column=completion)
+    text = next((by_name[name] for name in TEXTS if name in by_name), None)
+    if text is None and len(by_name) == 1:
+        text = next(iter(by_name.values()))
+    return replace(source, text_column=text) if text is not None and prompt is None else None
+
+
+def _ask_columns(row: Mapping[str, Any], source: DatasetSource, ask: Ask | None) -> DatasetSource:
+    columns = list_columns(row) or "none"
+    if ask is None:
+        raise UserError(
+            f"{source.path}: its columns are {columns}; say which to read with --prompt-column and --completion-column, "
+            "--messages-column or --text-column"
+        )
+    print(f"{source.path}: its columns are {columns}")
+    prompt = _ask_column("Which one holds the prompt or question? (none: plain text)", row, ask)
+    if not prompt:
+        return replace(source, text_column=_ask_column("Which one holds the text?", row, ask) or None)
+    return replace(source, prompt_column=prompt, completion_column=_ask_column("Which one holds the answer?", row, ask))
+
+
+def _ask_column(question: str, row: Mapping[str, Any], ask: Ask) -> str:
+    while (column := ask(question, "")) and column not in row:
+        print(f"{column}: no such column; there are {list_columns(row)}")
+    return column
+
+
+def _parse(row: Mapping[str, Any], source: DatasetSource) -> Document:
+    try:
+        return parse_row(row, source).document
+    except BadRow as error:
+        raise UserError(f"{source.path}: {error}") from None
+
+
+def count_characters(document: Document) -> int:
+    match document:
+        case Text(text):
+            return len(text)
+        case Completion(prompt, completion):
+            return len(prompt) + len(completion)
+        case Conversation(messages, _, tools):
+            parts: Sequence[object] = [*messages, *tools]
+            return sum(len(json.dumps(part, ensure_ascii=False, default=str)) for part in parts)
+
+
+def _count_rows(source: DatasetSource, taken: int) -> int:
+    """All rows of local files; of a data set of the hub, those that were read."""
+    from finetune.data.sources import count_rows
+
+    files = list_files(source)
+    return sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files) if files else taken

@@ -1,0 +1,140 @@
+"""The text of a first recipe: YAML in which every choice says why it was made."""
+
+from collections.abc import Iterator
+from shlex import quote
+from typing import Any
+
+import yaml
+
+from finetune.data.messages import list_columns
+from finetune.init.data_columns import DataSummary
+from finetune.init.sizing import Fit, Hardware, Keys
+from finetune.recipe.schema import DatasetSource
+from finetune.units import counted, gib
+
+COMMENT_COLUMN = 40
+MIN_LENGTH, MAX_LENGTH, TEXT_LENGTH = 512, 8192, 2048  # tokens
+WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")  # whatever is changed
+FORMATS = {
+    "messages": "conversations; the model's chat template writes their turns",
+    "sharegpt": "conversations; the model's chat template writes their turns",
+    "alpaca": "instructions with their outputs, as turns of the model's chat template",
+    "prompt_completion": "prompts with their completions, joined without a chat template",
+    "text": "plain text, all of it trained on",
+}
+
+
+def choose_max_length(data: DataSummary, positions: int | None) -> int:
+    """Tokens in a row: the power of two that holds all but the longest rows. `positions`: what the model can read."""
+    if data.format == "text":
+        length = TEXT_LENGTH  # longer texts are split, none is cut
+    else:
+        length = min(MAX_LENGTH, max(MIN_LENGTH, 1 << (data.longest_tokens - 1).bit_length()))
+    return length if positions is None else min(length, positions)
+
+
+def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> str:
+    """The whole text. `file`: its name, for the commands in its first lines."""
+    keys = fit.keys
+    steps = keys["num_train_epochs"] * data.rows * data.mean_tokens / keys["max_length"] / keys["global_batch_size"]
+    every = max(1, round(steps / 10, -1 if steps > 200 else 0))
+    lines = [
+        *_head(data, fit, hardware, file),
+        _line("model_name_or_path", keys["model_name_or_path"]),
+        _line("accelerate_config", keys["accelerate_config"], "sharded over all GPUs; accelerate_configs/ has others"),
+        *_method(fit),
+        "",
+        *_datasets(data),
+        *_held_out(keys),
+        "",
+        _line("max_length", keys["max_length"], _about_length(data, keys["max_length"])),
+        _line("global_batch_size", keys["global_batch_size"], "rows in a step, over all GPUs"),
+        _line("per_device_train_batch_size", keys["per_device_train_batch_size"], "rows at once on a GPU: more are faster, and take memory"),
+        _line("num_train_epochs", keys["num_train_epochs"], "watch the held-out loss: fewer, where it rises"),
+        *_advised(fit),
+        "",
+        _line("learning_rate", keys["learning_rate"], "adapters take ten times the rate of full fine-tuning and more" if fit.method == "lora" else "for all parameters of a trained model"),
+        _line("warmup_ratio", 0.03),
+        "",
+        _line("logging_steps", max(1, min(10, int(every) // 5))),
+        *([_line("eval_steps", int(every), "steps between two held-out losses")] if "eval_split_size" in keys else []),
+        _line("save_steps", int(every), "steps between two checkpoints; the newest two are kept"),
+    ]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def plan_command(file: str, hardware: Hardware) -> str:
+    return f"finetune plan --recipe {quote(file)} --num-processes {hardware.ranks} --gpu-memory {hardware.memory}"
+
+
+def launch_command(file: str, hardware: Hardware) -> str:
+    return f"finetune launch --recipe {quote(file)} --num-processes {hardware.ranks}"
+
+
+def inspect_command(file: str) -> str:
+    return f"finetune inspect --recipe {quote(file)}"
+
+
+def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
+    what = "Adapters (LoRA) for" if fit.method == "lora" else "All parameters of"
+    yield f"# {what} {fit.keys['model_name_or_path']} on {data.source.path}, for {hardware.words}; written by finetune init."
+    yield f"#   {inspect_command(file)}    # the rows as the model will see them"
+    yield f"#   {plan_command(file, hardware)}    # {gib(fit.plan.peak_bytes)} GiB"
+    yield f"#   {launch_command(file, hardware)}"
+
+
+def _method(fit: Fit) -> Iterator[str]:
+    if fit.method == "lora":
+        yield _line("use_peft", True, "train adapters on a frozen model, a hundredth of its parameters or less")
+        yield _line("lora_r", fit.keys["lora_r"], "their rank: more learns more, and takes more memory")
+        yield _line("lora_alpha", fit.keys["lora_alpha"], "they are scaled by lora_alpha / lora_r")
+
+
+def _datasets(data: DataSummary) -> Iterator[str]:
+    source = data.source
+    rows = counted(data.rows, "row") if data.is_counted else f"more than {counted(data.rows, 'row')}"
+    yield "datasets:"
+    yield _line("  - path", source.path, f"{rows} with the columns {list_columns(data.columns)}")
+    default = DatasetSource(path="")
+    for key in ("name", "split", "type", "messages_column", "prompt_column", "completion_column", "text_column"):
+        if (value := getattr(source, key)) != getattr(default, key):
+            yield _line(f"    {key}", value, FORMATS[data.format] if key == "type" else "")
+    if source.type is None:
+        yield f"    # recognized as {data.format}: {FORMATS[data.format]}"
+
+
+def _held_out(keys: Keys) -> Iterator[str]:
+    if "eval_split_size" in keys:
+        yield _line(
+            "eval_split_size",
+            keys["eval_split_size"],
+            "rows that are not trained on: their loss shows what was learned",
+        )
+
+
+def _about_length(data: DataSummary, max_length: int) -> str:
+    if data.format == "text":
+        return "tokens in a row; longer texts are split"
+    if data.longest_tokens > max_length:
+        return f"tokens in a row; some have about {data.longest_tokens:,} and are cut, see finetune inspect"
+    return f"tokens in a row of several examples; 99% of them have fewer than about {data.longest_tokens:,}"
+
+
+def _advised(fit: Fit) -> Iterator[str]:
+    """What the plan changed, beside the keys that are written anyway."""
+    for text, cost in fit.changes:
+        for change in text.split():
+            key = change.partition("=")[0]
+            if key not in WRITTEN:
+                yield _line(key, fit.keys[key], f"to fit; {cost}")
+
+
+def _line(key: str, value: Any, comment: str = "") -> str:
+    """`key: value`, with a comment in the column of all comments."""
+    written = (
+        f"{value:g}".replace("e-0", "e-")
+        if isinstance(value, float)
+        else yaml.safe_dump(value, width=10**6, allow_unicode=True)
+    )
+    text = f"{key}: {written.removesuffix(chr(10)).removesuffix('...').strip()}"
+    return f"{text.ljust(COMMENT_COLUMN - 1)} # {comment}" if comment else text

@@ -1,0 +1,203 @@
+"""`finetune init`: the recipe that it writes is read, planned and inspected by the other commands, and says why."""
+
+import json
+import os
+import pty
+import re
+import select
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from finetune.cli import main
+from finetune.recipe.reader import read_recipe
+from tests.conftest import make_chat
+from tests.plan.run_specs import LLAMA_31_8B
+from tests.ranks import ROOT, environment
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    """Llama 3.1 8B as far as `init` looks: its config and a chat template."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    config = LLAMA_31_8B | {"torch_dtype": "bfloat16", "max_position_embeddings": 131072}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return folder
+
+
+@pytest.fixture
+def init(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """`finetune init` in this process, into tmp_path / r.yaml: what it prints, or its message where `code` is 2."""
+
+    def run(*arguments: object, code: int = 0) -> str:
+        capsys.readouterr()
+        output = str(tmp_path / "r.yaml")
+        assert main(["init", *map(str, arguments), *([] if code else ["--overwrite"]), "--output", output]) == code
+        printed = capsys.readouterr()
+        return printed.err if code else printed.out
+
+    return run
+
+
+def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("gpus", "memory", "options", "expected"),
+    [
+        (1, "24GiB", (), {"use_peft": True, "learning_rate": 2e-4}),
+        (8, "80GiB", (), {"use_peft": False, "learning_rate": 1e-5}),
+        (8, "80GiB", ("--method", "lora"), {"use_peft": True}),
+        (1, "40GiB", ("--method", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
+        (1, "12GiB", (), {"use_peft": True, "accelerate_config": "fsdp_cpu_offload"}),
+        (3, "80GiB", (), {"use_peft": False}),
+    ],
+)
+def test_what_it_writes_fits_by_the_plan(
+    gpus: int,
+    memory: str,
+    options: tuple[str, ...],
+    expected: dict[str, Any],
+    llama: Path,
+    tmp_path: Path,
+    init: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    data = make_chat(tmp_path / "chat.jsonl", rows=2000)
+    printed = init("--model", llama, "--data", data, "--gpus", gpus, "--gpu-memory", memory, *options)
+    commands = {line.split()[0]: shlex.split(line)[2:] for line in printed.splitlines() if " finetune " in line}
+    assert main(commands["plan"]) == 0, "the plan that it prints says that it fits"
+    assert "\nfits " in capsys.readouterr().out
+    recipe = read_recipe(str(tmp_path / "r.yaml"))
+    found = {**vars_of(recipe.lora), **vars_of(recipe.optimization), **vars_of(recipe.run)}
+    assert {key: found[key] for key in expected} == expected
+    assert recipe.batch.global_batch_size is not None
+    assert recipe.batch.global_batch_size % gpus == 0
+    assert commands["train"] == ["launch", "--recipe", str(tmp_path / "r.yaml"), "--num-processes", str(gpus)]
+    keys = [line for line in (tmp_path / "r.yaml").read_text().splitlines() if re.match(r"[a-z]", line)]
+    assert sum("#" in line for line in keys) > len(keys) / 2, "choices say why"
+
+
+def vars_of(section: Any) -> dict[str, Any]:
+    return {name: getattr(section, name) for name in section.__slots__}
+
+
+@pytest.mark.parametrize(
+    ("row", "entry"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, {}),
+        ({"instruction": "a", "input": "", "output": "b"}, {}),
+        ({"text": "a"}, {}),
+        ({"Question": "a", "Answer": "b"}, {"prompt_column": "Question", "completion_column": "Answer", "type": "messages"}),
+        ({"prompt": "a", "completion": "b"}, {"prompt_column": "prompt", "completion_column": "completion", "type": "messages"}),
+        ({"body": "a", "id": 7}, {"text_column": "body"}),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_columns_are_named_where_they_must_be(
+    row: dict[str, Any], entry: dict[str, str], llama: Path, tmp_path: Path, init: Callable[..., str]
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", *[row] * 50)
+    init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "80GiB")
+    written = yaml.safe_load((tmp_path / "r.yaml").read_text())
+    assert written["datasets"] == [{"path": str(data)} | entry]
+    assert written["eval_split_size"] == 2
+    (llama / "chat_template.jinja").unlink()
+    init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "80GiB")
+    without = yaml.safe_load((tmp_path / "r.yaml").read_text())["datasets"][0]
+    assert "type" not in without, "without a chat template, questions and answers are completions"
+
+
+def test_what_it_writes_is_inspected(
+    tiny_llama: Callable[..., Path], tmp_path: Path, init: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = write_rows(
+        tmp_path / "a.jsonl", *({"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(60))
+    )
+    init("--model", tiny_llama(), "--data", data, "--gpus", 0)
+    assert main(["inspect", "--recipe", str(tmp_path / "r.yaml"), "--rows", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "<|user|>What is" in shown and "held out: 3 examples" in shown
+
+
+def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init: Callable[..., str]) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
+    rated = write_rows(tmp_path / "rated.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    empty = write_rows(tmp_path / "empty.jsonl")
+    gpu = ("--gpus", 1, "--gpu-memory", "80GiB")
+    (tmp_path / "r.yaml").touch()
+    taken = init("--model", llama, "--data", rows, *gpu, code=2)
+    assert taken == f"{tmp_path / 'r.yaml'}: exists; choose another --output, or replace it with --overwrite\n"
+    (tmp_path / "r.yaml").unlink()
+    for arguments, message in (
+        ((), "--model: needed, since there is no terminal to ask at"),
+        (("--model", "owner/name"), "owner/name: config.json is not on this machine and HF_HUB_OFFLINE is set"),
+        (("--model", llama), "--data: needed, since there is no terminal to ask at"),
+        (("--model", llama, "--data", "./gone.jsonl"), "./gone.jsonl: no such file or folder"),
+        (("--model", llama, "--data", empty), f"{empty}: has no rows"),
+        (("--model", llama, "--data", rows), f"{rows}: its columns are u, v; say which to read with --prompt-column"),
+        (("--model", llama, "--data", rated), f"{rated}: rejected: preference training (DPO) is not supported"),
+        (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}: w: text is expected, found "),
+        (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "two"), "--gpus: two: a number of GPUs"),
+        (
+            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "80"),
+            "--gpu-memory: 80: less than 1 GiB",
+        ),
+        (
+            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "1GiB"),
+            f"{llama}: does not fit 1 GPU of 1GiB, whatever is changed",
+        ),
+    ):
+        assert init(*arguments, code=2).startswith(message), arguments
+    assert not (tmp_path / "r.yaml").exists()
+
+
+def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
+    terminal, inner = pty.openpty()
+    command = [sys.executable, "-m", "finetune", "init", "--output", str(tmp_path / "r.yaml")]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=inner, stdout=inner, stderr=inner)
+    os.close(inner)
+    shown = ""
+    try:
+        for question, typed in (
+            ("Model, a folder or a hub name: ", str(llama)),
+            ("Data, a file, a folder or a hub name: ", str(rows)),
+            ("Which one holds the prompt or question? (none: plain text): ", "w"),
+            ("w: no such column; there are u, v\r\nWhich one holds the prompt or question? (none: plain text): ", "u"),
+            ("Which one holds the answer?: ", "v"),
+            ("GPUs for the run (0: the CPU) ", "2"),
+            ("Memory of each GPU [", "80GiB"),
+        ):
+            shown = read_until(terminal, question)
+            os.write(terminal, f"{typed}\n".encode())
+        shown = read_until(terminal, "train   finetune launch --recipe ")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+    assert "fits 2 GPUs of 80GiB: " in shown
+    entry = yaml.safe_load((tmp_path / "r.yaml").read_text())["datasets"][0]
+    assert (entry["prompt_column"], entry["completion_column"]) == ("u", "v")
+
+
+def read_until(terminal: int, text: str) -> str:
+    """What is shown up to `text`."""
+    shown, deadline = "", time.monotonic() + 60
+    while text not in shown:
+        assert time.monotonic() < deadline, f"{text!r} is not in {shown!r}"
+        if select.select([terminal], [], [], 1.0)[0]:
+            shown += os.read(terminal, 65536).decode(errors="replace")
+    return shown
