@@ -23,6 +23,7 @@ COMMANDS = {
     "inspect": "finetune.data.inspect:inspect_command",
     "export": "finetune.export.cli:export_command",
     "chat": "finetune.inference.cli:chat_command",
+    "evaluate": "finetune.inference.cli:evaluate_command",
     "report": "finetune.report.cli:report_command",
     "checkpoints": "finetune.checkpoint.cli:checkpoints_command",
     "convert": "finetune.convert:convert_command",
@@ -166,6 +167,7 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     export.add_argument("--trust-remote-code", action="store_true", help="run the base model's own code")
 
     _add_chat(subcommands)
+    _add_evaluate(subcommands)
 
     report = _add(subcommands, "report", "write an HTML file on one run, or on several side by side")
     report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
@@ -225,6 +227,22 @@ def _add_chat(subcommands: "Subcommands") -> None:
         "--no-chat-template", dest="use_chat_template", action="store_false", help="continue prompts as they are"
     )
     _add_model_options(chat)
+
+
+def _add_evaluate(subcommands: "Subcommands") -> None:
+    evaluate = _add(subcommands, "evaluate", "measure a trained model and its base on lm-eval's tasks")
+    evaluate.add_argument("source", metavar="RUN_OR_FOLDER", help="as for chat; a run keeps the results")
+    evaluate.add_argument(
+        "--tasks", required=True, metavar="T,T", help="such as gsm8k,mmlu; `lm-eval ls tasks` lists them"
+    )
+    evaluate.add_argument("--include-path", metavar="DIR", help="also take tasks from the YAML files in this folder")
+    evaluate.add_argument("--num-fewshot", type=int, metavar="N", help="examples in a prompt (default: the task's)")
+    evaluate.add_argument("--limit", type=float, metavar="N", help="documents of each task, or a share (default: all)")
+    evaluate.add_argument("--batch-size", default="auto", metavar="N", help="documents at once (default: auto)")
+    evaluate.add_argument("--apply-chat-template", action="store_true", help="ask in the model's chat template")
+    evaluate.add_argument("--no-compare", dest="compare", action="store_false", help="do not measure the base model")
+    evaluate.add_argument("--output", metavar="FILE", help="also write the results to this JSON file")
+    _add_model_options(evaluate)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:

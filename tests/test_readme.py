@@ -36,6 +36,7 @@ def test_its_finetune_commands_are_read() -> None:
         "launch",
         "report",
         "chat",
+        "evaluate",
         "checkpoints",
         "export",
     }

@@ -3,12 +3,13 @@
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
 import yaml
 
+from finetune.benchmark_results import BenchmarkResult, benchmark_table
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
 from finetune.export.source import Source
@@ -61,6 +62,20 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False) -> str:
         _section("Use", _use(base, is_adapter)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def add_evaluation(card: str, results: Sequence[BenchmarkResult]) -> str:
+    """The text of a card with a section on `results`, in place of an earlier one."""
+    section = _section("Evaluation", f"{_table(*benchmark_table(results))}\n\n{_measured_by(results)}")
+    before, use, after = re.sub(r"## Evaluation\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL).partition("## Use\n")
+    return f"{before.rstrip()}\n\n{section}\n\n{use}{after}".rstrip() + "\n"
+
+
+def _measured_by(results: Sequence[BenchmarkResult]) -> str:
+    bases = sorted({_shown_path(result.base_model) for result in results if result.base_model})
+    versions = ", ".join(sorted({result.lm_eval for result in results}))
+    harness = f"[lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) {versions}"
+    return f"Measured with {harness}" + (f"; the base is {', '.join(bases)}." if bases else ".")
 
 
 def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""A trained model in use: a conversation in the terminal, answers for scripts, and the base model beside it."""
+"""A trained model in use: a conversation in the terminal, answers for scripts, benchmarks by lm-eval, each beside its base."""

@@ -1,15 +1,28 @@
-"""`finetune chat`: talk to a trained model, with its base beside it, in a terminal or from a script."""
+"""`finetune chat` and `finetune evaluate`: talk to a trained model or measure it, with its base beside it."""
 
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
+from finetune.benchmark_results import (
+    BENCHMARKS,
+    BenchmarkResult,
+    benchmark_table,
+    merge_results,
+    read_benchmarks,
+    write_benchmarks,
+)
+from finetune.constants import ADAPTER, EXPORT
 from finetune.data.messages import Message
+from finetune.durable import replace_file
 from finetune.errors import EXIT_INTERRUPTED, UserError
 from finetune.inference.find_model import ModelReference, find_model, locate_base
 from finetune.inference.prompts import make_messages, read_piped_prompt, read_prompts
+from finetune.plan.table import align_columns
 
 if TYPE_CHECKING:
     from finetune.inference.answers import Sampling
@@ -36,6 +49,86 @@ def chat_command(options: argparse.Namespace) -> int:
     print("/help lists the commands, Ctrl-D ends\n")
     converse(speakers, sampling, options.system)
     return 0
+
+
+def evaluate_command(options: argparse.Namespace) -> int:
+    """Measures the model, and its base beside it, on lm-eval's tasks; prints the results and keeps them in the run. Returns 0."""
+    tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
+    if not tasks:
+        raise UserError("--tasks: names of lm-eval's tasks are expected, with commas between, such as gsm8k,mmlu")
+    if options.limit is not None and not options.limit > 0:
+        raise UserError(f"--limit {options.limit}: a number of documents, or a share below 1, is expected")
+    if options.include_path is not None and not Path(options.include_path).is_dir():
+        raise UserError(f"--include-path {options.include_path}: no such folder; name one with task files of lm-eval")
+    reference = find_model(options.source)
+    other = _find_base(options, reference)
+    if find_spec("lm_eval") is None:
+        raise UserError('finetune evaluate needs lm-eval; pip install "finetune[evaluate]"')
+
+    from finetune.inference.harness import BenchmarkOptions, evaluate_models
+    from finetune.inference.inference_model import LoadOptions
+
+    benchmark = BenchmarkOptions(
+        tasks=tasks,
+        include_path=options.include_path,
+        num_fewshot=options.num_fewshot,
+        limit=options.limit,
+        batch_size=options.batch_size,
+        apply_chat_template=options.apply_chat_template,
+    )
+    load_options = LoadOptions(
+        use_chat_template=options.apply_chat_template,
+        base_model=options.base_model,
+        trust_remote_code=options.trust_remote_code,
+    )
+    results = evaluate_models(reference, other, load_options, benchmark, _log)
+    head, rows = benchmark_table(results)
+    print(align_columns([head, *rows], left=(0, 1)))
+    for path in keep_results(results, reference, options.output):
+        print(path)
+    return 0
+
+
+def _find_base(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
+    """The base to measure beside the model; None where it is not wanted, or not known, which is reported."""
+    if not options.compare:
+        return None
+    if options.base_model is not None:
+        return find_model(options.base_model)
+    try:
+        return locate_base(reference)
+    except UserError as error:
+        _log(str(error).replace("--compare-with", "--base-model"))
+        return None
+
+
+def keep_results(results: Sequence[BenchmarkResult], reference: ModelReference, output: str | None) -> Iterator[Path]:
+    """Writes the results to `output`, to the run's benchmarks.json and into the cards of its exports; yields what was written.
+
+    Raises `UserError` where a file cannot be written.
+    """
+    from finetune.export.model_card import CARD_FILE, add_evaluation  # imports torch
+
+    path = Path(output) if output is not None else None
+    try:
+        if path is not None:
+            write_benchmarks(path, results)
+            yield path
+        if reference.run is None:
+            return
+        path = reference.run / BENCHMARKS
+        write_benchmarks(path, merge_results(read_benchmarks(reference.run), results))
+        yield path
+        exports = [reference.run / name for name in (EXPORT, ADAPTER)]
+        if Path(reference.name).resolve() not in [folder.resolve() for folder in exports]:
+            return  # another checkpoint than the exported one was measured
+        for folder in exports:
+            path = folder / CARD_FILE
+            if path.is_file():
+                replace_file(path, add_evaluation(path.read_text(encoding="utf-8"), results))
+                yield path
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; the results are above") from None
 
 
 def _check_numbers(options: argparse.Namespace) -> None:
@@ -85,9 +178,6 @@ def _load_speakers(
     from finetune.inference.conversation import Speaker
     from finetune.inference.inference_model import LoadOptions, load_base, load_model
 
-    def log(line: str) -> None:
-        print(line, file=sys.stderr)
-
     if options.seed is not None:
         torch.manual_seed(options.seed)
     load_options = LoadOptions(
@@ -97,18 +187,18 @@ def _load_speakers(
         trust_remote_code=options.trust_remote_code,
     )
     for notice in reference.notices:
-        log(notice)
-    model = load_model(reference, load_options, log)
-    log(f"model   {model.name} on {model.model.device}")
+        _log(notice)
+    model = load_model(reference, load_options, _log)
+    _log(f"model   {model.name} on {model.model.device}")
     if other is None:
         return [Speaker("", model)]
     if options.compare_with is not None:
-        before = load_model(other, load_options, log, default_template=model.template)
+        before = load_model(other, load_options, _log, default_template=model.template)
         speakers = [Speaker(before.name, before), Speaker(model.name, model)]
     else:
-        before = load_base(model, other, load_options, log)
+        before = load_base(model, other, load_options, _log)
         speakers = [Speaker("base", before), Speaker("trained", model)]
-    log(f"beside  {before.name}")
+    _log(f"beside  {before.name}")
     return speakers
 
 
@@ -141,6 +231,10 @@ def _answer_all(
         if as_json:
             print(json.dumps({"messages": messages, "answers": answers}, ensure_ascii=False), flush=True)
     return 0
+
+
+def _log(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def _ignore(text: str) -> None:

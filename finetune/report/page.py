@@ -12,6 +12,7 @@ import yaml
 from markupsafe import Markup
 
 from finetune import __version__
+from finetune.benchmark_results import benchmark_table, describe_models
 from finetune.metrics import find_divergence, losses_of
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
@@ -90,6 +91,8 @@ def _describe_run(run: RunRecord, plan: Plan | None) -> dict[str, Any]:
         "diverged": str(diverged) if diverged else "",
         "questions": _pair_answers(questions),
         "prompts": _pair_answers(asked),
+        "benchmarks": benchmark_table(run.benchmarks) if run.benchmarks else None,
+        "benchmarks_note": describe_models(run.benchmarks),
         "findings": findings,
         "data": facts,
         "sources": [

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from finetune.benchmark_results import BENCHMARKS, BenchmarkResult, read_benchmarks
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
 from finetune.json_lines import read_json_lines
@@ -17,7 +18,15 @@ from finetune.recipe.reader import read_recipe
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
-REPORTED_FILES = (METRICS, SAMPLES, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT)  # beside the checkpoints' manifests
+REPORTED_FILES = (
+    METRICS,
+    SAMPLES,
+    DATA_REPORT,
+    RECIPE,
+    SHARDING,
+    ENVIRONMENT,
+    BENCHMARKS,
+)  # beside the checkpoints' manifests
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +52,7 @@ class RunRecord:
     data_report: dict[str, Any]
     samples: tuple[dict[str, Any], ...]
     checkpoints: tuple[SavedCheckpoint, ...]
+    benchmarks: tuple[BenchmarkResult, ...]
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of every line with a number under `key`."""
@@ -87,6 +97,7 @@ def read_run(folder: Path) -> RunRecord:
         data_report=_read_mapping(folder / DATA_REPORT),
         samples=tuple(_read_json_lines(folder / SAMPLES)),
         checkpoints=tuple(_read_checkpoints(folder / "checkpoints")),
+        benchmarks=tuple(read_benchmarks(folder)),
     )
 
 

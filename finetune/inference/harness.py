@@ -1,0 +1,142 @@
+"""Benchmarks by EleutherAI's lm-eval, of a loaded model and of its base."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lm_eval import simple_evaluate
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from finetune.benchmark_results import BenchmarkResult
+from finetune.errors import UserError
+from finetune.inference.find_model import ModelReference
+from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkOptions:
+    """What is measured, and how; the names are lm-eval's."""
+
+    tasks: tuple[str, ...]
+    include_path: str | None = None  # a folder with task files of one's own
+    num_fewshot: int | None = None  # None: as each task says
+    limit: float | None = None  # documents of each task, or a share below 1; None: all
+    batch_size: str = "auto"
+    apply_chat_template: bool = False
+
+
+def evaluate_models(
+    reference: ModelReference,
+    base: ModelReference | None,
+    load_options: LoadOptions,
+    options: BenchmarkOptions,
+    log: Callable[[str], object],
+) -> list[BenchmarkResult]:
+    """Loads and measures the model, then its base. Raises `UserError` where either cannot be."""
+    manager = make_task_manager(options)
+    model = load_model(reference, load_options, log)
+    log(f"model   {model.name} on {model.model.device}")
+    trained, before = measure(model, options, manager), None
+    if base is not None:
+        other = load_base(model, base, load_options, log)
+        log(f"beside  {other.name}")
+        before = measure(other, options, manager)
+    return collect_results(trained, before, (reference.name, base.name if base is not None else None), options)
+
+
+def make_task_manager(options: BenchmarkOptions) -> TaskManager:
+    """lm-eval's tasks and those of `include_path`. Raises `UserError` for a task that is none of them."""
+    unknown = list(options.tasks)
+    if options.include_path is not None:  # alone first: lm-eval's own tasks are thousands of files
+        manager = TaskManager(include_path=options.include_path, include_defaults=False)
+        unknown = _find_unknown(manager, options.tasks)
+    if unknown:
+        manager = TaskManager(include_path=options.include_path)
+        unknown = _find_unknown(manager, options.tasks)
+    if unknown:
+        raise UserError(
+            f"--tasks: {', '.join(unknown)}: no such task of lm-eval {version('lm_eval')}; `lm-eval ls tasks` lists them, and "
+            "--include-path names a folder with your own"
+        )
+    return manager
+
+
+def _find_unknown(manager: TaskManager, tasks: Sequence[str]) -> list[str]:
+    return [task for task in tasks if not manager.match_tasks([task]) and not Path(task).is_file()]
+
+
+def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManager) -> dict[str, Any]:
+    """lm-eval's results of one model. Raises `UserError` where its data cannot be loaded or it fails."""
+    tokenizer = model.tokenizer
+    if options.apply_chat_template:
+        if model.template is None:
+            raise UserError(f"{model.name}: has no chat template, which --apply-chat-template needs")
+        tokenizer.chat_template = model.template
+    try:
+        with model.computing():
+            results = simple_evaluate(
+                model=HFLM(pretrained=model.model, tokenizer=tokenizer, batch_size=options.batch_size),
+                tasks=list(options.tasks),
+                num_fewshot=options.num_fewshot,
+                limit=options.limit,
+                apply_chat_template=options.apply_chat_template,
+                task_manager=manager,
+                log_samples=False,
+            )
+    except Exception as error:  # the hub, a task's own code, a data set without its split: each raises its own
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{','.join(options.tasks)}: lm-eval cannot measure it: {reason}") from error
+    assert isinstance(results, dict)
+    return results
+
+
+def collect_results(
+    trained: Mapping[str, Any], base: Mapping[str, Any] | None, names: tuple[str, str | None], options: BenchmarkOptions
+) -> list[BenchmarkResult]:
+    """A result for every metric of every task and group that lm-eval reports a number for; `names`: of both models."""
+    found = []
+    for task, metrics in trained["results"].items():
+        config = trained.get("configs", {}).get(task, {})
+        samples = trained.get("n-samples", {}).get(task, {})
+        for name, value in metrics.items():
+            metric, _, filtered = name.partition(",")
+            if not _is_number(value) or not filtered or metric.endswith("_stderr"):
+                continue
+            before = base["results"].get(task, {}) if base is not None else {}
+            found.append(
+                BenchmarkResult(
+                    task=task,
+                    metric=metric,
+                    filter=filtered,
+                    trained=float(value),
+                    trained_stderr=_number(metrics.get(f"{metric}_stderr,{filtered}")),
+                    base=_number(before.get(name)),
+                    base_stderr=_number(before.get(f"{metric}_stderr,{filtered}")),
+                    higher_is_better=trained.get("higher_is_better", {}).get(task, {}).get(metric) is not False,
+                    samples=samples.get("effective"),
+                    is_limited=options.limit is not None and samples.get("effective") != samples.get("original"),
+                    num_fewshot=_fewshot(trained.get("n-shot", {}).get(task, config.get("num_fewshot"))),
+                    chat_template=options.apply_chat_template,
+                    version=str(trained.get("versions", {}).get(task, "")),
+                    model=names[0],
+                    base_model=names[1] if base is not None else None,
+                    lm_eval=version("lm_eval"),
+                )
+            )
+    return found
+
+
+def _fewshot(value: Any) -> int | None:
+    return value if isinstance(value, int) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if _is_number(value) else None
