@@ -98,7 +98,13 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
         record = None
     if record == _record(recipe, inputs, last):
         return all((folder / name).is_dir() for name in exports) and not find_problems(newest)
-    if not find_problems(newest) and (last >= steps or is_out_of_patience(read_progress(newest), recipe.run)):
+    try:
+        is_over = last >= steps or is_out_of_patience(read_progress(newest), recipe.run)
+    except ValueError:  # damaged, and passed over when the run resumes
+        is_over = False
+    if is_over and not find_problems(
+        newest
+    ):  # in this order: the checkpoint of a run that continues is read once, by `resume`
         _refuse_other_training(folder, recipe, newest)
     return False
 
