@@ -106,6 +106,23 @@ def test_empty_tools_are_no_tools(nothing: Any) -> None:
     assert document(row).tools == ()
 
 
+def test_tools_without_names_are_no_schemas() -> None:
+    row = {"messages": [ASKED, ANSWERED[1]], "tools": {"weather": {"parameters": {}}}}
+    with pytest.raises(BadRow, match="tools: a list of JSON schemas, each with its name, is expected"):
+        document(row)
+
+
+def test_calls_that_nothing_describes_are_a_finding() -> None:
+    chatml = make_renderer(tokenizer_with(TEMPLATES["chatml"]), True)
+    turns = [ASKED, CALLED, *ANSWERED]
+    for tools, found in (("", True), ([TOOL], False)):
+        assert (
+            "calls_without_tools" in render(document({"messages": turns, "tools": tools}), chatml).findings
+        ) == found
+    system = {"role": "system", "content": "You may call weather(city, days)."}
+    assert "calls_without_tools" not in render(document({"messages": [system, *turns]}), chatml).findings
+
+
 def test_text_and_the_calls_that_follow_it_are_one_message() -> None:
     call = json.dumps({"name": "weather", "arguments": {"city": "Köln"}})
     turns = [turn("human", "Weather?"), turn("gpt", "Let me see."), turn("function_call", call), turn("function_call", call)]  # fmt: skip
