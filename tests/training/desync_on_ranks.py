@@ -41,6 +41,8 @@ class Case:
 
     def is_over(self) -> bool:
         """Whether both ranks have ended; what is left after LONGEST_SECONDS is killed."""
+        if len(self.codes) == RANKS:
+            return True
         before = len(self.codes)
         reap(self.processes, self.codes)
         if len(self.codes) > before:
@@ -60,10 +62,12 @@ class Case:
 def run_cases(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The results of all cases, AT_ONCE of them running at a time."""
     cases: list[Case] = []
-    while len(cases) < len(given) or not all(case.is_over() for case in cases):
-        if len(cases) < len(given) and sum(not case.is_over() for case in cases) < AT_ONCE:
+    running = 0
+    while running or len(cases) < len(given):
+        if running < AT_ONCE and len(cases) < len(given):
             cases.append(Case(given[len(cases)]))
         time.sleep(0.02)
+        running = sum(not case.is_over() for case in cases)
     return [case.result() for case in cases]
 
 
