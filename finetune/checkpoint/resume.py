@@ -26,7 +26,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.progress import Progress
-from finetune.recipe.keys import leaves, recipe_keys
+from finetune.recipe.keys import NESTED, keys_of, leaves, recipe_keys
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 
@@ -103,6 +103,13 @@ def read_progress(checkpoint: Path) -> Progress:
     return Progress(**{field.name: content[field.name] for field in fields(Progress)})
 
 
+def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """What differs between the run that saved `state` (state.json) and this one: what decides its course, then the rest."""
+    deciding, other = compare_recipes(state["recipe"], to_dict(recipe))
+    inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
+    return deciding + find_changed_inputs(inputs_then, inputs, deciding), other
+
+
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:
     """What differs between two recipes with every key filled in, as `key: then -> now`.
 
@@ -112,7 +119,8 @@ def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str
     deciding: list[str] = []
     other: list[str] = []
     for name, key in recipe_keys().items():
-        before, after = dict(leaves(then.get(name, _plain(key.default)), name)), dict(leaves(now[name], name))
+        was = _fill_in(name, then.get(name, _plain(key.default)))
+        before, after = dict(leaves(was, name)), dict(leaves(now[name], name))
         changed = [leaf for leaf in before | after if before.get(leaf) != after.get(leaf)]
         (deciding if key.same_on_resume else other).extend(
             f"{leaf}: {_short(before.get(leaf))} -> {_short(after.get(leaf))}" for leaf in changed
@@ -133,14 +141,12 @@ def _find_and_compare(recipe: Recipe, run_folder: Path, ranks: int, inputs: Mapp
 
 def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, str]) -> None:
     then = read_state(checkpoint)
-    deciding, other = compare_recipes(then["recipe"], to_dict(recipe))
+    deciding, other = list_changes(then, recipe, inputs)
     before, after = then["global_batch_size"], compute_global_batch_size(recipe.batch, ranks)
     if before != after:
         deciding.append(
             f"rows in a step: {before} -> {after} (global_batch_size keeps them the same on any number of ranks)"
         )
-    inputs_then = then.get("inputs", {}) | {"datasets": then.get("data_fingerprint")}
-    deciding += find_changed_inputs(inputs_then, inputs, deciding)
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(
             [
@@ -167,6 +173,14 @@ def _find_newest(run_folder: Path) -> Path:
 
 def _is_within(path: Path, run_folder: Path) -> bool:
     return path.resolve().is_relative_to(run_folder.resolve())
+
+
+def _fill_in(name: str, value: Any) -> Any:
+    """`value` with the defaults of those keys of an entry of `datasets` that the version which wrote it did not know."""
+    if name not in NESTED or not isinstance(value, list):
+        return value
+    defaults = {key.name: _plain(key.default) for key in keys_of(NESTED[name]).values() if not key.is_required}
+    return [defaults | entry if isinstance(entry, dict) else entry for entry in value]
 
 
 def _plain(value: Any) -> Any:

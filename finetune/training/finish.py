@@ -8,7 +8,7 @@ from typing import Any
 
 from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.manifest import find_problems, hash_recipe
-from finetune.checkpoint.resume import compare_recipes, read_progress
+from finetune.checkpoint.resume import list_changes, read_progress
 from finetune.checkpoint.retention import list_checkpoints, step_folder
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World, leave
@@ -105,16 +105,17 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
     if is_over and not find_problems(
         newest
     ):  # in this order: the checkpoint of a run that continues is read once, by `resume`
-        _refuse_other_training(folder, recipe, newest)
+        _refuse_other_training(folder, recipe, inputs, newest)
     return False
 
 
-def _refuse_other_training(folder: Path, recipe: Recipe, newest: Path) -> None:
+def _refuse_other_training(folder: Path, recipe: Recipe, inputs: Mapping[str, str], newest: Path) -> None:
     """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is `newest`."""
-    deciding, other = compare_recipes(read_state(newest)["recipe"], to_dict(recipe))
-    changed = [change for change in other if recipe_keys()[change.partition(":")[0]].section == "optimization"]
-    if recipe.checkpoint.allow_changed_recipe:  # else `resume` names them
-        changed += deciding
+    deciding, other = list_changes(read_state(newest), recipe, inputs)
+    if deciding and not recipe.checkpoint.allow_changed_recipe:
+        return  # `resume` refuses them
+    changed = deciding
+    changed += [change for change in other if recipe_keys()[change.partition(":")[0]].section == "optimization"]
     if changed:
         raise UserError.of(
             [
