@@ -14,7 +14,8 @@ from finetune.convert.tool_rules import Conversion
 from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
-from finetune.recipe.reader import COMMAND_LINE, read_recipe
+from finetune.recipe.overrides import COMMAND_LINE
+from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import DatasetSource
 
 EXIT_TO_DO = 1

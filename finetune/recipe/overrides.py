@@ -1,10 +1,13 @@
-"""The recipe keys that a command line overrides: its arguments other than options."""
+"""The recipe keys that a command line overrides: its arguments other than options, and what they say."""
 
 import difflib
 from collections.abc import Collection, Sequence
 
 from finetune.errors import UserError
-from finetune.recipe.keys import recipe_keys
+from finetune.recipe.keys import NESTED, recipe_keys
+from finetune.recipe.yaml_file import Entry, read_value
+
+COMMAND_LINE = "command line"
 
 
 def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> list[str]:
@@ -33,8 +36,18 @@ def read_overrides(arguments: Sequence[str], options: Collection[str] = ()) -> l
     return overrides + ([f"{waiting}=true"] if waiting else [])
 
 
+def read_override(text: str) -> tuple[Entry | None, list[str]]:
+    """The entry that a `key=value` text stands for, and what is wrong with it."""
+    key, equals, value = text.removeprefix("--").partition("=")
+    if not equals:
+        return None, [
+            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, --config an Accelerate config"
+        ]
+    return read_value(value, key, COMMAND_LINE, NESTED)
+
+
 def _refuse_misspelled_option(name: str, key: str, options: Collection[str]) -> None:
     known = recipe_keys()
     close = [] if key in known else difflib.get_close_matches(key, [*options, *known], n=1, cutoff=0.6)
     if close and close[0] in options:
-        raise UserError(f"command line: --{name}: no such option; did you mean --{close[0].replace('_', '-')}?")
+        raise UserError(f"{COMMAND_LINE}: --{name}: no such option; did you mean --{close[0].replace('_', '-')}?")

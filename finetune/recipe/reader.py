@@ -16,9 +16,10 @@ from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
 from finetune.recipe.module_patterns import find_problem
+from finetune.recipe.overrides import COMMAND_LINE, read_override
 from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Quantization, Recipe
 from finetune.recipe.wording import what_is_wrong
-from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries, read_value
+from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries
 
 
 def shipped_folder(name: str) -> Path:
@@ -29,7 +30,6 @@ def shipped_folder(name: str) -> Path:
 
 
 RECIPES = shipped_folder("recipes")
-COMMAND_LINE = "command line"
 # What makes a text a local path rather than a hub name, so that a missing file is reported before anything is loaded.
 LOCAL_STARTS = ("/", "./", "../", "~")
 LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
@@ -73,7 +73,7 @@ def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
     if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
         raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")
     for text in overrides:
-        entry, found = _read_override(text)
+        entry, found = read_override(text)
         problems += found
         if entry is not None:
             in_file[entry.key] = entry
@@ -111,15 +111,6 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
 def write_recipe(recipe: Recipe, path: Path) -> None:
     """Writes a recipe file that reads back as the same recipe."""
     replace_file(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
-
-
-def _read_override(text: str) -> tuple[Entry | None, list[str]]:
-    key, equals, value = text.removeprefix("--").partition("=")
-    if not equals:
-        return None, [
-            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, --config an Accelerate config"
-        ]
-    return read_value(value, key, COMMAND_LINE, NESTED)
 
 
 def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
