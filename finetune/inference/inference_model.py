@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.chat_templates import PLAIN, read_template
 from finetune.errors import UserError
@@ -18,12 +19,13 @@ from finetune.export.blocks import Value, cast_rows, row_blocks
 from finetune.export.export import export_source
 from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.options import ExportOptions
-from finetune.export.source import Source, find_base, open_source
+from finetune.export.source import Source, find_base, open_source, peft_name
 from finetune.export.target import describe_target
 from finetune.export.writing import plan_weights
 from finetune.hub import hub_error
 from finetune.inference.find_model import ModelReference, trained_formats
 from finetune.safetensors_io.header import read_json
+from finetune.safetensors_io.tensors import read_folder
 
 CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
 
@@ -157,10 +159,27 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     name = options.base_model or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model")
-    base = find_base(name, config.get("revision"), with_weights=True)
-    model = _load_pretrained(str(base), None, options)
+    model = _load_base(find_base(name, config.get("revision"), with_weights=True), options)
+    _grow_vocabulary(model, folder)
     with _one_sentence(str(folder), "its adapter"):
         return PeftModel.from_pretrained(model, folder)
+
+
+def _load_base(folder: Path, options: LoadOptions) -> Any:
+    checkpoint = find_checkpoint_of(folder)  # a run that trained on from another one's
+    if checkpoint is None:
+        return _load_pretrained(str(folder), None, options)
+    with TemporaryDirectory(prefix="finetune-") as temporary:
+        return _load_source(open_source(checkpoint), Path(temporary) / "model", options)
+
+
+def _grow_vocabulary(model: Any, folder: Path) -> None:
+    """Gives the base as many token embeddings as the adapter was trained with, where it added tokens."""
+    embedding = model.get_input_embeddings()
+    name = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
+    adapter = {peft_name(stored): tensor for stored, tensor in read_folder(folder).items()}
+    if name in adapter and adapter[name].shape[0] > embedding.weight.shape[0]:
+        model.resize_token_embeddings(adapter[name].shape[0])
 
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:

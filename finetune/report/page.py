@@ -55,8 +55,8 @@ def render_page(
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
     return template.render(
-        title=" · ".join(run.name for run in runs) or "waiting",
-        subtitle=_subtitle(runs[0]) if len(runs) == 1 else counted(len(runs), "run"),
+        title=" · ".join(run.name for run in runs) or "Waiting",
+        subtitle=_describe_runs(runs),
         live=live,
         notices=notices,
         runs=sections,
@@ -107,6 +107,12 @@ def _describe_run(run: RunRecord, plan: Plan | None) -> dict[str, Any]:
         "checkpoints": [asdict(point) | {"size": disk_size(point.size_bytes)} for point in run.checkpoints],
         "environment": list(_flatten(run.environment)),
     }
+
+
+def _describe_runs(runs: Sequence[RunRecord]) -> str:
+    if not runs:
+        return "for the first line of metrics; this page then shows it"
+    return _subtitle(runs[0]) if len(runs) == 1 else counted(len(runs), "run")
 
 
 def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:

@@ -112,6 +112,24 @@ def test_a_lora_run_needs_neither_export_nor_merge(lora_run: Path, tmp_path: Pat
         moved.rename(base)
 
 
+def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    base, adapter = tiny_llama(), tmp_path / "adapter"
+    model = AutoModelForCausalLM.from_pretrained(base)
+    model.resize_token_embeddings(272)
+    config = LoraConfig(target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"], task_type="CAUSAL_LM")
+    trained = get_peft_model(model, config)
+    trained.save_pretrained(adapter)
+    AutoTokenizer.from_pretrained(base).save_pretrained(adapter)
+    loaded = load_model(find_model(str(adapter)), LoadOptions(), print)
+    ids = torch.tensor([[5, 270, 7]])
+    with torch.inference_mode():
+        assert torch.equal(loaded.model(ids).logits, trained.eval()(ids).logits)
+    assert loaded.has_adapter
+
+
 def test_prompts_of_a_file_and_of_a_pipe(
     tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
