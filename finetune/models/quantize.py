@@ -146,11 +146,13 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
 
     Raises `UserError` where the model has none.
     """
-    head = model.get_output_embeddings()
+    head = set(model.get_output_embeddings().modules())  # of an adapted head, its base layer too
     found = [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and not is_adapter(f"{name}.")
+        # A subclass with a forward of its own computes something else with its weight.
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if module not in head and not is_adapter(f"{name}.")
     ]
     if not found:
         raise UserError(

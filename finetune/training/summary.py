@@ -97,9 +97,14 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     dtype = parameters[0].dtype
     unquantized = sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
     share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
+    other = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if not (p.requires_grad or n.endswith((f".{CODES}", f".{SCALES}")))
+    )
     return [
         f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: {disk_size(held)} on this rank, "
-        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}"
+        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters in {SHORT[dtype]}"
     ]
 
 

@@ -12,6 +12,9 @@ import torch
 import xxhash
 from safetensors.torch import load_file
 
+from finetune.models.quantize import dequantize_tensor, quantize_tensor
+from finetune.models.quantized_linear import CODES, SCALES, QuantizedLinear
+from tests.models.compile_on_ranks import CountingBackend
 from tests.models.families import build, documents, plain_loss
 from tests.models.quantized_on_ranks import KINDS, TRAINED, WORLDS
 from tests.ranks import launch_ranks
@@ -176,3 +179,28 @@ def test_checkpointed_activations_cost_no_third_dequantization(folder: Path) -> 
     assert steps["off"]["calls"] == [1] * 3 + [2] * 11
     assert steps["on"]["calls"] == [2] * 14
     assert steps["on"]["gradients"] == steps["off"]["gradients"]
+
+
+@pytest.mark.parametrize("kind", ["nf4-double", "int8"])
+@pytest.mark.parametrize("keeps_dequantized", [False, True])
+def test_a_layer_compiles_to_one_graph_with_the_same_numbers(kind: str, keeps_dequantized: bool) -> None:
+    torch.manual_seed(0)
+    plain = torch.nn.Linear(40, 75)
+    whole = quantize_tensor(plain.weight.detach(), KINDS[kind])
+    layer = QuantizedLinear(plain, KINDS[kind], torch.float32).requires_grad_(False)
+    layer.keeps_dequantized = keeps_dequantized
+    for name, part in ((CODES, whole.codes), (SCALES, whole.scales)):
+        padded = torch.nn.functional.pad(part, (0, -len(part) % 4)).view(torch.float32)
+        setattr(layer, name, torch.nn.Parameter(padded, requires_grad=False))
+    backend = CountingBackend(differentiates=True)
+    results = []
+    for forward in (layer, torch.compile(layer, dynamic=True, backend=backend, fullgraph=True)):
+        inputs = torch.linspace(-1, 1, 200).view(5, 40).requires_grad_()
+        outputs = forward(inputs)
+        outputs.square().sum().backward()
+        assert inputs.grad is not None
+        results.append((outputs.detach(), inputs.grad))
+    assert len(backend.graphs) == 1
+    assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results, strict=True))
+    expected = torch.nn.functional.linear(inputs.detach(), dequantize_tensor(whole, torch.float32), plain.bias)
+    assert torch.equal(results[0][0], expected)

@@ -7,9 +7,18 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.checkpoint.inputs import hash_base
+from finetune.checkpoint.resume import load
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import join, leave
+from finetune.export.export import export
+from finetune.models.load import load_model
+from finetune.optim.optimizer import build_optimizer
+from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_command
 from tests.training.layouts import steps_of, train_all, write_config
@@ -86,6 +95,31 @@ def test_a_checkpoint_holds_the_adapters_and_the_digest_of_the_base(resumed: Pat
     assert state["inputs"]["base"] == hash_base(resumed / "model")
     assert {key: state["recipe"][key] for key in QLORA} == QLORA
     assert "quantization_config" not in json.loads((checkpoint / "model" / "config.json").read_text())
+
+
+def test_plain_peft_on_the_quantized_base_gives_the_logits_that_were_trained(resumed: Path) -> None:
+    """Transformers, bitsandbytes and peft alone, from the base's folder and `adapter/`, against the run's own model in fp32."""
+    recipe = read_recipe(str(resumed / "recipe.yaml"))
+    checkpoint = resumed / "whole" / "checkpoints" / f"step-{STEPS:08d}"
+    ids = torch.arange(24)[None] * 5 % 250
+    world = join(Sharding(layout="single", use_cpu=True))
+    try:
+        model: Any = load_model(recipe.model, recipe.lora, 0, world, recipe.quantization)[0]
+        load(checkpoint, model, build_optimizer(model, recipe.optimization), world)
+        with torch.no_grad():
+            trained = model.eval()(input_ids=ids, use_cache=False).logits
+            model = load_model(recipe.model, recipe.lora, 0, world, recipe.quantization)[0]
+            untrained = model.eval()(input_ids=ids, use_cache=False).logits
+    finally:
+        leave(world)
+    export(checkpoint, resumed / "adapter", adapter_only=True, log=lambda line: None)
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    config.bnb_4bit_compute_dtype = torch.float32
+    base = AutoModelForCausalLM.from_pretrained(resumed / "model", dtype=torch.float32, quantization_config=config)
+    with torch.no_grad():
+        plain = PeftModel.from_pretrained(base, resumed / "adapter").eval()(input_ids=ids).logits
+    assert (trained - untrained).abs().max() > 0.1, "the adapter does nothing"
+    assert torch.allclose(plain, trained, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

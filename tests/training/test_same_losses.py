@@ -23,7 +23,6 @@ MODES: dict[str, dict[str, object]] = {
     "lora": LORA,
     "dora": {**LORA, "use_dora": True},
     "nf4": {**LORA, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
-    "fp4": {**LORA, "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
     "int8": {**LORA, "load_in_8bit": True},
     "nf4-dora": {**LORA, "use_dora": True, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
 }
@@ -41,8 +40,8 @@ TWO_RANKS = [
     (layout, mode) for layout in LAYOUTS for mode in ("full", "lora") if (layout, mode) != ("NO_SHARD", "lora")
 ]
 TWO_RANKS += [(layout, "dora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
-TWO_RANKS += [(layout, "nf4") for layout in LAYOUTS if layout.islower()]  # but not FSDP1
-TWO_RANKS += [("full_shard", "fp4"), ("ddp", "int8"), ("full_shard", "int8"), ("full_shard", "nf4-dora")]
+TWO_RANKS += [(layout, "nf4") for layout in ("full_shard", "shard_grad_op", "offload", "ddp")]  # not FSDP1
+TWO_RANKS += [("ddp", "int8"), ("full_shard", "int8"), ("full_shard", "nf4-dora")]
 THREE_RANKS = [(layout, mode) for layout in ("full_shard", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
 THREE_RANKS += [("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
 IN_BF16 = [(layout, mode) for layout in ("full_shard", "offload", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
