@@ -142,7 +142,8 @@ def quantized_weights(model: nn.Module) -> list[str]:
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are quantized, by name. Embeddings, norms and the head keep their precision, as in QLoRA.
+    """The linear layers that are quantized where they are frozen, by name. Embeddings, norms and the head keep their precision,
+    as in QLoRA.
 
     Raises `UserError` where the model has none.
     """

@@ -1,12 +1,14 @@
 """A base whose files hold 4-bit or 8-bit weights, as transformers saves them with bitsandbytes: found and read as they are."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Literal, NotRequired
 
 import torch
+from annotated_types import Gt
+from pydantic import AllowInfNan, TypeAdapter
+from typing_extensions import TypedDict
 
 from finetune.errors import UserError
 from finetune.models.quantize import QuantizedTensor, four_bit_values, join_nested_scales, nested_values
@@ -18,6 +20,19 @@ from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes
 PARTS = (*STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")  # after NAME.weight
 INT8_PARTS = (".SCB", ".weight_format")  # after NAME
+
+
+class _State(TypedDict):
+    """What is used of a STATE."""
+
+    quant_type: Literal["nf4", "fp4"]
+    blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
+    shape: tuple[Annotated[int, Gt(0)], Annotated[int, Gt(0)]]
+    nested_blocksize: NotRequired[Literal[256]]
+    nested_offset: NotRequired[Annotated[float, AllowInfNan(False)]]
+
+
+_STATE = TypeAdapter(_State)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,27 +95,29 @@ def _four_bit(weight: str, state: str, stored: Mapping[str, StoredTensor], where
     settings = _read_state(weight, state, stored, where)
     is_nested = "nested_offset" in settings
     scales = {end: stored[f"{weight}{end}"] for end in PARTS if f"{weight}{end}" in stored}
-    quantization = Quantization(
-        load_in_4bit=True, bnb_4bit_quant_type=settings["quant_type"], bnb_4bit_use_double_quant=is_nested
-    )
-    rows, columns = settings["shape"]
     known = {".quant_map": four_bit_values(settings["quant_type"])}
+    rows, columns = settings["shape"]
+    blocks = math.ceil(rows * columns / settings["blocksize"])
+    sizes = {".absmax": blocks}
     if is_nested:
         known[".nested_quant_map"] = nested_values(torch.device("cpu"))
+        sizes[".nested_absmax"] = math.ceil(blocks / NESTED_BLOCK)
     for end, values in known.items():
-        if end not in scales or not torch.allclose(read(scales[end]).view(-1).float(), values, atol=1e-6):
+        found = read(scales[end]).view(-1).float() if end in scales else values[:0]
+        if found.shape != values.shape or not torch.allclose(found, values, atol=1e-6):
             raise _unreadable(where, f"{weight}{end}", "not the values that bitsandbytes uses")
-    if is_nested and settings.get("nested_blocksize") != NESTED_BLOCK:
-        raise _unreadable(where, weight, f"its scales are quantized in blocks of {settings.get('nested_blocksize')}")
-    block = int(settings["blocksize"])
-    blocks = math.ceil(rows * columns / block)
-    sizes = {".absmax": blocks} | ({".nested_absmax": math.ceil(blocks / NESTED_BLOCK)} if is_nested else {})
     for end, size in sizes.items():
         if end not in scales or math.prod(scales[end].shape) != size:
             raise _unreadable(where, f"{weight}{end}", f"{size:,} scales are expected")
-    codes = _as_bytes(stored, weight, math.ceil(rows * columns / 2), where)
     return StoredQuantized(
-        codes, scales, (rows, columns), quantization, block, float(settings.get("nested_offset", 0.0))
+        codes=_as_bytes(stored, weight, math.ceil(rows * columns / 2), where),
+        scales=scales,
+        shape=(rows, columns),
+        quantization=Quantization(
+            load_in_4bit=True, bnb_4bit_quant_type=settings["quant_type"], bnb_4bit_use_double_quant=is_nested
+        ),
+        block=settings["blocksize"],
+        mean=settings.get("nested_offset", 0.0),
     )
 
 
@@ -113,15 +130,15 @@ def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> S
     return StoredQuantized(codes, scales, (shape[0], shape[1]), Quantization(load_in_8bit=True), BLOCK, 0.0)
 
 
-def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> dict[str, Any]:
+def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> _State:
+    """What bitsandbytes says of a 4-bit weight. Checked, for a file may come from anyone."""
     try:
-        settings = json.loads(bytes(read(stored[f"{weight}{state}"]).view(-1).tolist()))
-        rows, columns = settings["shape"]
-        if settings["quant_type"] == state[-3:] and settings["blocksize"] % 2 == 0 and rows > 0 and columns > 0:
-            return dict(settings)
-    except (ValueError, KeyError, TypeError):
-        pass
-    raise _unreadable(where, f"{weight}{state}", "bitsandbytes' description of the weight is expected")
+        settings = _STATE.validate_json(bytes(read(stored[f"{weight}{state}"]).view(-1).tolist()))
+    except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError
+        settings = None
+    if settings is None or not state.endswith(settings["quant_type"]):
+        raise _unreadable(where, f"{weight}{state}", "bitsandbytes' description of the weight is expected")
+    return settings
 
 
 def _as_bytes(stored: Mapping[str, StoredTensor], name: str, size: int, where: str) -> StoredTensor:

@@ -110,6 +110,7 @@ class _DequantizedTwice(torch.autograd.Function):
         return F.linear(inputs, _dequantize(codes, scales, *form, inputs.dtype), bias)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, Tensor | None, None]:
         codes, scales = ctx.saved_tensors
-        return gradient @ _dequantize(codes, scales, *ctx.form, gradient.dtype), None, None, None, None
+        of_bias = gradient.flatten(0, -2).sum(0) if ctx.needs_input_grad[3] else None  # trained by `modules_to_save`
+        return gradient @ _dequantize(codes, scales, *ctx.form, gradient.dtype), None, None, of_bias, None

@@ -47,6 +47,12 @@ WORLDS: dict[tuple[int, str], dict[str, Any]] = {
 }
 LORA = Lora(use_peft=True, lora_r=2)
 TRAINED = "nf4-double"  # also in bf16, and where the files hold it
+STORED = ["nf4-double", "int8"]
+
+
+def kinds_of(layout: str) -> list[str]:
+    """The kinds that are tried in a layout: all where FSDP2 shards."""
+    return list(KINDS) if layout == "fsdp2" else STORED
 
 
 def on_rank(rank: int, ranks: int, folder: Path) -> None:
@@ -57,10 +63,9 @@ def on_rank(rank: int, ranks: int, folder: Path) -> None:
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + number)
         for precision in ("no", "bf16"):
             world = join(Sharding(use_cpu=True, mixed_precision=precision, **settings))
-            kinds = KINDS if precision == "no" else {TRAINED: KINDS[TRAINED]}
-            for kind, quantization in kinds.items():
-                scenario = f"{layout}-{ranks}-{precision}-{kind}"
-                for source in ("plain", "stored") if kind != "fp4" else ("plain",):
+            for kind in kinds_of(layout) if precision == "no" else [TRAINED]:
+                quantization, scenario = KINDS[kind], f"{layout}-{ranks}-{precision}-{kind}"
+                for source in ("plain", "stored") if kind in STORED and precision == "no" else ("plain",):
                     name = folder / ("model" if source == "plain" else f"stored-{kind}")
                     found = load_and_look(name, quantization, world)
                     if world.is_main:

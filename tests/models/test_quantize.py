@@ -13,15 +13,16 @@ import xxhash
 from safetensors.torch import load_file
 
 from finetune.models.quantize import dequantize_tensor, quantize_tensor
+from finetune.models.quantized_layers import quantize_layers
 from finetune.models.quantized_linear import CODES, SCALES, QuantizedLinear
 from tests.models.compile_on_ranks import CountingBackend
 from tests.models.families import build, documents, plain_loss
-from tests.models.quantized_on_ranks import KINDS, TRAINED, WORLDS
+from tests.models.quantized_on_ranks import KINDS, STORED, TRAINED, WORLDS, kinds_of
 from tests.ranks import launch_ranks
 
 SCRIPT = Path(__file__).with_name("quantized_on_ranks.py")
 LAYOUTS = [f"{layout}-{ranks}" for ranks, layout in WORLDS]
-STORED = [kind for kind in KINDS if kind != "fp4"]
+SCENARIOS = [(f"{layout}-{ranks}", kind) for ranks, layout in WORLDS for kind in kinds_of(layout)]
 Found = Callable[..., dict[str, Any]]
 
 
@@ -101,8 +102,7 @@ def _digest(part: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(part.contiguous().numpy().tobytes())
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), SCENARIOS)
 def test_the_bytes_are_those_of_the_whole_weight(
     layout: str, kind: str, found: Found, expected: Mapping[str, Mapping[str, list[str]]]
 ) -> None:
@@ -116,8 +116,7 @@ def test_the_bytes_do_not_depend_on_the_compute_dtype(
     assert found(layout, TRAINED, "bf16")["digests"] == expected[TRAINED]
 
 
-@pytest.mark.parametrize("kind", STORED)
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "kind"), [which for which in SCENARIOS if which[1] in STORED])
 def test_a_base_that_is_stored_quantized_is_read_as_it_is(
     layout: str, kind: str, found: Found, expected: Mapping[str, Mapping[str, list[str]]]
 ) -> None:
@@ -133,14 +132,14 @@ def test_the_loss_is_that_of_transformers_with_bitsandbytes(kind: str, folder: P
         truth = float(plain_loss(by_bitsandbytes(folder / "model", kind), documents()))
         unquantized = float(plain_loss(build("qwen2").from_pretrained(folder / "model"), documents()))
     assert abs(truth - unquantized) > 1e-3 * unquantized, "quantization changes nothing"
-    for layout in ("single-1", "ddp-2", "fsdp2-3"):
+    for layout in (layout for layout, its in SCENARIOS if its == kind):
         assert found(layout, kind)["loss"] == pytest.approx(truth, rel=1e-6), layout
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_rank_reads_or_holds_more_than_its_share(kind: str, found: Found, weights: dict[str, torch.Tensor]) -> None:
     """A share is a rank's part of the codes, up to the rows in which it begins and ends; DDP's is everything."""
-    for ranks, layout in WORLDS:
+    for ranks, layout in (world for world in WORLDS if kind in kinds_of(world[1])):
         result = found(f"{layout}-{ranks}", kind)
         sharers = {"hybrid": 2, "ddp": 1, "single": 1}.get(layout, ranks)
         whole_bytes = sum(part.numel() for weight in weights.values() for part in whole(weight, kind))
@@ -188,6 +187,7 @@ def test_a_layer_compiles_to_one_graph_with_the_same_numbers(kind: str, keeps_de
     plain = torch.nn.Linear(40, 75)
     whole = quantize_tensor(plain.weight.detach(), KINDS[kind])
     layer = QuantizedLinear(plain, KINDS[kind], torch.float32).requires_grad_(False)
+    layer.bias.requires_grad_(True)  # as modules_to_save may do
     layer.keeps_dequantized = keeps_dequantized
     for name, part in ((CODES, whole.codes), (SCALES, whole.scales)):
         padded = torch.nn.functional.pad(part, (0, -len(part) % 4)).view(torch.float32)
@@ -197,10 +197,21 @@ def test_a_layer_compiles_to_one_graph_with_the_same_numbers(kind: str, keeps_de
     for forward in (layer, torch.compile(layer, dynamic=True, backend=backend, fullgraph=True)):
         inputs = torch.linspace(-1, 1, 200).view(5, 40).requires_grad_()
         outputs = forward(inputs)
+        layer.bias.grad = None
         outputs.square().sum().backward()
-        assert inputs.grad is not None
-        results.append((outputs.detach(), inputs.grad))
+        assert inputs.grad is not None and layer.bias.grad is not None
+        results.append((outputs.detach(), inputs.grad, layer.bias.grad))
     assert len(backend.graphs) == 1
     assert all(torch.equal(eager, compiled) for eager, compiled in zip(*results, strict=True))
     expected = torch.nn.functional.linear(inputs.detach(), dequantize_tensor(whole, torch.float32), plain.bias)
     assert torch.equal(results[0][0], expected)
+    assert torch.allclose(results[0][2], 2 * expected.detach().sum(0))
+
+
+def test_the_head_and_what_is_trained_whole_keep_their_precision() -> None:
+    model = build("llama").requires_grad_(False)
+    model.model.layers[0].mlp.up_proj.requires_grad_(True)
+    every = {name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    quantize_layers(model, KINDS["nf4"], torch.float32, {})
+    quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+    assert every - quantized == {"lm_head", "model.layers.0.mlp.up_proj"}
