@@ -52,7 +52,8 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         # In the order of bitsandbytes' own forward and backward on a CPU.
         return quantized.codes.view(torch.int8).view(rows, columns).to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
     ops = _bitsandbytes_ops()
-    # As one row of an even length: bitsandbytes has no kernel for rows of an odd one.
+    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with AVX-512 where
+    # the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
     length = 2 * quantized.codes.numel()
     magnitudes = unpack_scales(quantized)
     flat: Tensor = ops.dequantize_4bit(

@@ -215,3 +215,21 @@ def test_the_head_and_what_is_trained_whole_keep_their_precision() -> None:
     quantize_layers(model, KINDS["nf4"], torch.float32, {})
     quantized = {name for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
     assert every - quantized == {"lm_head", "model.layers.0.mlp.up_proj"}
+
+
+@pytest.mark.parametrize(
+    "columns", [48, 64, 75, 80, 1056]
+)  # of 48, 80 and 1056 bitsandbytes' own rows are wrong on some CPUs
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+def test_a_number_is_the_value_of_its_code_times_the_scale_of_its_block(kind: str, columns: int) -> None:
+    """The definition, number by number."""
+    from bitsandbytes import functional
+
+    torch.manual_seed(0)
+    weight = torch.randn(9, columns)
+    whole = quantize_tensor(weight, KINDS[kind])
+    values, scales = functional.get_4bit_type(kind, device="cpu"), whole.scales.view(torch.float32)
+    codes = torch.stack([whole.codes >> 4, whole.codes & 15], dim=1).flatten()[: 9 * columns]
+    expected = torch.stack([values[code] * scales[place // 64] for place, code in enumerate(codes.tolist())])
+    assert torch.equal(dequantize_tensor(whole, torch.float32), expected.view(9, columns))
+    assert (expected.view(9, columns) - weight).norm() < 0.15 * weight.norm()

@@ -142,7 +142,7 @@ CHANGES: dict[str, tuple[Callable[[Tensors], object], str]] = {
     ),
     "few codes": (
         lambda t: t.update({Q_PROJ: torch.ones(9, 1, dtype=torch.uint8)}),
-        "q_proj.weight: 1,152 bytes in one file are expected",
+        ": 1,152 bytes in one file are expected",
     ),
     "no text": (lambda t: t.update({STATE: torch.arange(9, dtype=torch.uint8)}), "description of the weight"),
     "block of zero": (lambda t: t.update({STATE: text(blocksize=0)}), "description of the weight"),

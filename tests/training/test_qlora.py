@@ -25,7 +25,7 @@ from tests.training.layouts import steps_of, train_all, write_config
 
 QLORA = {"use_peft": True, "load_in_4bit": True, "bnb_4bit_use_double_quant": True}
 STEPS, SAVED = 6, 3
-# Held-out losses of QLoRA and LoRA after the same steps, relative (Done when 1 of the plan for this feature).
+# The share by which held-out losses of QLoRA and LoRA may differ after the same steps.
 SLACK = 0.02
 
 
@@ -34,7 +34,10 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two ranks in `whole`, the same resumed from its middle in `again`, and resumed by one rank in `alone`."""
     folder = tmp_path_factory.mktemp("qlora")
     model = make_model(
-        folder / "model", hidden_size=36, intermediate_size=75, num_attention_heads=3, num_key_value_heads=3
+        # Rows of 40, 64 and 75 numbers: of lengths like 48 bitsandbytes' own forward on a CPU takes the wrong scales.
+        folder / "model",
+        hidden_size=40,
+        intermediate_size=75,
     )
     keys = {
         "model_name_or_path": str(model),
