@@ -102,9 +102,7 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
         is_over = last >= steps or is_out_of_patience(read_progress(newest), recipe.run)
     except ValueError:  # damaged, and passed over when the run resumes
         is_over = False
-    if is_over and not find_problems(
-        newest
-    ):  # in this order: the checkpoint of a run that continues is read once, by `resume`
+    if is_over and not find_problems(newest):  # the checkpoint of a run that continues is read once, by `resume`
         _refuse_other_training(folder, recipe, inputs, newest)
     return False
 
@@ -112,11 +110,8 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
 def _refuse_other_training(folder: Path, recipe: Recipe, inputs: Mapping[str, str], newest: Path) -> None:
     """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is `newest`."""
     deciding, other = list_changes(read_state(newest), recipe, inputs)
-    if deciding and not recipe.checkpoint.allow_changed_recipe:
-        return  # `resume` refuses them
-    changed = deciding
-    changed += [change for change in other if recipe_keys()[change.partition(":")[0]].section == "optimization"]
-    if changed:
+    changed = [change for change in other if recipe_keys()[change.partition(":")[0]].section == "optimization"]
+    if changed and not deciding:  # those are refused, or taken, by `resume`
         raise UserError.of(
             [
                 f"{folder}: this run is finished, nothing is left to train, and its recipe has changed since:",
