@@ -10,18 +10,28 @@ import yaml
 
 from finetune.convert.datasets import add_sources
 from finetune.convert.layout import read_layout
-from finetune.convert.methods import Refusal, recognize_tool, refuse_other_methods
-from finetune.convert.tool_keys import DEFAULTS, LORA_DEFAULTS, TOOL_NAMES, TOOLS, UNLIMITED, UNLIMITED_NOTE, Tool
+from finetune.convert.methods import BITSANDBYTES_MODEL, Refusal, recognize_tool, refuse_other_methods
+from finetune.convert.tool_keys import (
+    DEFAULTS,
+    FOUR_BIT_DEFAULTS,
+    LORA_DEFAULTS,
+    TOOL_NAMES,
+    TOOLS,
+    UNLIMITED,
+    UNLIMITED_NOTE,
+    Tool,
+)
 from finetune.convert.tool_rules import Conversion, adapt_tool, shorten
 from finetune.convert.value_rules import LEAVE, convert_number, convert_value
 from finetune.errors import UserError
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
-from finetune.recipe.other_tools import QUANTIZED, Counterpart
+from finetune.recipe.other_tools import INT8, Counterpart
 from finetune.recipe.schema import Lora
 from finetune.recipe.yaml_file import read_entries
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 10  # references to references; a cycle ends here
+FROZEN_ONLY = ("load_in_4bit", "load_in_8bit")
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 
 
@@ -103,8 +113,6 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
         found.ignored.append(key)  # a size of 1 asks for nothing
     elif pair.ours is None:
         found.add_difference(key, value, pair.note, pair.missing_capability)
-        if key == "quantization_bit":
-            found.recipe.setdefault("use_peft", True)  # LLaMA-Factory's LoRA, its default, is the only one with it
     else:
         _set(key, value, pair, found)
 
@@ -119,6 +127,8 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
             "schedule": f"schedule {value}",
             "optimizer": "another optimizer",
             "module-patterns": "training rows of a tensor",
+            "bits": f"{value}-bit base",
+            "quantizer": "another quantization",
         }.get(pair.carry)
         if pair.carry == "template":
             found.remarks.append(
@@ -127,7 +137,7 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
             return
         found.add_difference(key, value, pair.note or "no such value here", capability or "")
         return
-    name = str(pair.ours)
+    name = "load_in_8bit" if pair.carry == "bits" and value == 8 else str(pair.ours)
     if pair.carry == "warmup" and isinstance(ours, float) and 0 < ours < 1:
         name = "warmup_ratio"
     if pair.carry == "betas":
@@ -141,14 +151,26 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         found.recipe["use_peft"] = True
     if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
         found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
-    if pair.carry == "optimizer" and "paged" in str(value).lower():
-        found.remarks.append(
-            f"{key}: {shorten(value)}   (its state is not paged to the host here; the update is the same)"
-        )
+    if pair.carry == "optimizer":
+        found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in _optimizer_notes(str(value))]
     if value == "qlora" and pair.carry == "adapter":
-        found.add_difference(key, value, QUANTIZED, "4-bit base")
+        found.recipe["load_in_4bit"] = True
+    elif pair.carry == "bits" and value == 8:
+        found.remarks.append(f"{key}: {shorten(value)}   ({INT8})")
     elif pair.inexact:
         found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
+
+
+def _optimizer_notes(name: str) -> Iterator[str]:
+    """What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits.
+
+    >>> list(_optimizer_notes("paged_adamw_32bit")), len(list(_optimizer_notes("adamw_torch_8bit")))
+    (['its state is not paged to the host here; the update is the same'], 0)
+    """
+    if "paged" in name.lower():
+        yield "its state is not paged to the host here; the update is the same"
+    if "8bit" in name.lower() and "torch" not in name.lower():
+        yield "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded differently"
 
 
 def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
@@ -173,6 +195,8 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
         recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 16)
     if recipe.get("use_peft", given.get("use_peft")):
         given |= LORA_DEFAULTS[tool]
+    if recipe.get("load_in_4bit"):
+        given |= FOUR_BIT_DEFAULTS[tool]
     for key, value in given.items():
         if key not in recipe and ours[key].default != value:
             recipe[key] = value
@@ -204,6 +228,15 @@ def _remove_contradictions(found: Conversion) -> None:
             found.ignored.append(steps)  # only the strategy steps reads it
         if recipe.get(strategy) == "no":
             del recipe[strategy]  # without steps the default here
+    for key in FROZEN_ONLY:
+        if not recipe.get("use_peft") and recipe.pop(key, False):
+            found.add_difference(key, True, "only a frozen base can be quantized; every parameter is trained here")
+    is_stored = BITSANDBYTES_MODEL.search(str(recipe.get("model_name_or_path")).lower()) is not None
+    if is_stored and (asked := [key for key in FROZEN_ONLY if recipe.pop(key, False)]):
+        found.remarks.append(f"{', '.join(asked)}: left to the model, whose files are quantized already")
+    if not recipe.get("load_in_4bit"):
+        for key in FOUR_BIT_DEFAULTS[found.tool]:
+            recipe.pop(key, None)
     held_out = "eval_datasets" in recipe or "eval_split_size" in recipe
     for key in ("eval_steps", "eval_strategy"):
         if not held_out and recipe.pop(key, None) is not None:

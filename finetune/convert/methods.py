@@ -20,7 +20,8 @@ MOE_MODEL = re.compile(
 HYBRID_MODEL = re.compile(
     r"nemotron-?h|falcon-?h1|jamba|mamba|lfm2|nemotron-flash|granite-4\.0-h|rwkv|bamba|zamba|qwen3\.5"
 )
-QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|bnb|nvfp4|mxfp4|[-_](int|fp)[48]\b|[-_][48]-?bit|prequantized")
+QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!bnb)[-_][48]-?bit|prequantized")
+BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 PREFERENCE = ("dpo", "ipo", "orpo", "kto", "simpo", "apo", "cpo", "kto_pair")
 MOE_KEYS = (
     "expert_parallel_size", "quantize_moe_experts", "experts_implementation", "use_scattermoe", "use_sonicmoe",

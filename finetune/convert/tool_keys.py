@@ -7,7 +7,16 @@ Sources: torchtune's recipes and builders; Automodel's `recipes/llm/train_ft.py`
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from finetune.recipe.other_tools import AXOLOTL, LLAMA_FACTORY, TRL, Counterpart, unsupported
+from finetune.recipe.other_tools import (
+    AXOLOTL,
+    BITSANDBYTES,
+    COMPUTE,
+    INT8,
+    LLAMA_FACTORY,
+    TRL,
+    Counterpart,
+    unsupported,
+)
 from finetune.recipe.other_tools import TORCHTUNE as TORCHTUNE_NAMES
 
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
@@ -15,6 +24,7 @@ TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 
 OWN_FOLDER = "output_dir is the run's folder, for everything"
 ONE_LOSS = "one chunked loss is built in"
+NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
 
@@ -46,6 +56,7 @@ TORCHTUNE = (
     Counterpart("model.lora_attn_modules", "lora_target_modules", "with the MLP's where apply_lora_to_mlp is set", "by-code"),
     Counterpart("model.apply_lora_to_mlp", "lora_target_modules", "gate_proj, up_proj and down_proj", "by-code"),
     Counterpart("model.use_dora", "use_dora"),
+    Counterpart("model.quantize_base", "load_in_4bit", NF4_OF_TORCHAO, "on-if-true", inexact=True),
     Counterpart("metric_logger._component_", "report_to", "one tracker", "tracker"),
     *unsupported("LoRA on the head", "model.apply_lora_to_output"),
     *unsupported("tensor parallelism", "tensor_parallel_dim"),
@@ -98,6 +109,10 @@ AUTOMODEL = (
     Counterpart("dataset", "datasets", "an entry of datasets", "by-code"),
     Counterpart("validation_dataset", "eval_datasets", "an entry of eval_datasets", "by-code"),
     Counterpart("rng.seed", "seed"),
+    Counterpart("quantization.load_in_4bit", "load_in_4bit", BITSANDBYTES, "on-if-true"),
+    Counterpart("quantization.load_in_8bit", "load_in_8bit", INT8, "on-if-true", inexact=True),
+    Counterpart("quantization.bnb_4bit_quant_type", "bnb_4bit_quant_type"),
+    Counterpart("quantization.bnb_4bit_use_double_quant", "bnb_4bit_use_double_quant"),
     Counterpart("compile.enabled", "torch_compile"),
     Counterpart("wandb.name", "run_name"),
     *_in_accelerate_file("distributed.strategy", "distributed.activation_checkpointing", "distributed.offload_policy",
@@ -106,13 +121,12 @@ AUTOMODEL = (
     *unsupported("context parallelism", "distributed.cp_size"),
     *unsupported("pipeline parallelism", "distributed.pp_size"),
     *unsupported("FP8", "fp8.enabled"),
-    *unsupported("4-bit base", "quantization.load_in_4bit"),
-    *unsupported("8-bit base", "quantization.load_in_8bit"),
     *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),
     *unsupported("LoRA without some layers", "peft.exclude_modules"),
     *_ignored("the recipe is fine-tuning", "recipe"),
     *_ignored("model_name_or_path is loaded by transformers", "model"),
     *_ignored(ONE_LOSS, "loss_fn", "loss_fn._target_"),
+    *_ignored(COMPUTE, "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage"),
     *_ignored("the launch decides", "dist_env", "distributed", "ci", "skypilot", "slurm", "benchmark", "nvtx", "prewarm"),
     *_ignored(OWN_FOLDER, "checkpoint", "wandb", "mlflow", "comet"),
     *_ignored("batches are built here", "dataloader", "validation_dataloader", "packed_sequence"),
@@ -153,4 +167,8 @@ LORA_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "LLaMA-Factory": {"lora_r": 8},
     "torchtune": {"lora_r": 8, "lora_alpha": 16},
     "Automodel": {"lora_r": 8},
+}
+# Of a 4-bit base: the settings that each tool gives bitsandbytes where the file gives none (torchtune: torchao's NF4).
+FOUR_BIT_DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
+    tool: {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": tool != "TRL"} for tool in TOOL_NAMES
 }

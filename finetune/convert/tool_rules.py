@@ -6,9 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from finetune.convert.tool_keys import Tool
+from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 from finetune.convert.value_rules import convert_number, convert_targets, read_section
-from finetune.recipe.other_tools import QUANTIZED
 
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 
@@ -75,8 +74,9 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         layers = model["lora_attn_modules"]
         layers = [*layers, "w1", "w3", "w2"] if model.get("apply_lora_to_mlp") and isinstance(layers, list) else layers
         found.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
-    if "qlora_" in str(model.get("_component_")) or model.get("quantize_base"):
-        found.add_difference("model._component_", model.get("_component_"), QUANTIZED, "4-bit base")
+    if "qlora_" in str(model.get("_component_")):
+        found.recipe |= {"use_peft": True, "load_in_4bit": True}
+        found.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NF4_OF_TORCHAO})")
     if read_section(theirs, "optimizer"):
         found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
     per_epoch = theirs.get("max_steps_per_epoch")

@@ -95,6 +95,10 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return round(convert_number(value) / rate, 9) if rate else None
         case "clip":
             return convert_number(value) or "null"
+        case "bits":
+            return True if value in (4, 8) else None
+        case "quantizer":
+            return LEAVE if str(value) in ("bnb", "bitsandbytes") else None
         case "betas":
             return value if isinstance(value, list) and len(value) == 2 else None
 

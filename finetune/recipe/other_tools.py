@@ -15,7 +15,7 @@ from typing import Literal
 Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
-    "names", "module-patterns", "by-code",
+    "names", "module-patterns", "bits", "quantizer", "by-code",
 ]  # fmt: skip
 
 
@@ -57,7 +57,9 @@ CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
 SHARDING = "sharding belongs in the Accelerate file"
 FOUND = "read from the model itself; remove it"
 ALWAYS = "always the case here; remove it"
-QUANTIZED = "4-bit and 8-bit weights are not supported: the frozen base of LoRA is bf16 here"
+BITSANDBYTES = "of the frozen base under LoRA, by bitsandbytes"
+INT8 = "the base's weights are in 8 bits there and here; the inputs of its layers are rounded to 8 bits there only"
+COMPUTE = "the compute dtype is the Accelerate file's, and the 4-bit weights are stored in it"
 HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
 TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
 OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
@@ -107,13 +109,14 @@ TRL = (
     *unsupported("label smoothing", "label_smoothing_factor"),
     *unsupported("NEFTune", "neftune_noise_alpha"),
     Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
-    *unsupported("4-bit base", "load_in_4bit", note=QUANTIZED),
-    *unsupported("8-bit base", "load_in_8bit", note=QUANTIZED),
+    Counterpart("load_in_4bit", "load_in_4bit", BITSANDBYTES, "on-if-true"),
+    Counterpart("load_in_8bit", "load_in_8bit", INT8, "on-if-true", inexact=True),
+    Counterpart("use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
+    *_ignored(COMPUTE, "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
     *_without_counterpart("the tokenizer's own end token is used", "eos_token"),
     *_ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
     *_ignored("supervised fine-tuning of causal models is the only task", "lora_task_type"),
     *_ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
-    *_ignored("of the 4-bit base", "bnb_4bit_quant_type", "use_bnb_nested_quant"),
     *_ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
     *_ignored(RESUMES, "overwrite_output_dir"),
     *_ignored(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
@@ -139,7 +142,11 @@ AXOLOTL = (
     Counterpart("excess_length_strategy", "overlength", "", "overlength"),
     Counterpart("sample_packing", "packing"),
     Counterpart("train_on_inputs", "assistant_only_loss", "the opposite value", "not"),
-    Counterpart("adapter", "use_peft", "lora and qlora are use_peft: true; 4-bit is not supported, the frozen base is bf16 here", "adapter"),
+    Counterpart("adapter", "use_peft", "lora and qlora are use_peft: true; qlora is load_in_4bit: true as well", "adapter"),
+    Counterpart("load_in_4bit", "load_in_4bit", BITSANDBYTES, "on-if-true"),
+    Counterpart("load_in_8bit", "load_in_8bit", INT8, "on-if-true", inexact=True),
+    Counterpart("bnb_config_kwargs.bnb_4bit_quant_type", "bnb_4bit_quant_type"),
+    Counterpart("bnb_config_kwargs.bnb_4bit_use_double_quant", "bnb_4bit_use_double_quant"),
     Counterpart("lora_target_linear", "lora_target_modules", "true is all-linear", "all-linear"),
     Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),
     Counterpart("peft_use_dora", "use_dora"),
@@ -180,8 +187,6 @@ AXOLOTL = (
     *_without_counterpart("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
     *_without_counterpart("the tokenizer's own end token is used", "special_tokens.eos_token"),
     *unsupported("added tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"),
-    *unsupported("4-bit base", "load_in_4bit", note=QUANTIZED),
-    *unsupported("8-bit base", "load_in_8bit", note=QUANTIZED),
     Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
     *unsupported("NEFTune", "neftune_noise_alpha", "noisy_embedding_alpha", note="not supported"),
     Counterpart("unfrozen_parameters", "trainable_modules", "patterns; a range of rows, as in [:32000], is not supported", "module-patterns"),
@@ -196,6 +201,7 @@ AXOLOTL = (
     *unsupported("LoRA on some layers", "peft_layers_to_transform"),
     *_ignored("memory only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
     *_ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
+    *_ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
     *_ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
                "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
     *_ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets",
@@ -240,7 +246,10 @@ LLAMA_FACTORY = (
     *_in_accelerate_file("pure_bf16 is dtype: bfloat16", "pure_bf16"),
     *_in_accelerate_file("on or off in the Accelerate file", "disable_gradient_checkpointing"),
     *_without_counterpart("only the last answer is trained with a message's `train: false`", "mask_history"),
-    *unsupported("4-bit base", "quantization_bit", note=QUANTIZED),
+    Counterpart("quantization_bit", "load_in_4bit", "4 is load_in_4bit: true, 8 is load_in_8bit: true", "bits"),
+    Counterpart("quantization_method", "load_in_4bit", "bitsandbytes is the only one", "quantizer"),
+    Counterpart("quantization_type", "bnb_4bit_quant_type"),
+    Counterpart("double_quantization", "bnb_4bit_use_double_quant"),
     *unsupported("another loss", *LOSSES),
     *unsupported("freezing by name", "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"),
     Counterpart("additional_target", "modules_to_save", "", "names"),
@@ -255,7 +264,6 @@ LLAMA_FACTORY = (
     *_ignored("each entry of datasets has its own path", "dataset_dir", "media_dir"),
     *_ignored("finetune report RUN draws the loss, and more", "plot_loss"),
     *_ignored("the cache is keyed by everything that affects the tokens", "overwrite_cache"),
-    *_ignored("of the 4-bit base", "quantization_method", "double_quantization"),
     *_ignored(ONE_LOSS, "use_unsloth"),
     *_ignored("always the case here", "do_predict", "predict_with_generate"),
     *_ignored(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),

@@ -89,6 +89,14 @@ clip_grad_norm: null
 fsdp_cpu_offload: true
 dtype: bf16
 """
+AUTOMODEL = """
+recipe: TrainFinetuneRecipeForNextTokenPrediction
+step_scheduler: {global_batch_size: 8, local_batch_size: 1, max_steps: 5}
+model: {_target_: nemo_automodel.NeMoAutoModelForCausalLM.from_pretrained, pretrained_model_name_or_path: org/model}
+peft: {_target_: nemo_automodel.components._peft.lora.PeftConfig, match_all_linear: true, dim: 8, alpha: 16}
+dataset: {_target_: nemo_automodel.components.datasets.llm.squad.make_squad_dataset, dataset_name: org/squad, split: train}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4}
+"""
 TRL = """
 model_name_or_path: Qwen/Qwen3-0.6B
 dataset_name: trl-lib/Capybara
@@ -172,22 +180,105 @@ def test_axolotl_columns_named_in_the_type(converted: Convert) -> None:
     assert 'datasets[0].type.field_system: "persona"   (only a prompt' in said and "field_output" not in said
 
 
+QLORA = {
+    "Axolotl": AXOLOTL.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true"),
+    "Axolotl, by the adapter alone": AXOLOTL.replace("adapter: lora", "adapter: qlora"),
+    "Axolotl, its own settings": AXOLOTL.replace("adapter: lora", "adapter: qlora")
+    + "bnb_config_kwargs: {bnb_4bit_quant_type: fp4, bnb_4bit_use_double_quant: false}\n",
+    "LLaMA-Factory": LLAMA_FACTORY + "quantization_bit: 4\nquantization_method: bnb\n",
+    "LLaMA-Factory, LoRA by default": LLAMA_FACTORY.replace("finetuning_type: lora", "quantization_bit: 4"),
+    "LLaMA-Factory, its own settings": LLAMA_FACTORY
+    + "quantization_bit: 4\nquantization_type: fp4\ndouble_quantization: false\n",
+    "TRL": TRL + "load_in_4bit: true\nbnb_4bit_quant_storage: bfloat16\n",
+    "TRL, its own settings": TRL + "load_in_4bit: true\nuse_bnb_nested_quant: true\nbnb_4bit_quant_type: fp4\n",
+    "torchtune": TORCHTUNE.replace("lora_llama3_1_8b", "qlora_llama3_1_8b"),
+    "torchtune, by the key": TORCHTUNE.replace("lora_rank: 8", "lora_rank: 8\n  quantize_base: true"),
+}
+# What each tool gives bitsandbytes where the file says nothing: NF4, double-quantized but in TRL.
+PLAIN, NESTED = ("nf4", False), ("nf4", True)
+SETTINGS = {
+    "Axolotl": NESTED, "Axolotl, by the adapter alone": NESTED, "Axolotl, its own settings": ("fp4", False),
+    "LLaMA-Factory": NESTED, "LLaMA-Factory, LoRA by default": NESTED, "LLaMA-Factory, its own settings": ("fp4", False),
+    "TRL": PLAIN, "TRL, its own settings": ("fp4", True),
+    "torchtune": NESTED, "torchtune, by the key": NESTED,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("tool", QLORA)
+def test_a_base_in_four_bits_is_one_here_with_the_tools_settings(converted: Convert, tool: str) -> None:
+    _, said, path = converted(QLORA[tool])
+    recipe = read_recipe(str(path))
+    assert recipe.lora.use_peft and recipe.quantization.bits == 4
+    settings = (recipe.quantization.bnb_4bit_quant_type, recipe.quantization.bnb_4bit_use_double_quant)
+    assert settings == SETTINGS[tool]
+    worth_a_look = [line for line in said.splitlines() if "NF4 by torchao there" in line]
+    assert len(worth_a_look) == tool.startswith("torchtune")
+    rest = said.replace("".join(worth_a_look), "")
+    assert "4bit" not in rest and "quant" not in rest and "qlora" not in rest  # nothing of it differs
+
+
+def test_a_base_in_eight_bits_is_one_here(converted: Convert) -> None:
+    for theirs in (
+        AXOLOTL.replace("load_in_8bit: false", "load_in_8bit: true"),
+        LLAMA_FACTORY + "quantization_bit: 8\n",
+        TRL + "load_in_8bit: true\nbnb_4bit_quant_type: nf4\n",
+    ):
+        ours, _, path = converted(theirs)
+        assert "rounded to 8 bits there only" in path.read_text()
+        assert read_recipe(str(path)).quantization.bits == 8 and not [key for key in ours if "4bit" in key]
+
+
+def test_automodels_quantization(converted: Convert) -> None:
+    given = "quantization: {load_in_4bit: true, load_in_8bit: false, bnb_4bit_compute_dtype: bfloat16}\n"
+    _, said, path = converted(AUTOMODEL + given)
+    quantization = read_recipe(str(path)).quantization
+    assert (quantization.bits, quantization.bnb_4bit_use_double_quant) == (4, True) and "quantization" not in said
+
+
+def test_a_base_that_bitsandbytes_has_quantized_is_loaded_as_it_is(converted: Convert) -> None:
+    stored = TRL.replace("Qwen/Qwen3-0.6B", "unsloth/Qwen3-0.6B-bnb-4bit") + "load_in_4bit: true\n"
+    ours, _, path = converted(stored)
+    assert not [key for key in ours if "bit" in key] and read_recipe(str(path)).lora.use_peft
+    assert "whose files are quantized already" in path.read_text()
+
+
 @pytest.mark.parametrize(
-    ("theirs", "noted"),
+    ("theirs", "line"),
     [
-        (AXOLOTL.replace("adapter: lora", "adapter: qlora\nload_in_4bit: true"), 'adapter: "qlora"'),
-        (LLAMA_FACTORY + "quantization_bit: 4\n", "quantization_bit: 4"),
-        (LLAMA_FACTORY.replace("finetuning_type: lora", "quantization_bit: 4"), "quantization_bit: 4"),
-        (TRL + "load_in_4bit: true\n", "load_in_4bit: true"),
-        (TORCHTUNE.replace("lora_llama3_1_8b", "qlora_llama3_1_8b"), "model._component_: "),
+        (LLAMA_FACTORY + "quantization_bit: 3\n", "quantization_bit: 3   (4 is load_in_4bit: true"),
+        (
+            LLAMA_FACTORY + "quantization_bit: 4\nquantization_method: hqq\n",
+            'quantization_method: "hqq"   (bitsandbytes is the only one)',
+        ),
+        (
+            TRL.replace("use_peft: true\n", "load_in_4bit: true\n"),
+            "load_in_4bit: true   (only a frozen base can be quantized",
+        ),
     ],
 )
-def test_lora_on_four_bits_is_lora_on_bf16(converted: Convert, theirs: str, noted: str) -> None:
-    ours, said, path = converted(theirs)
-    assert ours["use_peft"] is True
-    (line,) = (line for line in said.splitlines() if line.startswith(noted))
-    assert "4-bit" in line and "not supported" in line and "bf16 here" in line
-    assert line in path.read_text()
+def test_what_cannot_be_quantized_so_is_listed(converted: Convert, theirs: str, line: str) -> None:
+    _, said, path = converted(theirs)
+    assert line in said
+    read_recipe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "ours", "sentences"),
+    [
+        ("paged_adamw_32bit", "adamw_torch_fused", ["not paged to the host here"]),
+        ("paged_adamw_8bit", "adamw_8bit", ["not paged to the host here", "8-bit moments by bitsandbytes there"]),
+        ("adamw_bnb_8bit", "adamw_8bit", ["8-bit moments by bitsandbytes there"]),
+        ("adamw_torch_8bit", "adamw_8bit", []),
+    ],
+)
+def test_paged_and_eight_bit_adam_are_ours_with_a_sentence(
+    converted: Convert, name: str, ours: str, sentences: list[str]
+) -> None:
+    recipe, _, path = converted(AXOLOTL.replace("adamw_torch_fused", name))
+    assert recipe.get("optim", "adamw_torch_fused") == ours
+    found = [line for line in path.read_text().splitlines() if line.startswith(f'#   optimizer: "{name}"')]
+    assert len(found) == len(sentences)
+    assert all(sentence in line for sentence, line in zip(sentences, found, strict=True))
 
 
 def test_llama_factory(converted: Convert, tmp_path: Path) -> None:
@@ -307,11 +398,6 @@ def test_every_counterpart_is_a_key_of_ours_and_named_once() -> None:
 
 def test_the_page_is_made_from_the_tables() -> None:
     assert (ROOT / "docs" / "coming-from.md").read_text() == coming_from_page()
-
-
-def test_their_eight_bit_adamw_is_ours(converted: Convert) -> None:
-    ours, _, _ = converted(AXOLOTL.replace("adamw_torch_fused", "adamw_bnb_8bit"))
-    assert ours["optim"] == "adamw_8bit"
 
 
 def test_what_is_only_nearly_the_same_is_reported(converted: Convert) -> None:
