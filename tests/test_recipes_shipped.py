@@ -1,5 +1,7 @@
 """Every shipped recipe: it is read, its Accelerate file goes with it, and its model is planned on meta, without weights."""
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,9 +88,10 @@ PUBLISHED["meta-llama/Llama-3.1-8B-Instruct"] = PUBLISHED["meta-llama/Llama-3.1-
 
 
 def test_the_promised_recipes_are_there() -> None:
-    assert {"quickstart", "llama31_8b_full", "llama31_8b_lora", "llama32_1b_full", "llama33_70b_full"} <= {
-        file.stem for file in FILES
-    }
+    assert {"quickstart", "llama31_8b_full", "llama31_8b_lora", "llama32_1b_full", "llama33_70b_full"} | {
+        "llama31_8b_qlora",
+        "llama33_70b_qlora",
+    } <= {file.stem for file in FILES}
     families = {file.stem.partition("_")[0].rstrip("0123456789") for file in FILES}
     assert {"mistral", "qwen", "gemma", "smollm"} <= families
 
@@ -136,6 +139,9 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
     [
         ("llama31_8b_full", 8, "80GiB"),
         ("llama31_8b_lora", 1, "24GiB"),
+        ("llama31_8b_qlora", 1, "12GiB"),
+        ("llama33_70b_qlora", 1, "80GiB"),
+        ("llama33_70b_qlora", 2, "48GiB"),
         ("llama32_1b_full", 1, "40GiB"),
         ("llama33_70b_full", 64, "80GiB"),
         ("mistral_7b_lora", 1, "24GiB"),
@@ -145,10 +151,15 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
         ("smollm3_3b_full", 1, "80GiB"),
     ],
 )
-def test_it_fits_the_gpus_that_its_first_lines_name(name: str, gpus: int, memory: str, tmp_path: Path) -> None:
+def test_it_fits_the_gpus_that_its_first_lines_name(
+    name: str, gpus: int, memory: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     comment = " ".join(line for line in (RECIPES / f"{name}.yaml").read_text().splitlines() if line.startswith("#"))
     assert memory.removesuffix("GiB") in comment
     published = PUBLISHED[str(read_recipe(name).model.model_name_or_path)]
     AutoConfig.for_model(published.model_type, dtype="bfloat16", **published.sizes).save_pretrained(tmp_path)
     plan = ["plan", "--recipe", name, "--num-processes", str(gpus), "--gpu-memory", memory]
-    assert main([*plan, f"model_name_or_path={tmp_path}"]) == 0
+    assert main([*plan, f"model_name_or_path={tmp_path}", "--json"]) == 0
+    if "finetune plan:" in comment:  # what the plan says is quoted, for each number of ranks
+        quoted = float(re.findall(rf"([\d.]+)(?: GiB)? on {['one', 'two'][gpus - 1]}", comment)[0])
+        assert quoted == round(json.loads(capsys.readouterr().out)["peak_bytes"] / 2**30, 1)

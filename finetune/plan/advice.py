@@ -82,6 +82,8 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
     if recipe.optimization.optim != "adamw_8bit" and sharding.layout != "fsdp1":
         in_8_bits = _set_keys("optimization", optim="adamw_8bit")
         yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", in_8_bits)
+    if recipe.lora.use_peft:
+        yield from _list_quantizations(spec)
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
         half = recipe.data.max_length // 2
         yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
@@ -93,6 +95,24 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         )
     if not recipe.lora.use_peft:
         yield Change("use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True))
+        yield from _list_quantizations(spec)
+
+
+def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
+    """A base in 8 bits, then in 4: fewer than it has now, and under adapters, which are added where there are none."""
+    if spec.sharding.layout == "fsdp1":
+        return
+    adapters = "" if spec.recipe.lora.use_peft else "use_peft=true "
+    for bits in (8, 4):
+        if (spec.recipe.quantization.bits or 16) <= bits:
+            continue
+        keys = {"load_in_8bit": bits == 8, "load_in_4bit": bits == 4}
+        quantize, adapt = _set_keys("quantization", **keys), _set_keys("lora", use_peft=True)
+        yield Change(
+            f"{adapters}load_in_{bits}bit=true",
+            f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a slightly worse start; needs bitsandbytes",
+            lambda spec, quantize=quantize, adapt=adapt: quantize(adapt(spec)),  # type: ignore[misc]
+        )
 
 
 def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:

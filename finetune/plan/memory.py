@@ -38,7 +38,7 @@ class Snapshot:
     activations: int = 0
     loss: int = 0  # the chunk of logits, and the gradients that the loss computes in its forward
     communication: int = 0  # unsharded gradients that are being reduced
-    temporaries: int = 0  # of the optimizer
+    temporaries: int = 0  # of the optimizer; of a quantized base, what is dequantized
     slack: int = 0
     context: int = 0
 
@@ -111,8 +111,13 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     yield replace(before, name="loss", activations=all_kept, loss=loss_bytes(spec), **held["loss"])
     yield replace(before, name="backward of the head", activations=all_kept, loss=_loss_backward(spec), **held["head"])
     last = replace(before, gradients=max(before.gradients, int(full.gradients * tail_share)))
-    yield replace(last, name="backward of the last layer", activations=all_kept + at_work, **held["last layer"])
-    yield replace(full, name="backward of the first layer", activations=ends + one_layer, **held["first layer"])
+    layer = {"temporaries": dequantized_bytes(spec, recomputes_layer=run.checkpoint_every is not None)}
+    yield replace(
+        last, name="backward of the last layer", activations=all_kept + at_work, **held["last layer"], **layer
+    )
+    yield replace(
+        full, name="backward of the first layer", activations=ends + one_layer, **held["first layer"], **layer
+    )
     yield replace(full, name="backward of the embedding", activations=ends, **held["embedding"])
     yield replace(full, name="optimizer step", temporaries=_optimizer_temporaries(spec, full), **held["optimizer"])
 
@@ -188,6 +193,15 @@ def _optimizer_temporaries(spec: RunSpec, full: Snapshot) -> int:
     return full.gradients if spec.recipe.optimization.optim == "adamw_torch" else 0
 
 
+def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
+    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight. `recomputes_layer`: those of a
+    layer, which under activation checkpointing its recomputed forward keeps for its backward."""
+    if spec.recipe.quantization.bits is None:
+        return 0
+    sizes = [linear.numel for linear in spec.architecture.linears()]
+    return spec.computation.itemsize * (sum(sizes) if recomputes_layer else max(sizes))
+
+
 def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
     a, run = spec.architecture, spec.computation
     tokens = (spec.recipe.batch.per_device_eval_batch_size or spec.rows) * spec.recipe.data.max_length
@@ -197,6 +211,7 @@ def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
         name="a held-out batch",
         activations=tokens * (evaluation_bytes(a, run) + rotary),
         loss=loss_chunk_bytes(a.vocabulary, tokens, run),
+        temporaries=dequantized_bytes(spec),
         **held_by_layout(spec)["evaluation"],
     )
 

@@ -2,6 +2,7 @@
 
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from types import SimpleNamespace
 from typing import Any
 
 from finetune.distributed.accelerate_config import Sharding
@@ -12,6 +13,8 @@ from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
+from finetune.pretrained_config import read_stored_quantization
+from finetune.quantization import check_quantization
 from finetune.recipe.schema import Recipe
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
@@ -49,9 +52,15 @@ def make_plan(
 ) -> Plan:
     """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already.
 
-    Raises `UserError` where the model's config.json cannot be read or is not of a known family.
+    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and where the base cannot be
+    quantized in this layout.
     """
     config, where = find_config(recipe.model)
+    stored = read_stored_quantization(SimpleNamespace(quantization_config=config.get("quantization_config")), where)
+    if stored is not None:
+        recipe = replace(recipe, quantization=stored)
+    if sharding.layout == "fsdp1":  # elsewhere a plan needs no bitsandbytes
+        check_quantization(recipe.quantization, sharding)
     spec = RunSpec(
         architecture=read_architecture(config, where),
         recipe=recipe,

@@ -27,7 +27,8 @@ class RunSpec:
     @cached_property
     def tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter as it is trained, adapters included."""
-        return list_state_tensors(self.architecture, self.recipe.model, self.recipe.lora, self.sharding)
+        recipe = self.recipe
+        return list_state_tensors(self.architecture, recipe.model, recipe.lora, self.sharding, recipe.quantization)
 
     @property
     def shards(self) -> int:

@@ -7,8 +7,9 @@ from math import prod
 from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
+from finetune.quantization import quantized_bytes
 from finetune.recipe.module_patterns import find_trained, is_saved_whole, refuse_unmatched, value_for
-from finetune.recipe.schema import Lora, Model
+from finetune.recipe.schema import Lora, Model, Quantization
 
 FP32 = 4  # bytes
 HEAD = "lm_head.weight"
@@ -47,10 +48,10 @@ class State:
 
 
 def list_state_tensors(
-    architecture: Architecture, model: Model, lora: Lora, sharding: Sharding
+    architecture: Architecture, model: Model, lora: Lora, sharding: Sharding, quantization: Quantization
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base with fp32 adapters and the
-    modules that are trained whole beside them.
+    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base, which may be quantized, with fp32 adapters
+    and the modules that are trained whole beside them.
 
     Raises `UserError` where a pattern of the recipe names nothing.
     """
@@ -65,19 +66,27 @@ def list_state_tensors(
     }
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
     trained = set() if lora.use_peft else find_trained(list(names.values()), model)
-    found = []
+    found: list[StateTensor] = []
     for unit, tensors in units:
         for tensor in tensors:
             whole = is_saved_whole(names[tensor.name], lora)
-            found.append(
-                StateTensor(
-                    tensor.name, tensor.shape, unit, FP32 if whole else itemsize, whole or tensor.name in trained
-                )
-            )
             is_linear = len(tensor.shape) == 2 and unit.startswith("layer")
+            if is_linear and quantization.bits is not None and not whole:
+                found += _list_quantized(tensor, unit, itemsize, quantization)
+            else:
+                is_trained = whole or tensor.name in trained
+                found.append(StateTensor(tensor.name, tensor.shape, unit, FP32 if whole else itemsize, is_trained))
             if lora.use_peft and is_linear and is_adapted(tensor, lora):
                 found += _list_adapter(tensor, unit, lora)
     return tuple(found)
+
+
+def _list_quantized(linear: TensorShape, unit: str, itemsize: int, quantization: Quantization) -> Iterator[StateTensor]:
+    """What stands in for a frozen weight: its codes and its scales, stored as numbers of the compute dtype."""
+    rows, columns = linear.shape
+    held = quantized_bytes(rows, columns, quantization)
+    for part, byte_count in (("codes", held.codes), ("scales", held.scales)):
+        yield StateTensor(f"{linear.name}.{part}", (-(-byte_count // itemsize),), unit, itemsize, False)
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:

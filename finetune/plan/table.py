@@ -10,6 +10,7 @@ from finetune.plan.disk import Disk, Host
 from finetune.plan.memory import Phase, Snapshot
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
+from finetune.pretrained_config import describe_quantization
 from finetune.units import GIB, MIB, count, counted, gib
 
 PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")
@@ -46,7 +47,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         every = recipe.model.activation_checkpointing_every
         checkpointing = "every layer" if every == 1 else f"every {every}th layer"
     model = recipe.model.model_name_or_path or "model_config"
-    frozen = f"{frozen_dtype(sharding, recipe.lora)} (frozen), adapters " if recipe.lora.use_peft else ""
+    frozen = f"{_name_frozen(spec)} (frozen), adapters " if recipe.lora.use_peft else ""
     parameters = frozen + spec.trained_dtype
     assumed = f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows others"
     return "\n".join(
@@ -61,6 +62,12 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             *([assumed] if ranks_assumed else []),
         ]
     )
+
+
+def _name_frozen(spec: RunSpec) -> str:
+    """The dtype of a frozen base, and how its linear layers are quantized."""
+    quantization, dtype = spec.recipe.quantization, frozen_dtype(spec.sharding, spec.recipe.lora)
+    return f"{dtype}, {describe_quantization(quantization)} in linear layers" if quantization.bits else dtype
 
 
 def format_memory(found: Sequence[Phase]) -> str:
@@ -152,7 +159,7 @@ def format_advice(advice: Advice, device_bytes: int) -> str:
         ranks = f"; {advice.ranks} ranks would be enough" if advice.ranks else ""
         return (
             f"too large  even with all changes it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
-            "           tried together: a micro-batch of 1, smaller moments, checkpointing, full sharding, half the row, offload, LoRA"
+            "           tried together: a micro-batch of 1, smaller moments, checkpointing, full sharding, half the row, offload, LoRA, 4 bits"
         )
     lines = [f"too large  for {limit} GiB; with this it takes {gib(advice.peak)} GiB:"]
     lines += [f"           {change.text}   ({change.cost})" for change in advice.changes]

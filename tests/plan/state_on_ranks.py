@@ -55,7 +55,7 @@ def measure(recipe_path: str, config: str) -> dict[str, int]:
 
 def state_bytes(recipe_path: str, world: World) -> dict[str, int]:
     recipe = read_recipe(recipe_path)
-    model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world)
+    model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world, recipe.quantization)
     optimizer = build_optimizer(model, recipe.optimization)
     ids = torch.randint(3, 200, (1, 16))
     world.accelerator.backward(model(input_ids=ids, labels=ids, position_ids=torch.arange(16)[None]))

@@ -34,6 +34,8 @@ RECIPES: dict[str, dict[str, Any]] = {
         "modules_to_save": ["lm_head", "layers.1.mlp.down_proj"],
         "rank_pattern": {"q_proj": 2, "layers.2.mlp.up_proj": 5},
     },
+    "qlora": {"use_peft": True, "lora_r": 4, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
+    "base in 8 bits": {"use_peft": True, "lora_r": 4, "load_in_8bit": True},
     "8-bit": {"optim": "adamw_8bit", "even": True},
 }
 
@@ -65,6 +67,7 @@ TWO_RANKS = [
     if layout not in ("hybrid", "single") and (layout, recipe) != ("fsdp1 no shard", "lora")
 ] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
 TWO_RANKS += [("ddp", "whole")]
+TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 
