@@ -1,0 +1,115 @@
+"""What `gpu.py` measures: models, how they are trained, and packed rows of real or random documents."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+LLAMA_1B = {  # Llama 3.2
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+LLAMA_8B = LLAMA_1B | {  # Llama 3.1
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+}
+LLAMA_70B = LLAMA_8B | {  # Llama 3.3
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+}
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and how it is trained."""
+
+    name: str
+    model: dict[str, Any]
+    length: int  # tokens in a row
+    rows: int  # in a step
+    use_peft: bool = False
+    load_in_4bit: bool = False  # QLoRA: NF4, double-quantized
+    checkpointed: bool = False  # activations of every layer
+    optim: str = "adamw_torch_fused"
+    torch_compile: bool = True
+    goal: float | None = None  # tokens per second on an H200
+
+
+CASES = (
+    Case("1B full, 4096", LLAMA_1B, length=4096, rows=4, goal=50_000),
+    Case("1B full, 4096, not compiled", LLAMA_1B, length=4096, rows=4, torch_compile=False),
+    Case("8B LoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, goal=13_500),
+    Case("8B QLoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, load_in_4bit=True),
+    Case(
+        "8B QLoRA r16, 4096, checkpointed", LLAMA_8B, 4096, rows=2, use_peft=True, checkpointed=True, load_in_4bit=True
+    ),
+    Case("70B QLoRA r16, 4096", LLAMA_70B, 4096, rows=1, use_peft=True, checkpointed=True, load_in_4bit=True),
+    Case("8B full, 8192", LLAMA_8B, 8192, rows=2, checkpointed=True, optim="adamw_bf16_moments", goal=8_200),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case came to. `failure` says why there is nothing else."""
+
+    case: str
+    who: str
+    tokens_per_second: float | None = None
+    spread: tuple[float, float] | None = None  # of the steps' tokens per second: 25th and 75th percentile
+    mfu: float | None = None
+    peak_memory_bytes: int | None = None
+    seconds_to_first_step: float | None = None
+    loss: float | None = None
+    waits_for_device: str | None = None  # what synchronizes in a step, by torch's own check
+    failure: str | None = None
+
+
+def tiny(case: Case) -> Case:
+    """`case` at a size that any machine runs in seconds."""
+    model = case.model | TINY
+    values = asdict(case) | {"model": model, "length": 64, "rows": 2, "torch_compile": False, "goal": None}
+    return Case(**values)
+
+
+def documents(data: Path | None, tokenizer: Path | None, vocabulary: int) -> Iterator[list[int]]:
+    """Documents as ids, without end: a file's rows, round and round, or random ones."""
+    if data is None or tokenizer is None:
+        random.seed(0)
+        while True:
+            yield random.choices(range(3, vocabulary), k=max(2, int(random.lognormvariate(5.5, 1.0))))
+    from transformers import AutoTokenizer
+
+    encode = AutoTokenizer.from_pretrained(tokenizer)
+    lines = [line for line in data.read_text().splitlines() if line.strip()]
+    for line in itertools.cycle(lines):
+        ids = encode("\n".join(str(value) for value in json.loads(line).values()))["input_ids"]
+        yield [i % vocabulary for i in (*ids, encode.eos_token_id)]
+
+
+def rows(case: Case, count: int, data: Path | None, tokenizer: Path | None) -> list[list[list[int]]]:
+    """`count` full rows of documents; a row's last document is cut where the row is full."""
+    source = documents(data, tokenizer, case.model["vocab_size"])
+    made = []
+    for _ in range(count):
+        row: list[list[int]] = []
+        while (room := case.length - sum(map(len, row))) > 0:
+            row.append(next(source)[:room])
+        made.append(row)
+    return made

@@ -1,0 +1,199 @@
+"""finetune's side of `gpu.py`: the same functions as in a run, timed on the device, and the first wait for it in a step."""
+
+import argparse
+import itertools
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import finetune
+from benchmarks.gpu_cases import Case, Result, rows
+
+PACKAGE = Path(finetune.__file__).resolve().parent
+
+
+def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | None) -> list[Any]:
+    """Packed step batches of one micro-batch each, every token trained, as the data room makes them."""
+    import torch
+
+    from finetune.constants import IGNORE_INDEX
+    from finetune.data.batches import StepBatch
+    from finetune.data.collate import MicroBatch
+
+    packed = rows(case, steps * case.rows, data, tokenizer)
+    batches = []
+    for step in range(steps):
+        examples = [ids for row in packed[step * case.rows : (step + 1) * case.rows] for ids in row]
+        lengths = torch.tensor([len(ids) for ids in examples])
+        ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        labels = torch.tensor([i for ids in examples for i in [*ids[1:], IGNORE_INDEX]])[None]
+        micro_batch = MicroBatch(
+            input_ids=torch.tensor([i for ids in examples for i in ids])[None],
+            labels=labels,
+            position_ids=torch.cat([torch.arange(len(ids)) for ids in examples])[None],
+            trained_positions=(labels.flatten() != IGNORE_INDEX).nonzero().flatten(),
+            cu_seq_lens=ends.to(torch.int32),
+            max_document_length=int(lengths.max()),
+            example_ids=(),
+        )
+        trained = len(micro_batch.trained_positions)
+        if torch.cuda.is_available():
+            micro_batch = micro_batch.pin_memory()
+        batches.append(StepBatch(step, 0.0, (micro_batch,), tokens=int(ends[-1]), trained_tokens=trained))
+    return batches
+
+
+def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
+    """(world, sharded model, optimizer, FLOP per token), made by the same functions as a run's."""
+    import torch
+    import yaml
+
+    from finetune.distributed.accelerate_config import read_sharding
+    from finetune.distributed.parallelize import Values, parallelize
+    from finetune.distributed.world import join
+    from finetune.flops import flop_per_token_of
+    from finetune.models.attention import install_attention
+    from finetune.models.build import build_on_meta
+    from finetune.models.layers import checkpoint_activations, compile_layers
+    from finetune.models.load import count_parameters
+    from finetune.models.lora import add_adapters, is_adapter, with_adapters
+    from finetune.models.loss import install_loss
+    from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
+    from finetune.optim.optimizer import build_optimizer
+    from finetune.pretrained_config import load_config
+    from finetune.recipe.schema import Lora, Model, Optimization, Quantization
+
+    config_file = workspace / "accelerate.yaml"
+    layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16"}
+    config_file.write_text(yaml.safe_dump(layout | {"fsdp_config": {"fsdp_version": 2}}))
+    world = join(read_sharding(str(config_file), None, {}))
+    config = load_config(Model(model_config=case.model))
+    model = build_on_meta(config, torch.float32)
+    install_attention(model)
+    install_loss(model)
+    torch.manual_seed(0)
+
+    def random_values(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        shape = [part.stop - part.start for part in slices]
+        if "norm" in name:
+            return torch.ones(shape, device=world.device)
+        return torch.randn(shape, device=world.device) * 0.02
+
+    values: Values = random_values
+    if case.use_peft:
+        add_adapters(model, Lora(use_peft=True, lora_r=16), torch.bfloat16)
+        shapes = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
+        values = with_adapters(values, shapes, seed=0)
+    if case.checkpointed:
+        checkpoint_activations(model, every=1)
+    multiplied = count_parameters(model).multiplied
+    flop = flop_per_token_of(
+        config, parameters=multiplied, length=case.length, frozen=multiplied if case.use_peft else 0
+    )
+    unfilled: frozenset[str] = frozenset()
+    if case.load_in_4bit:
+        quantization = Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True)
+        unfilled = quantize_layers(model, quantization, torch.bfloat16, {})
+    model = parallelize(model, values, world, unfilled).train()
+    if case.load_in_4bit:
+        fill_quantized_layers(model, values, {}, world)
+    if case.torch_compile:
+        compile_layers(model)
+    return world, model, build_optimizer(model, Optimization(optim=case.optim, learning_rate=1e-5)), flop  # type: ignore[arg-type]
+
+
+def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
+    """Trains `steps` steps after `warm_up`; the clock is the device's own."""
+    import torch
+
+    from finetune.distributed.parallelize import clip_gradients
+    from finetune.training.loop import accumulate_gradients
+    from finetune.training.throughput import peak_flops, peak_memory_bytes
+
+    began = time.perf_counter()
+    batches = step_batches(case, 4, options.data, options.tokenizer)
+    with tempfile.TemporaryDirectory() as folder:
+        world, model, optimizer, flop = prepare(case, Path(folder))
+
+    def step(index: int) -> torch.Tensor:
+        batch = batches[index % len(batches)]
+        loss_sum = accumulate_gradients(model, batch, world)
+        clip_gradients(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss_sum / batch.trained_tokens
+
+    loss = step(0).item()
+    first = time.perf_counter() - began
+    for index in range(1, warm_up):
+        step(index)
+    waits = synchronizations(lambda: step(warm_up)) if world.device.type == "cuda" else None
+    seconds = timed(step, warm_up, steps, world.device.type)
+    speeds = [batches[(warm_up + i) % len(batches)].tokens / s for i, s in enumerate(seconds)]
+    median, peak = statistics.median(speeds), peak_flops(world.device)
+    low, _, high = statistics.quantiles(speeds, n=4)
+    return Result(
+        case=case.name,
+        who="finetune",
+        tokens_per_second=median,
+        spread=(low, high),
+        mfu=median * flop / peak if peak else None,
+        peak_memory_bytes=peak_memory_bytes(world.device),
+        seconds_to_first_step=first,
+        loss=loss,
+        waits_for_device=waits,
+    )
+
+
+def timed(step: Callable[[int], Any], start: int, steps: int, device: str) -> list[float]:
+    """Seconds of each step, by events in the device's queue: the host never waits in between."""
+    import torch
+
+    if device != "cuda":
+        seconds = []
+        for index in range(start, start + steps):
+            began = time.perf_counter()
+            step(index)
+            seconds.append(time.perf_counter() - began)
+        return seconds
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(steps + 1)]
+    torch.cuda.synchronize()
+    marks[0].record()
+    for index, mark in enumerate(marks[1:]):
+        step(start + index)
+        mark.record()
+    torch.cuda.synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in itertools.pairwise(marks)]
+
+
+def synchronizations(step: Callable[[], Any]) -> str:
+    """Runs a step that is warned of every wait for the device; "nothing", or the first place that waits.
+
+    Warned, not stopped: an error in the middle of a step would leave gradients and sharded weights half done for the
+    steps that are timed after it.
+    """
+    import traceback
+    import warnings
+
+    import torch
+
+    waits: list[str] = []
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        frames = [f for f in traceback.extract_stack() if Path(f.filename).is_relative_to(PACKAGE)]
+        place = f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: " if frames else ""
+        if "synchronizing" in str(message):
+            waits.append(place + str(message).splitlines()[0])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = note
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return waits[0] if waits else "nothing"

@@ -1,0 +1,129 @@
+"""TRL's side of `gpu.py`: the same model and rows under SFTTrainer, as its users call it."""
+
+import argparse
+import statistics
+import tempfile
+import time
+from typing import Any
+
+from benchmarks.gpu_cases import Case, Result, rows
+
+
+def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
+    """The same model and rows under TRL's SFTTrainer, packed, bf16, its own defaults otherwise."""
+    import torch
+    from datasets import Dataset
+    from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from finetune.flops import flop_per_token_of
+    from finetune.training.throughput import peak_flops, peak_memory_bytes
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = AutoConfig.for_model(**case.model)
+    torch.manual_seed(0)
+    if case.load_in_4bit:
+        model, parameters = _quantized_model(config, device)
+    else:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if case.use_peft else torch.float32)
+        parameters = sum(p.numel() for p in model.parameters())
+    multiplied = parameters - (0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel())
+    flop = flop_per_token_of(
+        config, parameters=multiplied, length=case.length, frozen=multiplied if case.use_peft else 0
+    )
+    needed = (steps + warm_up + 1) * case.rows
+    examples = [ids for row in rows(case, needed, options.data, options.tokenizer) for ids in row if len(ids) > 1]
+    seconds: list[float] = []
+
+    class Clock(TrainerCallback):
+        began = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if device.type == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - self.began)
+
+    peft_config = None
+    if case.use_peft:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = SFTConfig(
+            output_dir=folder,
+            per_device_train_batch_size=case.rows,
+            max_steps=steps + warm_up,
+            max_length=case.length,
+            packing=True,
+            bf16=True,
+            use_cpu=device.type == "cpu",
+            gradient_checkpointing=case.checkpointed,
+            logging_steps=10**6,
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            dataloader_pin_memory=device.type == "cuda",
+        )
+        tokenizer = _word_tokenizer(case.model["vocab_size"])
+        dataset = Dataset.from_dict({"input_ids": examples})
+        run = SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config)
+        run.add_callback(Clock())
+        run.train()
+    speeds = [case.rows * case.length / s for s in seconds[warm_up:]]
+    median, peak = statistics.median(speeds), peak_flops(device)
+    low, _, high = statistics.quantiles(speeds, n=4)
+    memory = peak_memory_bytes(device)
+    return Result(case.name, "TRL, packed", median, (low, high), median * flop / peak if peak else None, memory)
+
+
+def _quantized_model(config: Any, device: Any) -> tuple[Any, int]:
+    """A model of random weights in NF4, and its parameters, a layer at a time: 70 billion of them in bf16 fit no device."""
+    import torch
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from torch import nn
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    parameters = sum(p.numel() for p in model.parameters())
+    names = [
+        name for name, m in model.named_modules() if type(m) is nn.Linear and m is not model.get_output_embeddings()
+    ]
+    for name in names:
+        linear = model.get_submodule(name)
+        weight = torch.randn(linear.weight.shape, dtype=torch.bfloat16, device=device) * 0.02
+        with torch.device("meta"):
+            made = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
+        made.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made)
+        made.weight = made.weight.to(device)
+        model.set_submodule(name, made)
+    with torch.device(device):
+        rest = AutoModelForCausalLM.from_config(_without_layers(config), dtype=torch.bfloat16)
+    model.model.embed_tokens, model.lm_head, model.model.norm = rest.model.embed_tokens, rest.lm_head, rest.model.norm
+    model.model.rotary_emb = rest.model.rotary_emb
+    for module in model.model.layers.modules():
+        if type(module).__name__.endswith("Norm"):
+            module.weight = nn.Parameter(torch.ones(module.weight.shape, dtype=torch.bfloat16, device=device))
+    model.is_loaded_in_4bit = True
+    return model, parameters
+
+
+def _without_layers(config: Any) -> Any:
+    import copy
+
+    smaller = copy.deepcopy(config)
+    smaller.num_hidden_layers = 0
+    return smaller
+
+
+def _word_tokenizer(vocabulary: int) -> Any:
+    """SFTTrainer wants a tokenizer, although the rows are ids already."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocabulary)}, unk_token="w0"))
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1", unk_token="w0")
