@@ -159,6 +159,11 @@ def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     export.add_argument("--overwrite", action="store_true", help="replace DIR where it exists")
     export.add_argument("--adapter-only", action="store_true", help="LoRA: the PEFT folder alone, nothing merged")
     export.add_argument(
+        "--merge-onto",
+        choices=("original", "dequantized"),
+        help="QLoRA: the base that the adapter is merged onto (default: the one with the lower held-out loss)",
+    )
+    export.add_argument(
         "--base-model",
         metavar="MODEL",
         help="the base model, where the checkpoint does not name it: a folder or hub name",

@@ -114,5 +114,6 @@ _STATE: dict[str, tuple[Check, bool]] = {
     "global_batch_size": (_is_count, True),
     "data_fingerprint": (_or_none(_is_text), False),
     "base_model": (_or_none(_is_text), False),
+    "compute_dtype": (_is_text, False),
     "inputs": (_is_object_of_texts, False),
 }

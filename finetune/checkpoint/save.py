@@ -29,7 +29,7 @@ from finetune.checkpoint.shards import (
     select_tensors,
 )
 from finetune.checkpoint.snapshot import copy_to_host, record_event
-from finetune.constants import GENERATION_FILE, compute_global_batch_size, read_versions
+from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, compute_global_batch_size, read_versions
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
@@ -255,6 +255,7 @@ def describe_state(progress: Progress, recipe: Recipe, world: World, inputs: Map
         "data_fingerprint": inputs.get("datasets"),
         "inputs": {name: value for name, value in inputs.items() if name != "datasets"},
         "base_model": str(Path(base).resolve()) if base is not None and Path(base).is_dir() else base,
+        "compute_dtype": COMPUTE_DTYPE[world.sharding.mixed_precision],
     }
 
 

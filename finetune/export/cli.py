@@ -23,6 +23,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         model=not arguments.adapter_only,
         trust_remote_code=arguments.trust_remote_code,
+        merge_onto=arguments.merge_onto,
     )
     check_request(source, output, options)
     from finetune.export.export import export_source

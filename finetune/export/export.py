@@ -9,8 +9,9 @@ import torch
 
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
+from finetune.export.merge_choice import choose_merge
 from finetune.export.metadata import has_tokenizer, write_metadata
-from finetune.export.options import ExportOptions, check_request
+from finetune.export.options import ExportOptions, MergeOnto, check_request
 from finetune.export.publish import check_disk_space, publish, push_folder
 from finetune.export.source import Source, open_source
 from finetune.export.target import describe_target
@@ -31,6 +32,7 @@ def export(
     base_model: str | None = None,
     trust_remote_code: bool = False,
     push_to_hub: str | None = None,
+    merge_onto: MergeOnto | None = None,
     log: Callable[[str], object] = print,
 ) -> Path:
     """Makes the Hugging Face folder `output` from a run, a checkpoint, or a folder of another tool (`source` lists them).
@@ -47,6 +49,7 @@ def export(
         overwrite=overwrite,
         model=not adapter_only,
         trust_remote_code=trust_remote_code,
+        merge_onto=merge_onto,
     )
     check_request(Path(run_or_checkpoint), Path(output), options)
     source = open_source(Path(run_or_checkpoint), base_model=base_model, log=log)
@@ -77,8 +80,9 @@ def export_source(source: Source, output: Path, options: ExportOptions, log: Cal
     _check_output_is_apart(source, output)
     title = output.parent.name if output.parent == source.run else output.name
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
+    merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads
     with _one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
-        weights = plan_weights(source, target, options)
+        weights = plan_weights(source, target, options, merge)
         check_disk_space(folder, weights.byte_count)
         write_metadata(folder, source, target, weights, title, options)
         with start_verification(folder, source, target, weights, options) as verify:

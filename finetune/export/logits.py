@@ -1,6 +1,7 @@
 """A model's logits, computed with a few rows of one tensor in memory at a time: any model's, on any machine."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,31 +32,41 @@ def prompts(vocabulary: int) -> torch.Tensor:
 def stream_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
     """The logits of `prompts`, float32[ROWS, TOKENS, vocabulary], computed in float32.
 
-    `model` is on meta, and stays there. A linear layer multiplies with a block of rows while the next is read, an embedding
-    reads the rows of its tokens, and any other parameter is read when a module, its owner or another, uses it.
-
     Raises `UserError` where the model computes with something that has no values.
     """
     plain: Any = model
+    with stream(model, [rows]):
+        logits: torch.Tensor = plain(
+            input_ids=prompts(plain.config.get_text_config().vocab_size), use_cache=False
+        ).logits
+    return logits.float()
+
+
+@contextmanager
+def stream(model: nn.Module, variants: Sequence[Rows]) -> Iterator[None]:
+    """In this block `model`, which is on meta and stays there, computes with values that are read as they are needed.
+
+    A linear layer multiplies with a block of rows while the next is read, an embedding reads the rows of its tokens, and any
+    other parameter is read when a module, its owner or another, uses it. With several `variants` of the model the inputs are
+    those of each, one after the other in dimension 0, and only the weights of linear layers may differ.
+    """
     parameters = {module: module._parameters for module in model.modules()}
-    read = _Reader(rows)
+    read = _Reader(variants[0])
     for name, module in model.named_modules():
         prefix = f"{name}." if name else ""
         forward = STREAMED.get(type(module))  # a subclass may compute something else
         if forward is not None:
-            module.forward = partial(forward, module, name, rows)
+            module.forward = partial(forward, module, name, variants)
         module.__dict__["_parameters"] = _StoredParameters(module._parameters, prefix, read)
-        _read_buffers(prefix, module, rows)
-    ids = prompts(plain.config.get_text_config().vocab_size)
+        _read_buffers(prefix, module, variants[0])
     try:
         with _NoMeta():  # type: ignore[no-untyped-call]
-            logits: torch.Tensor = plain(input_ids=ids, use_cache=False).logits
+            yield
     finally:
         for module, own in parameters.items():
             module.__dict__["_parameters"] = own
             if type(module) in STREAMED:
                 del module.forward
-    return logits.float()
 
 
 class _Reader:
@@ -100,18 +111,25 @@ class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def _linear(module: nn.Linear, name: str, rows: Rows, inputs: torch.Tensor) -> torch.Tensor:
+def _linear(module: nn.Linear, name: str, variants: Sequence[Rows], inputs: torch.Tensor) -> torch.Tensor:
     # Allocated once: small results kept between the blocks would fragment the heap until no block fits.
     result = inputs.new_empty(*inputs.shape[:-1], module.out_features)
-    places = [(f"{name}.weight", *block) for block in row_blocks((module.out_features, module.in_features))]
-    for (_, start, stop), block in zip(places, prefetch(rows, places), strict=True):
-        result[..., start:stop] = functional.linear(inputs, block.float())
+    places = list(row_blocks((module.out_features, module.in_features)))
+
+    def read_blocks(start: int, stop: int) -> list[torch.Tensor]:
+        return [rows(f"{name}.weight", start, stop) for rows in variants]
+
+    for (start, stop), blocks in zip(places, prefetch(read_blocks, places), strict=True):
+        parts = zip(result.chunk(len(variants)), inputs.chunk(len(variants)), blocks, strict=True)
+        for own_result, own_inputs, block in parts:
+            own_result[..., start:stop] = functional.linear(own_inputs, block.float())
     return result if module.bias is None else result + module.bias
 
 
-def _embedding(module: nn.Embedding, name: str, rows: Rows, ids: torch.Tensor) -> torch.Tensor:
-    found = [rows(f"{name}.weight", token, token + 1).float() for token in ids.flatten().tolist()]
-    return torch.cat(found).reshape(*ids.shape, module.embedding_dim)
+def _embedding(module: nn.Embedding, name: str, variants: Sequence[Rows], ids: torch.Tensor) -> torch.Tensor:
+    tokens, places = torch.unique(ids, return_inverse=True)
+    found = torch.cat([variants[0](f"{name}.weight", token, token + 1).float() for token in tokens.tolist()])
+    return found[places]
 
 
 STREAMED: dict[type[nn.Module], Callable[..., torch.Tensor]] = {nn.Linear: _linear, nn.Embedding: _embedding}

@@ -81,13 +81,13 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     return found
 
 
-def merged_value(update: Update, base: StoredTensor, name: str, dtype: torch.dtype) -> Value:
+def merged_value(update: Update, base: Value) -> Value:
     """The base tensor with its update merged."""
 
     def rows(start: int, stop: int) -> torch.Tensor:
-        return update.apply(read_slice(base, (slice(start, stop),)).float(), start, stop)
+        return update.apply(base.rows(start, stop).float(), start, stop)
 
-    return Value(name, base.shape, dtype, rows)
+    return Value(base.name, base.shape, base.dtype, rows)
 
 
 def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:

@@ -44,7 +44,7 @@ def write_metadata(
             _check_tokenizer_code(source.description)
         _write_json(folder / CONFIG_FILE, _config(target, weights.dtype, options.trust_remote_code))
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
-        _write_text(folder / CARD_FILE, model_card(source, title))
+        _write_text(folder / CARD_FILE, model_card(source, title, merge=weights.merge))
     if source.adapter is not None and weights.adapter is not None:
         adapter_folder = (folder / weights.adapter.name).parent
         adapter_folder.mkdir(exist_ok=True)

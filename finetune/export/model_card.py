@@ -12,11 +12,13 @@ import yaml
 from finetune.benchmark_results import BenchmarkResult, benchmark_table
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
+from finetune.export.merge_choice import MergeChoice
+from finetune.export.merge_measure import TRAINED
 from finetune.export.source import Source
 from finetune.json_lines import read_json_lines
 from finetune.metrics import find_divergence, losses_of
 from finetune.recipe.keys import keys_of
-from finetune.recipe.schema import Lora
+from finetune.recipe.schema import Lora, Quantization
 from finetune.safetensors_io.header import read_json
 
 CARD_FILE = "README.md"
@@ -43,12 +45,13 @@ RECIPE_KEYS = (
     "use_rslora",
     "use_dora",
 )
+FOUR_BIT_KEYS = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 LICENSE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
 UNKNOWN_LICENSE = "unknown"
 
 
-def model_card(source: Source, name: str, *, is_adapter: bool = False) -> str:
-    """The text of README.md for what is exported from `source`."""
+def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: MergeChoice | None = None) -> str:
+    """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized base."""
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
     base = _base_name(source)
@@ -57,9 +60,10 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False) -> str:
         f"# {name}",
         f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{_origin(source)}.",
         _section("Training", _training(source)),
+        _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
         _section("Data", _data(source)),
-        _section("Recipe", _table(("Key", "Value"), _recipe_rows(source.recipe))),
-        _section("Use", _use(base, is_adapter)),
+        _section("Recipe", _table(("Key", "Value"), _recipe_rows(source))),
+        _section("Use", _use(is_adapter, source.quantization)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -133,6 +137,27 @@ def _training(source: Source) -> str:
     return "\n\n".join([*warning, _table(("", ""), rows)])
 
 
+def _merge(merge: MergeChoice, quantization: Quantization) -> str:
+    """What the adapter was merged onto, and both possible merges measured beside the model that was trained."""
+    text = f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto the {merge.onto} base, {merge.reason}."
+    if merge.rows is None:
+        return text
+    kind = "held-out" if merge.rows.held_out else "training"
+    text += (
+        f" Each on {len(merge.rows)} {kind} rows ({merge.rows.labeled_tokens:,} labeled tokens), computed in float32:"
+    )
+    rows = [
+        (f"{label}{' (this one)' if name == merge.onto else ''}", f"{found.loss:.4f}", f"{found.logit_difference:.3g}")
+        for name, label in (
+            (TRAINED, f"{quantization.bits}-bit base with the adapter"),
+            ("original", "merged onto the original base"),
+            ("dequantized", "merged onto the dequantized base"),
+        )
+        if (found := merge.measured.get(name)) is not None
+    ]
+    return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
+
+
 def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
     """(step, value) of the lines up to `last_step` that have a number under `key`."""
     last = last_step if isinstance(last_step, int) else math.inf
@@ -190,16 +215,25 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
 
 
-def _recipe_rows(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
-    keys = (
-        RECIPE_KEYS
-        if recipe.get("use_peft")
-        else [key for key in RECIPE_KEYS if key == "use_peft" or key not in keys_of(Lora)]
-    )
-    return [(f"`{key}`", f"`{json.dumps(recipe[key])}`") for key in keys if recipe.get(key) not in (None, [], {})]
+def _recipe_rows(source: Source) -> list[tuple[str, str]]:
+    recipe, bits = source.recipe, source.quantization.bits
+    shown = [key for key in RECIPE_KEYS if recipe.get("use_peft") or key == "use_peft" or key not in keys_of(Lora)]
+    shown += FOUR_BIT_KEYS if bits == 4 else ["load_in_8bit"] if bits == 8 else []
+    return [(f"`{key}`", f"`{json.dumps(recipe[key])}`") for key in shown if recipe.get(key) not in (None, [], {})]
 
 
-def _use(base: str | None, is_adapter: bool) -> str:
+def _use(is_adapter: bool, quantization: Quantization) -> str:
+    if is_adapter and quantization.bits is not None:
+        settings = f"load_in_{quantization.bits}bit=True"
+        if quantization.bits == 4:
+            settings += f', bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}"'
+            settings += f", bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant}"
+        return (
+            "The adapter was trained on the base in this quantization:\n\n"
+            "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import BitsAndBytesConfig\n\n"
+            f"quantization = BitsAndBytesConfig({settings})\n"
+            'model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME", quantization_config=quantization)\n```'
+        )
     if is_adapter:
         return (
             "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"

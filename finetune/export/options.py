@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from finetune.durable import restore_exports, restore_folder
 from finetune.errors import UserError
@@ -9,6 +10,7 @@ from finetune.export.publish import check_destination
 from finetune.units import read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
+MergeOnto = Literal["original", "dequantized"]  # the base that an adapter trained on a quantized one is merged onto
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +24,7 @@ class ExportOptions:
     model: bool = True  # LoRA: the merged model
     adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
     trust_remote_code: bool = False
+    merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
 
 
 def check_request(source: Path, output: Path, options: ExportOptions) -> None:
@@ -42,6 +45,8 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         read_size(options.max_shard_size)
     except UserError as error:
         raise UserError(f"--max-shard-size: {error}") from None
+    if options.merge_onto is not None and not options.model:
+        raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
     if source.resolve().is_relative_to(output.resolve()):
         raise UserError(f"{output}: holds what is exported; choose another --output")
     check_destination(output, options.overwrite)

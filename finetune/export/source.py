@@ -16,6 +16,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
 from finetune.checkpoint.retention import find_newest_valid, list_checkpoints
@@ -24,6 +26,8 @@ from finetune.errors import UserError
 from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
 from finetune.hub import download_file, download_folder, find_local_folder
+from finetune.models.quantized_base import StoredQuantized, split_quantized
+from finetune.recipe.schema import Quantization
 from finetune.safetensors_io.header import read_json
 from finetune.safetensors_io.tensors import StoredTensor, read_folder
 from finetune.terminal import progress_bar
@@ -57,11 +61,28 @@ class Source:
     base: Path | None = None  # its folder, where it is on this machine
     state: Mapping[str, Any] = field(default_factory=dict)  # state.json of a checkpoint of this project
     run: Path | None = None  # the run's folder, where the source belongs to one
+    quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)  # of `tensors`, those stored in 4 or 8 bits
 
     @property
     def recipe(self) -> Mapping[str, Any]:
         recipe = self.state.get("recipe")
         return recipe if isinstance(recipe, dict) else {}
+
+    @property
+    def quantization(self) -> Quantization:
+        """How the base was quantized in the training."""
+        given = self.recipe
+        return Quantization(
+            load_in_4bit=given.get("load_in_4bit") is True,
+            load_in_8bit=given.get("load_in_8bit") is True,
+            bnb_4bit_quant_type="fp4" if given.get("bnb_4bit_quant_type") == "fp4" else "nf4",
+            bnb_4bit_use_double_quant=given.get("bnb_4bit_use_double_quant") is True,
+        )
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype in which the training multiplied with the base."""
+        return getattr(torch, str(self.state.get("compute_dtype")), torch.bfloat16)
 
 
 def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str], object] = print) -> Source:
@@ -178,7 +199,8 @@ def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> S
     named = {peft_name(name): tensor for name, tensor in source.tensors.items()}
     adapter = Adapter(config, {name: replace(tensor, name=name) for name, tensor in named.items()})
     description = source.description if (source.description / CONFIG_FILE).exists() else base
-    return replace(source, description=description, tensors=read_folder(base), adapter=adapter, base=base)
+    tensors, quantized = split_quantized(read_folder(base), str(base))
+    return replace(source, description=description, tensors=tensors, adapter=adapter, base=base, quantized=quantized)
 
 
 def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:

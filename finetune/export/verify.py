@@ -14,13 +14,15 @@ import xxhash
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import Value, raw_bytes, read_rows, row_blocks
+from finetune.export.dequantized import make_dequantizer
 from finetune.export.logits import stream_logits
+from finetune.export.merging import find_quantized
 from finetune.export.options import ExportOptions
 from finetune.export.reload_check import read_with_safetensors, start_reload
 from finetune.export.source import Source, peft_name
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.writing import Weights, WrittenWeights
-from finetune.safetensors_io.tensors import StoredTensor, read_files
+from finetune.safetensors_io.tensors import read_files
 from finetune.terminal import progress_bar
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains. Zero
@@ -54,7 +56,7 @@ def start_verification(
         trust_remote_code = options.trust_remote_code
         with (
             start_reload(folder, trust_remote_code) as reload,
-            _start_logits(source, target, weights.stored, trust_remote_code) as logits,
+            _start_logits(source, target, weights, trust_remote_code) as logits,
         ):
 
             def verify_model(written: WrittenWeights) -> str:
@@ -105,12 +107,15 @@ def _read_digest(file: Path, value: Value, advance: Callable[[int], object]) -> 
 
 @contextmanager
 def _start_logits(
-    source: Source, target: TargetModel, stored: Mapping[str, StoredTensor], trust_remote_code: bool
+    source: Source, target: TargetModel, weights: Weights, trust_remote_code: bool
 ) -> Iterator[Future[torch.Tensor]]:
     """The logits of the stored values, in float32, computed in a thread that ends with the block.
 
-    An adapter is run by PEFT, beside its base and not merged.
+    An adapter is run by PEFT, beside the base that it is merged onto, and not merged.
     """
+    is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
+    quantized = find_quantized(source, target) if is_dequantized else frozenset()
+    read_dequantized = make_dequantizer(source)
     model, adapter, ended = target.model, source.adapter, Event()
     if adapter is not None:
         other = describe_target(source.description, trust_remote_code=trust_remote_code)
@@ -126,7 +131,8 @@ def _start_logits(
                 if known in adapter.tensors:
                     return read_rows(adapter.tensors[known], start, stop)
         name = name.replace(lora.BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
-        return read_rows(stored[target.tied.get(name, name)], start, stop)
+        base = weights.stored[target.tied.get(name, name)]
+        return read_dequantized(base)[start:stop] if name in quantized else read_rows(base, start, stop)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:

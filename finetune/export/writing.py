@@ -12,13 +12,14 @@ from finetune.constants import ADAPTER
 from finetune.durable import write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
-from finetune.export.blocks import Value, cast_rows, match_tensors, prefetch, raw_bytes, row_blocks, stored_value
+from finetune.export.blocks import Value, cast_rows, prefetch, raw_bytes, row_blocks, stored_value
+from finetune.export.merge_choice import MergeChoice
+from finetune.export.merging import choose_written_dtype, find_stored, plan_values
 from finetune.export.options import ExportOptions
 from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
 from finetune.export.target import TargetModel
-from finetune.safetensors_io.dtypes import choose_dtype, config_dtype
 from finetune.safetensors_io.header import header_bytes
-from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, main_dtype
+from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor
 from finetune.terminal import progress_bar
 from finetune.units import read_size
 
@@ -49,6 +50,7 @@ class Weights:
     stored: Mapping[
         str, StoredTensor
     ]  # by the target's names: the checkpoint's tensors, or the base's under an adapter
+    merge: MergeChoice | None = None  # of an adapter that was trained on a quantized base
 
     @property
     def shards(self) -> tuple[Shard, ...]:
@@ -67,34 +69,24 @@ class WrittenWeights:
     digests: Mapping[str, bytes]  # xxh3_128 of each tensor's bytes, taken from memory on their way to the file
 
 
-def plan_weights(source: Source, target: TargetModel, options: ExportOptions) -> Weights:
+def plan_weights(
+    source: Source, target: TargetModel, options: ExportOptions, merge: MergeChoice | None = None
+) -> Weights:
     """The files of the result, and how each tensor in them follows from what is stored. Reads no values, but tied ones.
 
     Raises `UserError` where the stored tensors are not those of `target`, or an adapter does not fit it.
     """
     if source.adapter is None and not options.model:
         raise UserError(f"{source.path}: holds no adapter; omit --adapter-only")
-    where, given = str(source.path), options.dtype or source.recipe.get("export_dtype")
-    dtype = choose_dtype(given, source.base, config_dtype(target.config_json), main_dtype(source.tensors.values()))
+    where, dtype = str(source.path), choose_written_dtype(source, target, options)
     adapter = None
     if source.adapter is not None and options.adapter:
         adapter = _plan_adapter(source.adapter, target, where, options)
     if not options.model:
         return Weights((), adapter, dtype, {})
-    stored = match_tensors(source.tensors, target, where, prefixed=source.names_may_be_prefixed)
-    updates: dict[str, lora.Update] = {}
-    if source.adapter is not None:
-        updates = lora.find_updates(source.adapter, target, where)
-        lora.check_mergeable(source.adapter, updates, target, where)
-        stored |= lora.find_own_bases(source.adapter)
-    values = []
-    for name in target.shapes:
-        written_dtype = target.written_dtype(name, stored[name].dtype, dtype)
-        if name in updates:
-            values.append(lora.merged_value(updates[name], stored[name], name, written_dtype))
-        else:
-            values.append(stored_value(stored[name], name, written_dtype))
-    return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored)
+    stored = find_stored(source, target)
+    values = list(plan_values(source, target, stored, dtype, merge.onto if merge else "original").values())
+    return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored, merge)
 
 
 def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:

@@ -32,6 +32,11 @@ class LogitTransform(NamedTuple):
         softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "output_logit_soft_cap", None)
         return cls(scale, softcap)
 
+    def apply(self, scores: Tensor) -> Tensor:
+        """The logits that the softmax takes, from the head's output [..., vocabulary] in fp32."""
+        scaled = scores * self.scale
+        return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
+
 
 UNCHANGED = LogitTransform()
 

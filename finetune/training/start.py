@@ -9,13 +9,14 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.save import Saver
-from finetune.data.batches import OnReport, StepBatch
+from finetune.data.batches import OnReport, StepBatch, StoredBatches
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
+from finetune.export.comparison_rows import write_comparison_rows
 from finetune.flops import flop_per_token_of
 from finetune.json_lines import read_json_lines
 from finetune.metrics import MetricsLog, drop_later_lines
@@ -95,6 +96,8 @@ def open_log(
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
+        if recipe.quantization.bits is not None:
+            _keep_comparison_rows(folder, data)
         samples = drop_later_lines(folder / SAMPLES, step)
         log = MetricsLog(folder / METRICS, data.train.steps, step, tracker)
         lines = [line for line in read_json_lines(folder / METRICS) if line is not None and line.get("step") == step]
@@ -104,6 +107,13 @@ def open_log(
 
     results: dict[str, Any] = RankGroup(world).main(start)
     return log, results
+
+
+def _keep_comparison_rows(folder: Path, data: PreparedData) -> None:
+    """Keeps rows for the export's choice of a base: held-out ones, else those of training; none of a stream."""
+    batches = data.evaluation or data.train
+    if isinstance(batches, StoredBatches):
+        write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
 
 
 def read_batches(

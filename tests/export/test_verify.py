@@ -12,7 +12,7 @@ import torch
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export import blocks, reload_check, verify, writing
+from finetune.export import blocks, merging, reload_check, verify
 from finetune.export import export as exporting
 from finetune.export.writing import Weights, WrittenWeights
 from finetune.safetensors_io.tensors import StoredTensor, read_files
@@ -66,7 +66,7 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The files then hold what was read, so that no digest differs."""
-    stored_value = writing.stored_value
+    stored_value = merging.stored_value
 
     def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> blocks.Value:
         value = stored_value(stored, name, dtype)
@@ -74,7 +74,7 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
             return value
         return replace(value, rows=lambda start, stop: value.rows(start, stop) + 0.001)
 
-    monkeypatch.setattr(writing, "stored_value", misread)
+    monkeypatch.setattr(merging, "stored_value", misread)
     assert export(tiny_llama(), tmp_path) == 2
     assert "in a separate process the logits differ by" in capsys.readouterr().err
     assert not (tmp_path / "results").exists()

@@ -1,0 +1,72 @@
+"""The tensors of the result as values: as they are stored, or with an adapter merged onto its base, dequantized or not."""
+
+from collections.abc import Mapping
+
+import torch
+
+from finetune.export import lora_merge as lora
+from finetune.export.blocks import Value, match_tensors, stored_value
+from finetune.export.dequantized import ReadDequantized, make_dequantizer
+from finetune.export.options import ExportOptions, MergeOnto
+from finetune.export.source import Source
+from finetune.export.target import TargetModel
+from finetune.models.quantize import quantized_weights
+from finetune.safetensors_io.dtypes import choose_dtype, config_dtype
+from finetune.safetensors_io.tensors import StoredTensor, main_dtype
+
+
+def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
+    """What is stored, by the target's names: the checkpoint's tensors, or the base's under an adapter.
+
+    Raises `UserError` where they are not those of `target`.
+    """
+    stored = match_tensors(source.tensors, target, str(source.path), prefixed=source.names_may_be_prefixed)
+    return stored if source.adapter is None else stored | lora.find_own_bases(source.adapter)
+
+
+def choose_written_dtype(source: Source, target: TargetModel, options: ExportOptions) -> torch.dtype:
+    """The dtype of the model: the one that was asked for, else the base's."""
+    given = options.dtype or source.recipe.get("export_dtype")
+    return choose_dtype(given, source.base, config_dtype(target.config_json), main_dtype(source.tensors.values()))
+
+
+def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
+    """The names of the weights that were quantized in the training; empty where the base was not."""
+    return frozenset(quantized_weights(target.model)) if source.quantization.bits is not None else frozenset()
+
+
+def plan_values(
+    source: Source,
+    target: TargetModel,
+    stored: Mapping[str, StoredTensor],
+    dtype: torch.dtype,
+    onto: MergeOnto = "original",
+    read_dequantized: ReadDequantized | None = None,
+) -> dict[str, Value]:
+    """Every tensor of the result, written in `dtype`, by name. Reads none of their values.
+
+    `read_dequantized`: for values of several calls that are read by one thread.
+
+    Raises `UserError` where the adapter does not fit the target, or merging it would not give the model that was trained.
+    """
+    updates: Mapping[str, lora.Update] = {}
+    if source.adapter is not None:
+        updates = lora.find_updates(source.adapter, target, str(source.path))
+        lora.check_mergeable(source.adapter, updates, target, str(source.path))
+    quantized = find_quantized(source, target) if onto == "dequantized" else frozenset(source.quantized)
+    read_dequantized = read_dequantized or make_dequantizer(source)
+    found = {}
+    for name in target.shapes:
+        stored_dtype = source.compute_dtype if name in quantized else stored[name].dtype
+        value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, dtype))
+        if name in quantized:
+            value = _dequantized_value(stored[name], value, read_dequantized)
+        found[name] = lora.merged_value(updates[name], value) if name in updates else value
+    return found
+
+
+def _dequantized_value(stored: StoredTensor, value: Value, read_dequantized: ReadDequantized) -> Value:
+    def rows(start: int, stop: int) -> torch.Tensor:
+        return read_dequantized(stored)[start:stop].float()
+
+    return Value(value.name, value.shape, value.dtype, rows)
