@@ -46,6 +46,8 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
     "adamw_torch": OptimizerFacts(),
     "adamw_bf16_moments": OptimizerFacts(moment_itemsize=2, reads_found_inf=True),
     "adamw_8bit": OptimizerFacts(moment_itemsize=4),
+    "adafactor": OptimizerFacts(),
+    "sgd": OptimizerFacts(),
 }
 
 

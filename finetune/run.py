@@ -64,7 +64,9 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     if is_finished(folder, recipe, inputs, data.train.steps, world):
         return leave(world)
     with explain_out_of_memory(recipe, world):
-        model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, recipe.quantization)
+        model, size = load_model(
+            recipe.model, recipe.lora, recipe.run.seed, world, recipe.quantization, recipe.optimization
+        )
         optimizer = build_optimizer(model, recipe.optimization)
         progress = resume(recipe, folder, model, optimizer, world, inputs)
         check_training_forward(model, recipe.model, recipe.data, world)

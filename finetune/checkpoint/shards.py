@@ -27,6 +27,7 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from finetune.checkpoint.manifest import MODEL
 from finetune.checkpoint.snapshot import dequantize, is_quantized, quantize_into
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
@@ -151,13 +152,13 @@ def read_shards(state: Mapping[str, torch.Tensor], part: str, checkpoint: Path) 
 
     Raises `UserError`, before anything is read, where they are not.
     """
-    shards, stored = list_shards(state, part), read_folder(checkpoint / part)
+    has_files = any((checkpoint / part).glob("*.safetensors"))  # an optimizer without state (SGD) leaves none
+    shards, stored = list_shards(state, part), read_folder(checkpoint / part) if has_files or part == MODEL else {}
     missing, left = sorted(state.keys() - stored.keys()), sorted(stored.keys() - state.keys())
     if missing or left:
-        named = f"it lacks {missing[0]}" if missing else f"this model has no {left[0]}"
-        raise UserError(
-            f"{checkpoint}: saved from a different model: {named} ({len(missing)} missing, {len(left)} unexpected)"
-        )
+        named = f"it lacks {missing[0]}" if missing else f"there is no {left[0]} here"
+        what = "from a different model" if part == MODEL else "with a different optimizer or model"
+        raise UserError(f"{checkpoint}: saved {what}: {named} ({len(missing)} missing, {len(left)} unexpected)")
     for shard in shards:
         if stored[shard.name].shape != shard.shape:
             raise UserError(

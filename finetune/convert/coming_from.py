@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from finetune.convert.dataset_keys import ENTRY_KEYS
 from finetune.convert.tool_keys import TOOLS
-from finetune.recipe.other_tools import Counterpart
+from finetune.recipe.counterpart import Counterpart
 
 
 def coming_from_page() -> str:

@@ -24,14 +24,16 @@ from finetune.convert.tool_keys import (
 from finetune.convert.tool_rules import Conversion, adapt_tool, shorten
 from finetune.convert.value_rules import LEAVE, convert_number, convert_value
 from finetune.errors import UserError
+from finetune.recipe.counterpart import Counterpart
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
-from finetune.recipe.other_tools import INT8, Counterpart
+from finetune.recipe.other_tools import INT8
 from finetune.recipe.schema import Lora
 from finetune.recipe.yaml_file import read_entries
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 10  # references to references; a cycle ends here
 FROZEN_ONLY = ("load_in_4bit", "load_in_8bit")
+RATES = ("learning_rate", "lr")  # other keys become shares of it
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 
 
@@ -60,7 +62,8 @@ def convert_file(source: Path) -> Conversion:
     refuse_other_methods(tool, theirs, source)
     found = Conversion(tool)
     known = {pair.theirs: pair for pair in TOOLS[tool]}
-    for key, value in _walk(theirs, known):
+    rate_first = sorted(_walk(theirs, known), key=lambda item: item[0].rsplit(".", 1)[-1] not in RATES)
+    for key, value in rate_first:
         _convert_key(key, value, known, found)
     adapt_tool(theirs, text, found)
     add_sources(tool, theirs, source, found)
@@ -88,10 +91,10 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
     """Adds their `key: value` to the recipe, the differences or the ignored keys of `found`; `known` is the tool's table.
 
     >>> found, known = Conversion("Axolotl"), {pair.theirs: pair for pair in TOOLS["Axolotl"]}
-    >>> for key, value in {"sequence_len": 4096, "neftune_noise_alpha": 5, "tf32": True}.items():
+    >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "tf32": True}.items():
     ...     _convert_key(key, value, known, found)
     >>> found.recipe, found.differences, found.ignored
-    ({'max_length': 4096}, ['neftune_noise_alpha: 5   (not supported)'], ['tf32'])
+    ({'max_length': 4096}, ['relora_steps: 5   (ReLoRA: not supported)'], ['tf32'])
     """
     ours, pair = recipe_keys(), known.get(key)
     if pair is None and key in ours and key not in NESTED:
@@ -244,6 +247,10 @@ def _remove_contradictions(found: Conversion) -> None:
     for key in ("early_stopping_patience", "keep_best_checkpoint"):
         if not {"eval_steps", "eval_strategy"} & recipe.keys() and recipe.pop(key, None) is not None:
             found.differences.append(f"{key} is dropped: it needs eval_steps here")
+    if recipe.get("lr_scheduler_type") == "polynomial" and "min_lr_ratio" not in recipe:
+        recipe["min_lr_ratio"] = 1e-7 / (
+            recipe.get("learning_rate") or recipe_keys()["learning_rate"].default
+        )  # lr_end there
     if recipe.get("warmup_steps", 0) is None:
         del recipe["warmup_steps"]
     for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:

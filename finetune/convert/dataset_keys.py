@@ -8,7 +8,7 @@ from typing import Any
 from finetune.convert.tool_keys import Tool
 from finetune.convert.tool_rules import Conversion, shorten
 from finetune.errors import UserError
-from finetune.recipe.other_tools import Counterpart
+from finetune.recipe.counterpart import Counterpart
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
 FILES = "an entry for each file; the files of a hub data set cannot be picked"

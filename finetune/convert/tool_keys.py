@@ -7,15 +7,15 @@ Sources: torchtune's recipes and builders; Automodel's `recipes/llm/train_ft.py`
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from finetune.recipe.counterpart import Counterpart, unsupported
 from finetune.recipe.other_tools import (
     AXOLOTL,
     BITSANDBYTES,
     COMPUTE,
     INT8,
     LLAMA_FACTORY,
+    OPTIMIZER_NAMES,
     TRL,
-    Counterpart,
-    unsupported,
 )
 from finetune.recipe.other_tools import TORCHTUNE as TORCHTUNE_NAMES
 
@@ -44,7 +44,7 @@ TORCHTUNE = (
     Counterpart("dataset.packed", "packing"),
     Counterpart("dataset.train_on_input", "assistant_only_loss", "the opposite value", "not"),
     Counterpart("optimizer.lr", "learning_rate"),
-    Counterpart("optimizer._component_", "optim", "AdamW is the only one", "optimizer"),
+    Counterpart("optimizer._component_", "optim", OPTIMIZER_NAMES, "optimizer"),
     Counterpart("optimizer.weight_decay", "weight_decay"),
     Counterpart("optimizer.eps", "adam_epsilon"),
     Counterpart("optimizer.betas", "adam_beta2", "adam_beta1 and adam_beta2", "betas"),
@@ -96,7 +96,7 @@ AUTOMODEL = (
     Counterpart("step_scheduler.num_epochs", "num_train_epochs"),
     Counterpart("step_scheduler.val_every_steps", "eval_steps"),
     Counterpart("step_scheduler.ckpt_every_steps", "save_steps"),
-    Counterpart("optimizer._target_", "optim", "AdamW is the only one", "optimizer"),
+    Counterpart("optimizer._target_", "optim", OPTIMIZER_NAMES, "optimizer"),
     Counterpart("optimizer.lr", "learning_rate"),
     Counterpart("optimizer.weight_decay", "weight_decay"),
     Counterpart("optimizer.eps", "adam_epsilon"),

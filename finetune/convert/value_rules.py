@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from finetune.recipe.other_tools import Counterpart
+from finetune.recipe.counterpart import Counterpart
 
 # Names of Axolotl and LLaMA-Factory for templates that write the same turns. Their alpaca, vicuna, zephyr and llama2 do not.
 TEMPLATES = {
@@ -19,7 +19,8 @@ TEMPLATES = {
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 SCHEDULES = {
     "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant",
-    "constant_with_warmup": "constant", "get_cosine_schedule_with_warmup": "cosine",
+    "constant_with_warmup": "constant", "get_cosine_schedule_with_warmup": "cosine", "polynomial": "polynomial",
+    "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay", "wsd": "warmup_stable_decay",
 }  # fmt: skip
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
@@ -90,6 +91,8 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
         case "warmup":
             return convert_number(value)
+        case "schedule-argument":
+            return recipe.get("lr_scheduler_kwargs", {}) | {pair.theirs.rsplit(".", 1)[-1]: convert_number(value)}
         case "min-rate":
             rate = convert_number(recipe.get("learning_rate"))
             return round(convert_number(value) / rate, 9) if rate else None
@@ -165,6 +168,8 @@ def _convert_patterns(value: Any) -> list[str] | None:
 
 def _convert_optimizer(name: str) -> str | None:
     plain = name.lower().rsplit(".", 1)[-1].replace("_", "")
+    if name.lower() == "adafactor" or plain == "sgd":  # torch.optim.Adafactor scales the rate by the parameters
+        return plain
     if "4bit" in plain or (plain not in ("adam",) and "adamw" not in plain):
         return None
     return "adamw_8bit" if "8bit" in plain else "adamw_torch_fused"

@@ -34,6 +34,7 @@ class MicroBatch:
     cu_seq_lens: Tensor | None  # int32[documents + 1]: where documents begin in the packed row, and its end
     max_document_length: int
     example_ids: tuple[int, ...]
+    document_lengths: tuple[int, ...] = ()  # tokens of each example
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -92,6 +93,7 @@ def _pack(examples: Examples, ids: Ids) -> MicroBatch:
         cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
         max_document_length=int(lengths.max()),
         example_ids=tuple(ids.tolist()),
+        document_lengths=tuple(examples.lengths[ids].tolist()),
     )
 
 
@@ -111,6 +113,7 @@ def _pad(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
         cu_seq_lens=None,
         max_document_length=longest,
         example_ids=tuple(ids.tolist()),
+        document_lengths=tuple(examples.lengths[ids].tolist()),
     )
 
 

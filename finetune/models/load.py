@@ -14,6 +14,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.attention import install_attention
 from finetune.models.build import build_on_meta, weights_folder
+from finetune.models.embedding_noise import install_embedding_noise
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
@@ -22,7 +23,7 @@ from finetune.models.quantized_layers import dequantized_values, fill_quantized_
 from finetune.models.weights import load_buffers, seeded_values, stored_values
 from finetune.pretrained_config import load_config
 from finetune.recipe.module_patterns import find_trained
-from finetune.recipe.schema import Lora, Model, Quantization
+from finetune.recipe.schema import Lora, Model, Optimization, Quantization
 from finetune.safetensors_io.tensors import read_folder
 
 UNQUANTIZED = Quantization()
@@ -40,7 +41,12 @@ class ModelSize:
 
 
 def load_model(
-    model: Model, lora: Lora, seed: int, world: World, quantization: Quantization = UNQUANTIZED
+    model: Model,
+    lora: Lora,
+    seed: int,
+    world: World,
+    quantization: Quantization = UNQUANTIZED,
+    optimization: Optimization | None = None,
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model on meta, adapts it, shards it over the ranks, and reads every rank's own slices.
 
@@ -55,7 +61,9 @@ def load_model(
     values = base
     frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
     install_attention(built, model.attn_implementation)
-    install_loss(built)
+    install_loss(built, optimization.label_smoothing if optimization else 0.0)
+    if optimization is not None and optimization.neftune_noise_alpha is not None:
+        install_embedding_noise(built, optimization.neftune_noise_alpha)
     if model.use_liger_kernel:
         use_liger_kernels(built, world.device)
     if not lora.use_peft:

@@ -50,6 +50,7 @@ def linear_cross_entropy(
     logits: LogitTransform = UNCHANGED,
     trained_positions: Tensor | None = None,
     chunk_tokens: int | None = None,
+    label_smoothing: float = 0.0,
 ) -> Tensor:
     """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
 
@@ -62,6 +63,8 @@ def linear_cross_entropy(
             only these are multiplied by the head. By default they are
             looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would synchronize.
         chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
+        label_smoothing: the weight of the mean over the vocabulary beside the label's own, as in torch's cross_entropy
+            (Szegedy et al. 2016, section 7).
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
     """
@@ -71,7 +74,7 @@ def linear_cross_entropy(
         chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
     gradients = torch.is_grad_enabled()
     needs_grad = tuple(gradients and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    arguments = (hidden, weight, bias, labels, trained_positions, logits, chunk_tokens, needs_grad)
+    arguments = (hidden, weight, bias, labels, trained_positions, logits, label_smoothing, chunk_tokens, needs_grad)
     loss: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
     return loss
 
@@ -86,6 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         positions: Tensor | None,
         logits: LogitTransform,
+        label_smoothing: float,
         chunk_tokens: int,
         needs_grad: tuple[bool, bool, bool],
     ) -> Tensor:
@@ -99,6 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 bias,
                 ids,
                 logits,
+                label_smoothing,
                 _balance_chunks(len(ids), chunk_tokens),
                 needs_grad,
             )
@@ -118,7 +123,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None if g is None else g.to(upstream.dtype).mul_(upstream).to(t)
             for g, t in zip(gradients, ctx.dtypes, strict=True)
         )
-        return (*scaled, None, None, None, None, None)
+        return (*scaled, None, None, None, None, None, None)
 
 
 def _balance_chunks(tokens: int, chunk_tokens: int) -> int:
@@ -137,6 +142,7 @@ def _compute_in_chunks(
     bias: Tensor | None,
     labels: Tensor,
     logits: LogitTransform,
+    label_smoothing: float,
     chunk_tokens: int,
     needs_grad: tuple[bool, bool, bool],
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
@@ -150,7 +156,7 @@ def _compute_in_chunks(
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         scores = F.linear(hidden[chunk], weight, None if bias is None else bias.to(weight.dtype))
-        chunk_loss, grad_scores = _compute_chunk(scores, labels[chunk], logits, any(needs_grad))
+        chunk_loss, grad_scores = _compute_chunk(scores, labels[chunk], logits, label_smoothing, any(needs_grad))
         loss += chunk_loss
         if grad_scores is not None:
             if grad_bias is not None:
@@ -165,7 +171,7 @@ def _compute_in_chunks(
 
 
 def _compute_chunk(
-    scores: Tensor, labels: Tensor, logits: LogitTransform, gradient: bool
+    scores: Tensor, labels: Tensor, logits: LogitTransform, label_smoothing: float, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Summed cross entropy of one chunk, and its gradient to `scores` [tokens, vocabulary], both in fp32 (or wider)."""
     wide = torch.promote_types(scores.dtype, torch.float32)
@@ -178,11 +184,16 @@ def _compute_chunk(
     log_probabilities = torch.log_softmax(scores, -1, dtype=wide)
     trained = labels != IGNORE_INDEX
     chosen = labels.clamp(min=0).unsqueeze(1)  # any id will do where the position is not trained
-    loss = -torch.where(trained, log_probabilities.gather(1, chosen).squeeze(1), 0.0).sum()
+    agreement = log_probabilities.gather(1, chosen).squeeze(1)
+    if label_smoothing:
+        agreement = agreement.lerp(log_probabilities.mean(1), label_smoothing)
+    loss = -torch.where(trained, agreement, 0.0).sum()
     if not gradient:
         return loss, None
     grad = log_probabilities.exp_()
-    grad.scatter_add_(1, chosen, torch.full_like(chosen, -1, dtype=grad.dtype))
+    grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
+    if label_smoothing:
+        grad -= label_smoothing / grad.shape[1]
     if bend is not None:
         grad *= 1 - bend.square()
     if logits.scale != 1.0:
@@ -220,6 +231,7 @@ class CrossEntropyHead(nn.Linear):
     """
 
     logits: LogitTransform
+    label_smoothing: float  # while training
 
     def forward(self, hidden: Tensor, labels: Tensor | None = None, trained_positions: Tensor | None = None) -> Tensor:
         """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss (fp32 scalar)."""
@@ -232,10 +244,11 @@ class CrossEntropyHead(nn.Linear):
             bias=self.bias,
             logits=self.logits,
             trained_positions=trained_positions,
+            label_smoothing=self.label_smoothing if self.training else 0.0,
         )
 
 
-def install_loss(model: Any) -> None:
+def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
     """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32 scalar.
 
     Labels are shifted already: labels[i] is the id to predict at position i. `trained_positions` (int64[trained tokens],
@@ -250,6 +263,7 @@ def install_loss(model: Any) -> None:
         )
     head.__class__ = CrossEntropyHead
     head.logits = LogitTransform.from_config(model.config)  # type: ignore[assignment]
+    head.label_smoothing = label_smoothing  # type: ignore[assignment]
     plain = type(model).forward
 
     @functools.wraps(plain)  # generation reads the signature

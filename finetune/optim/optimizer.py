@@ -1,8 +1,6 @@
-"""The optimizer and the learning rate. The rate is a pure function of the step, so there is no scheduler to save."""
+"""The optimizer of a recipe, and its parameter groups."""
 
 import importlib.util
-import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,61 +8,18 @@ from torch import nn
 
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
+from finetune.optim.adafactor import Adafactor
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
 from finetune.recipe.schema import Optimization
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Schedule:
-    """Linear warm-up to `peak` over `warmup_steps`, then `kind` down to `floor` at the last of `steps`."""
-
-    peak: float
-    steps: int
-    warmup_steps: int = 0
-    floor: float = 0.0
-    kind: str = "cosine"  # cosine | linear | constant
-
-
-def build_schedule(optimization: Optimization, steps: int) -> Schedule:
-    """The recipe's schedule for a run of `steps` optimizer steps."""
-    warmup = optimization.warmup_steps
-    if warmup is None:
-        warmup = math.ceil(optimization.warmup_ratio * steps)
-    return Schedule(
-        peak=optimization.learning_rate,
-        steps=steps,
-        warmup_steps=min(warmup, steps),
-        floor=optimization.learning_rate * optimization.min_lr_ratio,
-        kind=optimization.lr_scheduler_type,
-    )
-
-
-def compute_learning_rate(step: int, schedule: Schedule) -> float:
-    """The learning rate of optimizer step `step` (0-based).
-
-    Cosine: Loshchilov and Hutter 2017, eq. 5, without restarts.
-
-    >>> s = Schedule(peak=1.0, warmup_steps=2, steps=10)
-    >>> [round(compute_learning_rate(step, s), 3) for step in (0, 1, 2, 6, 9, 10)]
-    [0.5, 1.0, 1.0, 0.5, 0.038, 0.0]
-    """
-    if step < schedule.warmup_steps:
-        return schedule.peak * (step + 1) / schedule.warmup_steps
-    if schedule.kind == "constant":
-        return schedule.peak
-    done = min(1.0, (step - schedule.warmup_steps) / max(1, schedule.steps - schedule.warmup_steps))
-    share = 0.5 * (1 + math.cos(math.pi * done)) if schedule.kind == "cosine" else 1 - done
-    return schedule.floor + (schedule.peak - schedule.floor) * share
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Sets the learning rate of every parameter group."""
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
 def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
     """Raises `UserError` where `optim` is not installed or does not work in this layout, before anything is loaded."""
+    if optimization.optim == "adafactor" and sharding.layout == "fsdp1":
+        raise UserError(
+            f"{sharding.source}: FSDP1 flattens the rows and columns that optim: adafactor averages over; set fsdp_version: 2, "
+            "or optim: adamw_bf16_moments"
+        )
     if optimization.optim != "adamw_8bit":
         return
     if importlib.util.find_spec("torchao") is None:
@@ -77,7 +32,7 @@ def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
 
 
 def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim.Optimizer:
-    """AdamW (Loshchilov and Hutter 2019) over every trainable parameter of the sharded `model`.
+    """The recipe's optimizer over every trainable parameter of the sharded `model`.
 
     Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing.
     """
@@ -88,6 +43,12 @@ def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim
     groups = make_parameter_groups(model, optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
+    if optimization.optim == "adafactor":
+        return Adafactor(groups, lr=optimization.learning_rate)
+    if (
+        optimization.optim == "sgd"
+    ):  # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
+        return torch.optim.SGD(groups, lr=optimization.learning_rate, foreach=False)
     betas = (optimization.adam_beta1, optimization.adam_beta2)
     if optimization.optim == "adamw_bf16_moments":
         return AdamWBf16Moments(groups, lr=optimization.learning_rate, betas=betas, eps=optimization.adam_epsilon)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from finetune.constants import loss_chunk_tokens
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import FP32, is_adapted
-from finetune.recipe.module_patterns import value_for
+from finetune.recipe.module_patterns import find_value
 from finetune.recipe.schema import Lora
 
 TOKEN_ID = 8  # bytes of an int64
@@ -140,4 +140,4 @@ def _largest_rank(linear: str, a: Architecture, lora: Lora) -> int:
     """The largest rank that rank_pattern gives the linear layer of this name (in layer 0) in any layer."""
     name = linear.removesuffix(".weight")
     names = (name.replace(".layers.0.", f".layers.{layer}.") for layer in range(a.layers if lora.rank_pattern else 1))
-    return max(value_for(name, lora.rank_pattern, lora.lora_r) for name in names)
+    return max(find_value(name, lora.rank_pattern, lora.lora_r) for name in names)

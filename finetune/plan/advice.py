@@ -79,7 +79,7 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         )
     if spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP":
         yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
-    if recipe.optimization.optim != "adamw_8bit" and sharding.layout != "fsdp1":
+    if recipe.optimization.optim in (*FP32_MOMENTS, "adamw_bf16_moments") and sharding.layout != "fsdp1":
         in_8_bits = _set_keys("optimization", optim="adamw_8bit")
         yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", in_8_bits)
     if recipe.lora.use_peft:

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from finetune.constants import ITEMSIZE, OPTIMIZERS
+from finetune.constants import ITEMSIZE
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import MOMENTS, count_moment_bytes
+from finetune.plan.state import count_optimizer_bytes
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
@@ -46,8 +46,8 @@ class Host:
 def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
     """Disk for the checkpoints that are kept and for the export, in the recipe's `export_dtype` or else `base_dtype`."""
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
-    itemsize = OPTIMIZERS[spec.recipe.optimization.optim].moment_itemsize
-    moments = sum(MOMENTS * (itemsize or tensor.itemsize) * tensor.numel for tensor in trained)
+    optim = spec.recipe.optimization.optim
+    moments = sum(count_optimizer_bytes(optim, tensor.shape, tensor.itemsize, on_disk=True) for tensor in trained)
     saved = (
         trained if spec.recipe.lora.use_peft else spec.tensors
     )  # a full model's is complete, also where some is frozen
@@ -68,7 +68,7 @@ def plan_host(spec: RunSpec) -> Host:
     ranks = min(spec.ranks, spec.ranks_per_node)
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
-    state = sum(t.numel * t.itemsize + MOMENTS * count_moment_bytes(optim, t.numel, t.itemsize) for t in trained)
+    state = sum(t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize) for t in trained)
     frozen = sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
     gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)
     share = ranks / spec.shards  # of the sharded state, on this node

@@ -22,6 +22,7 @@ from finetune.plan.run_spec import RunSpec, split_into_units
 from finetune.plan.state import FP32, HEAD, State
 
 SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
+UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
 
@@ -189,8 +190,13 @@ def _tail_share(spec: RunSpec) -> float:
 
 
 def _optimizer_temporaries(spec: RunSpec, full: Snapshot) -> int:
-    """The foreach AdamW allocates the root of every second moment; the fused one allocates nothing."""
-    return full.gradients if spec.recipe.optimization.optim == "adamw_torch" else 0
+    """The foreach AdamW allocates the root of every second moment, the fused one nothing; Adafactor and SGD work on one
+    tensor after another, the first with its square, its update and the moved weights."""
+    optim = spec.recipe.optimization.optim
+    if optim in UPDATE_COPIES:
+        largest = max(tensor.numel for tensor in spec.tensors if tensor.trainable)
+        return UPDATE_COPIES[optim] * FP32 * -(-largest // spec.shards)
+    return full.gradients if optim == "adamw_torch" else 0
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:

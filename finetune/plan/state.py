@@ -8,7 +8,7 @@ from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.quantization import quantized_bytes
-from finetune.recipe.module_patterns import find_trained, is_saved_whole, refuse_unmatched, value_for
+from finetune.recipe.module_patterns import find_trained, find_value, is_saved_whole, refuse_unmatched
 from finetune.recipe.schema import Lora, Model, Quantization
 
 FP32 = 4  # bytes
@@ -100,7 +100,7 @@ def is_adapted(linear: TensorShape, lora: Lora) -> bool:
 def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
     """W + B A: A is [rank, in], B is [out, rank] (Hu et al. 2021); DoRA adds a magnitude [out] (Liu et al. 2024)."""
     name, (width_out, width_in) = linear.name.removesuffix(".weight"), linear.shape
-    rank = value_for(name, lora.rank_pattern, lora.lora_r)
+    rank = find_value(name, lora.rank_pattern, lora.lora_r)
     yield StateTensor(f"{name}.lora_A.default.weight", (rank, width_in), unit, FP32, True)
     yield StateTensor(f"{name}.lora_B.default.weight", (width_out, rank), unit, FP32, True)
     if lora.use_dora:
@@ -123,19 +123,35 @@ def count_state(tensors: Sequence[StateTensor], sharding: Sharding, shards: int,
     parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies), here without a bf16 copy.
     """
     held = list(
-        _split_flat(tensors, shards, rank % shards, sharding)
+        _split_flat(tensors, shards, rank % shards, sharding, optim)
         if sharding.layout == "fsdp1"
-        else _split_by_rows(tensors, shards, rank % shards)
+        else _split_by_rows(tensors, shards, rank % shards, optim)
     )
     return State(
         trained=sum(part.stored for part in held if part.trained),
         frozen=sum(part.stored for part in held if not part.trained),
         gradients=sum(part.stored for part in held if part.trained),
-        optimizer=sum(
-            MOMENTS * count_moment_bytes(optim, part.stepped_numel, part.itemsize) + FP32 * part.stepped
-            for part in held
-        ),
+        optimizer=sum(part.optimizer for part in held),
     )
+
+
+def count_optimizer_bytes(optim: str, shape: tuple[int, ...], itemsize: int, *, on_disk: bool = False) -> int:
+    """Bytes of the optimizer's state of a rank's part, of this `shape`, of one trained tensor.
+
+    >>> count_optimizer_bytes("adamw_torch", (10, 8), 4), count_optimizer_bytes("adafactor", (10, 8), 4), count_optimizer_bytes("sgd", (10, 8), 4)
+    (644, 76, 0)
+    """
+    numel = prod(shape)
+    if optim == "sgd":
+        return 0
+    if optim == "adafactor":  # a number for each of its rows, and for each column, which every rank holds
+        return FP32 * (1 + (sum(shape) if len(shape) > 1 else numel))
+    moment = (
+        (OPTIMIZERS[optim].moment_itemsize or itemsize) * numel
+        if on_disk
+        else count_moment_bytes(optim, numel, itemsize)
+    )
+    return MOMENTS * moment + FP32
 
 
 def count_moment_bytes(optim: str, numel: int, itemsize: int) -> int:
@@ -150,22 +166,23 @@ class _Part:
     """What one rank holds of a tensor, or of a flat parameter."""
 
     stored: int  # bytes, padding included
-    itemsize: int
     trained: bool
-    stepped_numel: int  # trained numbers, padding not included
-    stepped: int  # tensors for which the optimizer counts steps
+    optimizer: int  # bytes of the optimizer's state, padding not included
 
 
-def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int) -> Iterator[_Part]:
+def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim: str) -> Iterator[_Part]:
     """FSDP2 splits each tensor along its first dimension into equal blocks; the last ones are padded to the same size."""
     for tensor in tensors:
         rows, width = tensor.shape[0], prod(tensor.shape[1:])
         block = -(-rows // shards)
-        real = min(block, max(0, rows - rank * block)) * width if tensor.trainable else 0
-        yield _Part(block * width * tensor.itemsize, tensor.itemsize, tensor.trainable, real, int(tensor.trainable))
+        real = (min(block, max(0, rows - rank * block)), *tensor.shape[1:])
+        state = count_optimizer_bytes(optim, real, tensor.itemsize) if tensor.trainable else 0
+        yield _Part(block * width * tensor.itemsize, tensor.trainable, state)
 
 
-def _split_flat(tensors: Iterable[StateTensor], shards: int, rank: int, sharding: Sharding) -> Iterator[_Part]:
+def _split_flat(
+    tensors: Iterable[StateTensor], shards: int, rank: int, sharding: Sharding, optim: str
+) -> Iterator[_Part]:
     """FSDP1 concatenates the tensors of a unit, aligned for the compute dtype, and splits the whole into equal parts.
 
     A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
@@ -190,7 +207,8 @@ def _split_flat(tensors: Iterable[StateTensor], shards: int, rank: int, sharding
         trained = [numel for numel, (_, _, trainable) in zip(mine, spans, strict=True) if trainable and numel]
         any_trained = any(trainable for _, _, trainable in spans)
         itemsize = unit[0].itemsize
-        yield _Part(share * itemsize, itemsize, any_trained, sum(trained), len(trained))
+        state = sum(count_optimizer_bytes(optim, (numel,), itemsize) for numel in trained)
+        yield _Part(share * itemsize, any_trained, state)
 
 
 def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:

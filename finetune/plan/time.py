@@ -103,7 +103,7 @@ def estimate_epoch_tokens(data: Data) -> int | None:
     total = 0.0
     for source in data.datasets:
         path = Path(source.path)
-        if not path.is_file() or source.split != "train":
+        if not path.is_file() or source.split != "train" or source.max_samples is not None:
             return None
         total += path.stat().st_size * source.weight * _text_share(path)
     return int(total) // BYTES_PER_TOKEN if data.datasets else None

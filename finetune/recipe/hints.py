@@ -6,7 +6,8 @@ from dataclasses import fields
 
 from finetune.recipe.keys import Key
 from finetune.recipe.other_tools import FLAT_TOOLS
-from finetune.recipe.schema import SECTIONS
+from finetune.recipe.other_values import OTHER_VALUES, REFUSED_VALUES
+from finetune.recipe.schema import SECTIONS, DatasetSource
 
 ACCELERATE_KEYS = frozenset(
     [
@@ -48,6 +49,20 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     return key, f"{key}: no such key; {listed}"
 
 
+def explain_value(key: str, value: object) -> str | None:
+    """A sentence on another tool's value of a key that is the same here; None where it is not known.
+
+    >>> explain_value("optim", "paged_adamw_8bit")
+    "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
+    """
+    if not isinstance(value, str):
+        return None
+    ours, refused = OTHER_VALUES.get(key, {}).get(value), REFUSED_VALUES.get(key, {}).get(value)
+    if ours is not None:
+        return f"{value}: another tool's name; here it is {ours}"
+    return None if refused is None else f"{value}: {refused}"
+
+
 def foreign_names() -> dict[str, tuple[str, str]]:
     """Other tools' names for keys that have a different name here: name -> (whose it is, ours).
 
@@ -55,11 +70,14 @@ def foreign_names() -> dict[str, tuple[str, str]]:
     (("Axolotl's", 'max_length'), "LLaMA-Factory's and torchtune's")
     """
     own = {key.name for section in SECTIONS.values() for key in fields(section)}
+    entry = {key.name for key in fields(DatasetSource)}  # keys of an entry that others have at the top
     found: dict[str, tuple[list[str], str]] = {}
     for tool, counterparts in FLAT_TOOLS.items():
         for pair in counterparts:
             if pair.ours is None or pair.theirs in own or "." in pair.theirs:
                 continue
-            meant = f"{pair.ours} ({pair.note})" if pair.ours == "accelerate_config" else pair.ours
+            meant = (
+                f"{pair.ours} ({pair.note})" if pair.ours == "accelerate_config" or pair.theirs in entry else pair.ours
+            )
             found.setdefault(pair.theirs, ([], meant))[0].append(f"{tool}'s")
     return {key: (" and ".join(whose[:2]), ours) for key, (whose, ours) in found.items()}

@@ -46,7 +46,7 @@ def is_within(parameter: str, patterns: Iterable[str]) -> bool:
     return any(is_named(module, pattern) for pattern in patterns for module in modules)
 
 
-def value_for(module: str, pattern_values: Mapping[str, int] | None, default: int) -> int:
+def find_value(module: str, pattern_values: Mapping[str, int] | None, default: int) -> int:
     """The value of the first pattern that names `module`, as in peft's rank_pattern and alpha_pattern."""
     return next((value for pattern, value in (pattern_values or {}).items() if is_named(module, pattern)), default)
 

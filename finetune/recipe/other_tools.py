@@ -8,49 +8,22 @@ ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of i
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Literal
 
-# How a value becomes ours; finetune/convert/value_rules.py says what each does. "by-code" is read by convert's own code.
-Carry = Literal[
-    "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
-    "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
-    "names", "module-patterns", "bits", "quantizer", "by-code",
-]  # fmt: skip
+from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported, without_counterpart
 
-
-@dataclass(frozen=True, slots=True)
-class Counterpart:
-    """One key of another tool. `ours` is None where there is none; `note` then says why, or what to do instead."""
-
-    theirs: str  # dotted where it is nested
-    ours: str | None
-    note: str = ""
-    carry: Carry = "same"
-    inexact: bool = False  # nearly the same: converted, and the note is reported
-    missing_capability: str = ""  # what it asks for that is not supported here
-    has_effect: bool = True  # whether dropping it changes what is trained, saved or measured
-
-
-def _ignored(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, None, note, has_effect=False) for key in theirs)
-
-
-def _without_counterpart(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, None, note) for key in theirs)
-
-
-def unsupported(capability: str, *theirs: str, note: str = "") -> tuple[Counterpart, ...]:
-    """Keys that ask for what is not supported here."""
-    return tuple(
-        Counterpart(key, None, note or f"{capability}: not supported", missing_capability=capability) for key in theirs
-    )
-
-
-def _in_accelerate_file(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, "accelerate_config", note, "by-code") for key in theirs)
-
-
+SCHEDULE_KWARGS = (
+    Counterpart("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio"),
+    Counterpart("lr_scheduler_kwargs.min_lr_ratio", "min_lr_ratio"),
+    Counterpart("lr_scheduler_kwargs.min_lr", "min_lr_ratio", "divided by the learning rate", "min-rate"),
+    Counterpart("lr_scheduler_kwargs.lr_end", "min_lr_ratio", "divided by the learning rate", "min-rate"),
+    *(
+        Counterpart(f"lr_scheduler_kwargs.{name}", "lr_scheduler_kwargs", "", "schedule-argument")
+        for name in ("power", "timescale", "num_decay_steps", "decay_type")
+    ),
+)
+SCHEDULE_NAMES = "cosine, linear, constant, polynomial, inverse_sqrt and warmup_stable_decay, by Transformers' names"
+OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, and SGD"
+NOISE = "bounded by each document's own tokens, not by those of the padded batch"
 PRECISION = "mixed_precision belongs in the Accelerate file"
 HALF = "the shipped Accelerate files compute in bf16; for fp16, set mixed_precision: fp16 in a copy"
 CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
@@ -92,38 +65,37 @@ TRL = (
     Counterpart("evaluation_strategy", "eval_strategy", "the older name", "strategy"),
     Counterpart("eval_strategy", "eval_strategy", "", "strategy"),
     Counterpart("save_strategy", "save_strategy", "best is keep_best_checkpoint: true", "strategy"),
-    Counterpart("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio"),
-    Counterpart("lr_scheduler_kwargs.min_lr", "min_lr_ratio", "divided by the learning rate", "min-rate"),
-    Counterpart("lr_scheduler_type", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
-    Counterpart("optim", "optim", "AdamW is the only one", "optimizer"),
+    *SCHEDULE_KWARGS,
+    Counterpart("lr_scheduler_type", "lr_scheduler_type", SCHEDULE_NAMES, "schedule"),
+    Counterpart("optim", "optim", OPTIMIZER_NAMES, "optimizer"),
     Counterpart("attn_implementation", "attn_implementation", "", "attention"),
     Counterpart("report_to", "report_to", "one tracker", "tracker"),
     Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
     Counterpart("ddp_timeout", "timeout_seconds"),
-    *_in_accelerate_file(PRECISION, "bf16"),
-    *_in_accelerate_file(HALF, "fp16"),
-    *_in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
-    *_in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "deepspeed"),
-    *_without_counterpart("loss_type: nll is the only one", "loss_type"),
-    *_without_counterpart("best-fit decreasing, isolated per document, always", "packing_strategy"),
-    *unsupported("label smoothing", "label_smoothing_factor"),
-    *unsupported("NEFTune", "neftune_noise_alpha"),
+    *in_accelerate_file(PRECISION, "bf16"),
+    *in_accelerate_file(HALF, "fp16"),
+    *in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
+    *in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "deepspeed"),
+    *without_counterpart("loss_type: nll is the only one", "loss_type"),
+    *without_counterpart("best-fit decreasing, isolated per document, always", "packing_strategy"),
+    Counterpart("label_smoothing_factor", "label_smoothing", "the held-out loss is without it here"),
+    Counterpart("neftune_noise_alpha", "neftune_noise_alpha", NOISE, inexact=True),
     Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
     Counterpart("load_in_4bit", "load_in_4bit", BITSANDBYTES, "on-if-true"),
     Counterpart("load_in_8bit", "load_in_8bit", INT8, "on-if-true", inexact=True),
     Counterpart("use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
-    *_ignored(COMPUTE, "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
-    *_without_counterpart("the tokenizer's own end token is used", "eos_token"),
-    *_ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
-    *_ignored("supervised fine-tuning of causal models is the only task", "lora_task_type"),
-    *_ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
-    *_ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
-    *_ignored(RESUMES, "overwrite_output_dir"),
-    *_ignored(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
-    *_ignored("always the case here", "do_train", "do_eval", "remove_unused_columns", "dataset_kwargs"),
-    *_ignored("loss is logged every logging_steps", "logging_strategy", "logging_first_step", "log_level", "tf32"),
-    *_ignored("the whole state is always saved; save_total_limit bounds how often", "save_only_model"),
-    *_ignored("the cache is keyed by everything that affects the tokens", "preprocessing_num_workers", "wandb_entity", "wandb_project"),
+    *ignored(COMPUTE, "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
+    *without_counterpart("the tokenizer's own end token is used", "eos_token"),
+    *ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
+    *ignored("supervised fine-tuning of causal models is the only task", "lora_task_type"),
+    *ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
+    *ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
+    *ignored(RESUMES, "overwrite_output_dir"),
+    *ignored(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
+    *ignored("always the case here", "do_train", "do_eval", "remove_unused_columns", "dataset_kwargs"),
+    *ignored("loss is logged every logging_steps", "logging_strategy", "logging_first_step", "log_level", "tf32"),
+    *ignored("the whole state is always saved; save_total_limit bounds how often", "save_only_model"),
+    *ignored("the cache is keyed by everything that affects the tokens", "preprocessing_num_workers", "wandb_entity", "wandb_project"),
 )  # fmt: skip
 
 AXOLOTL = (
@@ -163,8 +135,12 @@ AXOLOTL = (
     Counterpart("evaluation_strategy", "eval_strategy", "the older name", "strategy"),
     Counterpart("eval_strategy", "eval_strategy", "", "strategy"),
     Counterpart("save_strategy", "save_strategy", "best is keep_best_checkpoint: true", "strategy"),
-    Counterpart("optimizer", "optim", "AdamW is the only one", "optimizer"),
-    Counterpart("lr_scheduler", "lr_scheduler_type", "cosine, linear or constant", "schedule"),
+    Counterpart("optimizer", "optim", OPTIMIZER_NAMES, "optimizer"),
+    Counterpart("lr_scheduler", "lr_scheduler_type", SCHEDULE_NAMES, "schedule"),
+    *SCHEDULE_KWARGS,
+    Counterpart("label_smoothing_factor", "label_smoothing", "the held-out loss is without it here"),
+    Counterpart("neftune_noise_alpha", "neftune_noise_alpha", NOISE, inexact=True),
+    Counterpart("noisy_embedding_alpha", "neftune_noise_alpha", NOISE, inexact=True),
     Counterpart("cosine_min_lr_ratio", "min_lr_ratio"),
     Counterpart("adam_eps", "adam_epsilon"),
     Counterpart("sdp_attention", "attn_implementation", "true is sdpa; null: packed attention is built in", "attention"),
@@ -178,17 +154,16 @@ AXOLOTL = (
     Counterpart("auto_resume_from_checkpoints", "resume_from_checkpoint", "auto, the default here", "resume"),
     Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
     Counterpart("ddp_timeout", "timeout_seconds"),
-    *_in_accelerate_file(PRECISION, "bf16", "bfloat16"),
-    *_in_accelerate_file(HALF, "fp16", "float16"),
-    *_in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
-    *_in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size"),
+    *in_accelerate_file(PRECISION, "bf16", "bfloat16"),
+    *in_accelerate_file(HALF, "fp16", "float16"),
+    *in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
+    *in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size"),
     Counterpart("evals_per_epoch", "eval_steps", "a share of the run: 1 / (evals_per_epoch x num_epochs)", "by-code"),
     Counterpart("saves_per_epoch", "save_steps", "a share of the run: 1 / (saves_per_epoch x num_epochs)", "by-code"),
-    *_without_counterpart("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
-    *_without_counterpart("the tokenizer's own end token is used", "special_tokens.eos_token"),
+    *without_counterpart("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
+    *without_counterpart("the tokenizer's own end token is used", "special_tokens.eos_token"),
     *unsupported("added tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"),
     Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
-    *unsupported("NEFTune", "neftune_noise_alpha", "noisy_embedding_alpha", note="not supported"),
     Counterpart("unfrozen_parameters", "trainable_modules", "patterns; a range of rows, as in [:32000], is not supported", "module-patterns"),
     *unsupported("ReLoRA", "relora_steps", "jagged_restart_steps"),
     *unsupported("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
@@ -199,31 +174,31 @@ AXOLOTL = (
     *unsupported("resuming from an adapter", "lora_model_dir"),
     *unsupported("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
     *unsupported("LoRA on some layers", "peft_layers_to_transform"),
-    *_ignored("memory only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
-    *_ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
-    *_ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
-    *_ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
+    *ignored("memory only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
+    *ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
+    *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
+    *ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
                "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
-    *_ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets",
+    *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets",
                "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
-    *_ignored("each turn's own end token is trained", "eot_tokens"),
-    *_ignored("padding is not trained on, and these are the tokenizer's", "special_tokens", "special_tokens.pad_token",
+    *ignored("each turn's own end token is trained", "eot_tokens"),
+    *ignored("padding is not trained on, and these are the tokenizer's", "special_tokens", "special_tokens.pad_token",
                "special_tokens.bos_token", "special_tokens.unk_token"),
-    *_ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
+    *ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
                "xformers_attention", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "flex_attention",
                "flex_attn_compile_kwargs", "flash_attn_cross_entropy", "s2_attention"),
-    *_ignored(ONE_LOSS, "plugins", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_rope", "liger_rms_norm",
+    *ignored(ONE_LOSS, "plugins", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_rope", "liger_rms_norm",
                "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy", "chunked_cross_entropy", "use_kernels",
                "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel"),
-    *_ignored("a run whose loss is not finite stops", "loss_watchdog_threshold", "loss_watchdog_patience", "strict", "debug",
+    *ignored("a run whose loss is not finite stops", "loss_watchdog_threshold", "loss_watchdog_patience", "strict", "debug",
                "early_stopping_metric", "local_rank", "torchdistx_path", "lora_fan_in_fan_out", "hf_use_auth_token"),
-    *_ignored("greedy answers: exact_match_samples, sample_prompts", "eval_table_size", "eval_max_new_tokens",
+    *ignored("greedy answers: exact_match_samples, sample_prompts", "eval_table_size", "eval_max_new_tokens",
                "do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval"),
-    *_ignored("part of the environment (WANDB_ENTITY, WANDB_RUN_ID, ...)", "wandb_entity", "wandb_watch", "wandb_log_model",
+    *ignored("part of the environment (WANDB_ENTITY, WANDB_RUN_ID, ...)", "wandb_entity", "wandb_watch", "wandb_log_model",
                "wandb_run_id", "wandb_mode", "trackio_run_name", "trackio_space_id", "use_swanlab", "swanlab_project",
                "swanlab_experiment_name", "swanlab_description", "swanlab_mode", "swanlab_log_completions"),
-    *_ignored(HUB, "hub_model_id", "hub_strategy", "push_dataset_to_hub"),
-    *_ignored("exports are safetensors, and the whole state is always saved", "save_safetensors", "save_only_model"),
+    *ignored(HUB, "hub_model_id", "hub_strategy", "push_dataset_to_hub"),
+    *ignored("exports are safetensors, and the whole state is always saved", "save_safetensors", "save_only_model"),
 )  # fmt: skip
 
 LLAMA_FACTORY = (
@@ -232,7 +207,7 @@ LLAMA_FACTORY = (
     Counterpart("lora_target", "lora_target_modules", "all is all-linear", "targets"),
     Counterpart("dataset", "datasets", "each name is looked up in dataset_info.json, in the folder dataset_dir", "by-code"),
     Counterpart("eval_dataset", "eval_datasets", "as dataset", "by-code"),
-    Counterpart("max_samples", "datasets", "a slice of each split, such as split: train[:1000]", "by-code"),
+    Counterpart("max_samples", "datasets", "max_samples of each entry; its first rows are split: train[:1000]", "by-code"),
     Counterpart("template", "chat_template", TEMPLATE, "template"),
     Counterpart("cutoff_len", "max_length"),
     Counterpart("neat_packing", "packing"),
@@ -243,9 +218,9 @@ LLAMA_FACTORY = (
     Counterpart("val_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
     Counterpart("flash_attn", "attn_implementation", "auto: packed attention is built in", "attention"),
     Counterpart("enable_liger_kernel", "use_liger_kernel"),
-    *_in_accelerate_file("pure_bf16 is dtype: bfloat16", "pure_bf16"),
-    *_in_accelerate_file("on or off in the Accelerate file", "disable_gradient_checkpointing"),
-    *_without_counterpart("only the last answer is trained with a message's `train: false`", "mask_history"),
+    *in_accelerate_file("pure_bf16 is dtype: bfloat16", "pure_bf16"),
+    *in_accelerate_file("on or off in the Accelerate file", "disable_gradient_checkpointing"),
+    *without_counterpart("only the last answer is trained with a message's `train: false`", "mask_history"),
     Counterpart("quantization_bit", "load_in_4bit", "4 is load_in_4bit: true, 8 is load_in_8bit: true", "bits"),
     Counterpart("quantization_method", "load_in_4bit", "bitsandbytes is the only one", "quantizer"),
     Counterpart("quantization_type", "bnb_4bit_quant_type"),
@@ -260,15 +235,15 @@ LLAMA_FACTORY = (
     *unsupported("added tokens", "resize_vocab", "add_tokens", "add_special_tokens"),
     *unsupported("resuming from an adapter", "adapter_name_or_path", note="the base and the adapter are one recipe here"),
     *unsupported("mixing by probability", "mix_strategy", "interleave_probs", note="weight of an entry of datasets"),
-    *_ignored("sft, and pt with rows of type text", "stage"),
-    *_ignored("each entry of datasets has its own path", "dataset_dir", "media_dir"),
-    *_ignored("finetune report RUN draws the loss, and more", "plot_loss"),
-    *_ignored("the cache is keyed by everything that affects the tokens", "overwrite_cache"),
-    *_ignored(ONE_LOSS, "use_unsloth"),
-    *_ignored("always the case here", "do_predict", "predict_with_generate"),
-    *_ignored(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),
-    *_ignored("the model's own chat template writes the tools", "tool_format", "enable_thinking", "use_v1_kernels"),
-    *_ignored(HUB, "export_dir", "export_hub_model_id"),
+    *ignored("sft, and pt with rows of type text", "stage"),
+    *ignored("each entry of datasets has its own path", "dataset_dir", "media_dir"),
+    *ignored("finetune report RUN draws the loss, and more", "plot_loss"),
+    *ignored("the cache is keyed by everything that affects the tokens", "overwrite_cache"),
+    *ignored(ONE_LOSS, "use_unsloth"),
+    *ignored("always the case here", "do_predict", "predict_with_generate"),
+    *ignored(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),
+    *ignored("the model's own chat template writes the tools", "tool_format", "enable_thinking", "use_v1_kernels"),
+    *ignored(HUB, "export_dir", "export_hub_model_id"),
 )  # fmt: skip
 # What LLaMA-Factory takes from TrainingArguments, as TRL does.
 _TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | {
@@ -295,9 +270,9 @@ TORCHTUNE = (
     Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
     Counterpart("dataset", "datasets", "source or data_files is the path of an entry of datasets", "by-code"),
     Counterpart("dataset_val", "eval_datasets", "as dataset", "by-code"),
-    *_in_accelerate_file(PRECISION, "dtype"),
-    *_in_accelerate_file(CHECKPOINTING, "enable_activation_checkpointing"),
-    *_in_accelerate_file(SHARDING, "fsdp_cpu_offload", "fsdp_reshard_after_forward", "data_parallel_replicate_dim", "data_parallel_shard_dim"),
+    *in_accelerate_file(PRECISION, "dtype"),
+    *in_accelerate_file(CHECKPOINTING, "enable_activation_checkpointing"),
+    *in_accelerate_file(SHARDING, "fsdp_cpu_offload", "fsdp_reshard_after_forward", "data_parallel_replicate_dim", "data_parallel_shard_dim"),
 )  # fmt: skip
 
 FLAT_TOOLS: Mapping[str, tuple[Counterpart, ...]] = {

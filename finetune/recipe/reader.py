@@ -13,10 +13,11 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.durable import replace_file
 from finetune.errors import UserError
-from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown
+from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
 from finetune.recipe.module_patterns import find_problem
 from finetune.recipe.overrides import COMMAND_LINE, read_override
+from finetune.recipe.schedules import find_schedule_problems
 from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Quantization, Recipe
 from finetune.recipe.wording import what_is_wrong
 from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries
@@ -143,7 +144,7 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
     try:
         value = _adapter(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
-        return [f"{entry.where}: {entry.key}: {what_is_wrong(error, entry.value)}"]
+        return [f"{entry.where}: {entry.key}: {explain_value(entry.key, value) or what_is_wrong(error, entry.value)}"]
     if key.is_patterns and (problems := [problem for pattern in value or () if (problem := find_problem(pattern))]):
         return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
     if key.is_file_or_name and isinstance(value, str):
@@ -233,6 +234,9 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
         yield f"{file}: no data; set datasets, a list with at least `- path: FILE`"
     if has("eval_datasets") and has("eval_split_size"):
         yield f"{at('eval_split_size')}: eval_datasets and eval_split_size both name the held-out rows; keep one"
+    for problem in find_schedule_problems(values):
+        key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
+        yield f"{at(key)}: {problem}"
     if values.get("streaming") and not has("max_steps"):
         yield f"{at('streaming')}: streaming has no known end; set max_steps"
     if values.get("streaming") and has("eval_split_size"):

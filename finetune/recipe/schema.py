@@ -8,13 +8,14 @@ the documentation page and `--help` are made from it.
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le, Lt
+from annotated_types import Ge, Gt, Lt
 
 from finetune.recipe.lora_schema import Lora as Lora
 from finetune.recipe.lora_schema import Quantization as Quantization
-from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, ReadAs, StepsOrShare
+from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, StepsOrShare
 from finetune.recipe.markers import FileOrName as FileOrName
 from finetune.recipe.markers import SameOnResume as SameOnResume
+from finetune.recipe.optimization_schema import Optimization as Optimization
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,41 +161,6 @@ class Batch:
         "Micro-batches in a step on one rank; null: as global_batch_size implies, else 1.",
     ] = None
     per_device_eval_batch_size: Annotated[Positive | None, "null: per_device_train_batch_size."] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Optimization:
-    """How the parameters move."""
-
-    num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
-    max_steps: Annotated[
-        Positive | None,
-        SameOnResume,
-        ReadAs(-1, None),
-        "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: num_train_epochs decides.",
-    ] = None
-    learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
-    lr_scheduler_type: Annotated[Literal["cosine", "linear", "constant"], "What follows the linear warm-up."] = "cosine"
-    min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
-    warmup_ratio: Annotated[
-        float, Ge(0), Le(1), "The share of the steps that warm up; ignored where warmup_steps is set."
-    ] = 0.03
-    warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
-    optim: Annotated[
-        Literal["adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit"],
-        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; adamw_8bit in 8 bits: 2 "
-        "bytes, by torchao, which has to be installed; not under FSDP1.",
-    ] = "adamw_torch_fused"
-    weight_decay: Annotated[float, Ge(0), "Decoupled weight decay, on matrices only (not on norms and biases)."] = 0.0
-    adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
-    adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
-    adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8
-    max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."] = 1.0
-    on_nonfinite: Annotated[
-        Literal["stop", "skip"],
-        "What is done at a step whose loss or gradient is not finite: the update is never made.",
-    ] = "stop"
-    max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,8 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.grad_scaler import unscale, update
 from finetune.distributed.parallelize import clip_gradients, without_gradient_sync
 from finetune.distributed.world import World
-from finetune.optim.optimizer import compute_learning_rate, set_learning_rate
+from finetune.models.embedding_noise import NoisyDocuments
+from finetune.optim.learning_rate import compute_learning_rate, set_learning_rate
 from finetune.progress import Progress
 from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import evaluate
@@ -58,7 +59,8 @@ def train_step(
     """
     set_learning_rate(optimizer, learning_rate)
     seed_dropout(recipe.run.seed, batch.step, world.rank)
-    loss_sum = accumulate_gradients(model, batch, world)
+    seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
+    loss_sum = accumulate_gradients(model, batch, world, noise_seed=seed)
     unscale(optimizer, world)
     grad_norm = clip_gradients(model, recipe.optimization.max_grad_norm)
     check = StepCheck.of(batch, loss_sum, grad_norm)
@@ -127,7 +129,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     return progress
 
 
-def accumulate_gradients(model: nn.Module, batch: StepBatch, world: World) -> torch.Tensor:
+def accumulate_gradients(
+    model: nn.Module, batch: StepBatch, world: World, noise_seed: int | None = None
+) -> torch.Tensor:
     """Forward and backward over this rank's micro-batches; returns their summed loss (0-dim fp32, on the device).
 
     The step's loss is its sum over every trained token of every rank, over their number:
@@ -135,12 +139,17 @@ def accumulate_gradients(model: nn.Module, batch: StepBatch, world: World) -> to
         loss = sum over ranks and micro-batches of loss_sum / trained_tokens
 
     FSDP and DDP average gradients over ranks, hence the factor world.size. It is the same number for every split.
+    `noise_seed`: seeds the noise on embeddings; None: there is none.
     """
     total = torch.zeros((), device=world.device)
     for index, micro_batch in enumerate(batch.micro_batches):
         is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else without_gradient_sync(model):
-            loss_sum = model(**micro_batch.to(world.device).inputs)
+            inputs = micro_batch.to(world.device).inputs
+            if noise_seed is not None:
+                ids, lengths = micro_batch.example_ids, micro_batch.document_lengths
+                inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths)
+            loss_sum = model(**inputs)
             world.accelerator.backward(loss_sum * (world.size / max(1, batch.trained_tokens)))
         total += loss_sum.detach()
     return total

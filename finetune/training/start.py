@@ -21,7 +21,7 @@ from finetune.flops import flop_per_token_of
 from finetune.json_lines import read_json_lines
 from finetune.metrics import MetricsLog, drop_later_lines
 from finetune.models.load import ModelSize
-from finetune.optim.optimizer import build_schedule
+from finetune.optim.learning_rate import build_schedule
 from finetune.progress import Progress
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe

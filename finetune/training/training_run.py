@@ -13,7 +13,7 @@ from finetune.data.examples import Prompt
 from finetune.distributed.world import World
 from finetune.errors import Preempted
 from finetune.metrics import MetricsLog
-from finetune.optim.optimizer import Schedule
+from finetune.optim.learning_rate import Schedule
 from finetune.recipe.schema import Recipe
 from finetune.training.watchdog import Watchdog
 

@@ -162,7 +162,8 @@ def test_axolotl(converted: Convert) -> None:
         "report_to": "wandb",
     }
     assert {key: ours[key] for key in expected} == expected
-    assert said.splitlines()[0] == "neftune_noise_alpha: 5   (not supported)"
+    assert ours["neftune_noise_alpha"] == 5
+    assert "neftune_noise_alpha: 5   (bounded by each document's own tokens" in said
     assert "load_in_8bit" not in said  # it is off
     assert read_recipe(str(path)).optimization.learning_rate == 2e-5
 
@@ -327,6 +328,29 @@ def test_parts_by_name(tmp_path: Path) -> None:
     found = convert_file(theirs)
     assert "trainable_modules" not in found.recipe
     assert "training rows of a tensor" in found.missing_capabilities
+
+
+@pytest.mark.parametrize(
+    ("theirs_say", "here"),
+    [
+        ("optim: adafactor\nlabel_smoothing_factor: 0.1", {"optim": "adafactor", "label_smoothing": 0.1}),
+        ("optim: sgd\nlr_scheduler_type: inverse_sqrt", {"optim": "sgd", "lr_scheduler_type": "inverse_sqrt"}),
+        ("lr_scheduler_type: warmup_stable_decay\nlr_scheduler_kwargs: {num_decay_steps: 50, min_lr_ratio: 0.1}",
+         {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 50}, "min_lr_ratio": 0.1}),
+        ("lr_scheduler_type: polynomial\nlr_scheduler_kwargs: {power: 2.0, lr_end: 1e-6}\nlearning_rate: 1e-5",
+         {"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2.0}, "min_lr_ratio": 0.1}),
+        ("lr_scheduler_type: polynomial\nlearning_rate: 1e-5",
+         {"lr_scheduler_type": "polynomial", "min_lr_ratio": pytest.approx(0.01)}),  # lr_end is 1e-7 there
+        ("lr_scheduler_type: cosine_with_min_lr\nlr_scheduler_kwargs: {min_lr_rate: 0.2}",
+         {"min_lr_ratio": 0.2}),
+    ],
+)  # fmt: skip
+def test_schedules_and_optimizers_keep_their_meaning(theirs_say: str, here: dict[str, object], tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs.yaml"
+    theirs.write_text(f"model_name_or_path: org/model\ndataset_name: org/data\n{theirs_say}\n")
+    found = convert_file(theirs)
+    assert found.recipe | here == found.recipe
+    assert not found.differences
 
 
 def test_torchtune(converted: Convert) -> None:

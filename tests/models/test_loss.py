@@ -29,11 +29,18 @@ def problem(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor,
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), labels
 
 
-def plain(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, logits: LogitTransform) -> Tensor:
+def plain(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    logits: LogitTransform,
+    label_smoothing: float = 0.0,
+) -> Tensor:
     scores = F.linear(hidden, weight, bias).float() * logits.scale
     if logits.softcap is not None:
         scores = torch.tanh(scores / logits.softcap) * logits.softcap
-    return F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
+    return F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum", label_smoothing=label_smoothing)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 7, 64, 1000, None])
@@ -62,6 +69,19 @@ def test_value_and_gradients_are_those_of_whole_logits(
         found = torch.autograd.grad(loss / 50, sources)
         assert relative_error(loss, truth) <= EXACT
         assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= EXACT
+
+
+@pytest.mark.parametrize("logits", [LogitTransform(), LogitTransform(scale=2.5, softcap=3.0)])
+def test_label_smoothing_is_that_of_torch_in_every_chunk(logits: LogitTransform) -> None:
+    hidden, weight, bias, labels = problem()
+    sources = [hidden, weight, bias]
+    truth = plain(hidden, weight, bias, labels, logits, label_smoothing=0.1)
+    assert relative_error(truth, plain(hidden, weight, bias, labels, logits)) > 1e-3
+    expected = torch.autograd.grad(truth / 50, sources)
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=7, label_smoothing=0.1)
+    found = torch.autograd.grad(loss / 50, sources)
+    assert relative_error(loss, truth) <= EXACT
+    assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= EXACT
 
 
 def test_in_double_the_difference_is_rounding_only() -> None:

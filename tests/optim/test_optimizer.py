@@ -1,6 +1,7 @@
 """The recipe's optimizer and learning rate, held against transformers' schedulers and torch's AdamW."""
 
 import json
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,9 @@ from torch import nn
 from transformers import get_scheduler
 
 from finetune.constants import OPTIMIZERS
-from finetune.optim.optimizer import build_optimizer, build_schedule, compute_learning_rate, set_learning_rate
+from finetune.errors import UserError
+from finetune.optim.learning_rate import build_schedule, compute_learning_rate, set_learning_rate
+from finetune.optim.optimizer import build_optimizer
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Optimization, Recipe
 from tests.ranks import launch_ranks
@@ -56,11 +59,69 @@ def rates_of_transformers(name: str, warmup_steps: int, peak: float, **options: 
 
 
 @pytest.mark.parametrize(
-    ("kind", "theirs"), [("cosine", "cosine"), ("linear", "linear"), ("constant", "constant_with_warmup")]
+    ("kind", "theirs"),
+    [
+        ("cosine", "cosine"),
+        ("linear", "linear"),
+        ("constant", "constant_with_warmup"),
+        ("constant_with_warmup", "constant_with_warmup"),
+        ("inverse_sqrt", "inverse_sqrt"),
+    ],
 )
-def test_lr_scheduler_type_is_the_schedule_of_that_name(recipe_of: RecipeOf, kind: str, theirs: str) -> None:
-    recipe = recipe_of(lr_scheduler_type=kind, learning_rate=1e-3, warmup_steps=5)
-    assert rates_of(recipe) == pytest.approx(rates_of_transformers(theirs, 5, 1e-3))
+@pytest.mark.parametrize("warmup_steps", [0, 5])
+def test_lr_scheduler_type_is_the_schedule_of_that_name(
+    recipe_of: RecipeOf, kind: str, theirs: str, warmup_steps: int
+) -> None:
+    recipe = recipe_of(lr_scheduler_type=kind, learning_rate=1e-3, warmup_steps=warmup_steps)
+    assert rates_of(recipe) == pytest.approx(rates_of_transformers(theirs, warmup_steps, 1e-3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "min_lr_ratio", "theirs"),
+    [
+        ("polynomial", {}, 0.1, {"lr_end": 1e-4}),
+        ("polynomial", {"power": 2.5}, 0.01, {"lr_end": 1e-5, "power": 2.5}),
+        ("inverse_sqrt", {"timescale": 30}, 0.0, {"timescale": 30}),
+        ("warmup_stable_decay", {}, 0.2, {"num_decay_steps": 5, "min_lr_ratio": 0.2}),
+        ("warmup_stable_decay", {"num_decay_steps": 12, "decay_type": "1-sqrt"}, 0.1,
+         {"num_decay_steps": 12, "decay_type": "1-sqrt", "min_lr_ratio": 0.1}),
+        ("wsd", {"num_decay_steps": 0.4, "decay_type": "linear"}, 0.0, {"num_decay_steps": 20, "decay_type": "linear"}),
+        ("cosine_with_min_lr", {}, 0.1, {"min_lr_rate": 0.1}),
+    ],
+)  # fmt: skip
+def test_lr_scheduler_kwargs_are_those_of_transformers(
+    recipe_of: RecipeOf, kind: str, arguments: dict[str, Any], min_lr_ratio: float, theirs: dict[str, Any]
+) -> None:
+    recipe = recipe_of(
+        lr_scheduler_type=kind,
+        lr_scheduler_kwargs=json.dumps(arguments),
+        min_lr_ratio=min_lr_ratio,
+        learning_rate=1e-3,
+        warmup_steps=5,
+    )
+    name = recipe.optimization.lr_scheduler_type
+    assert rates_of(recipe) == pytest.approx(rates_of_transformers(name, 5, 1e-3, **theirs))
+
+
+@pytest.mark.parametrize(
+    ("keys", "sentence"),
+    [
+        ({"lr_scheduler_kwargs": "{power: 2}"}, "power: cosine takes no arguments"),
+        ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{decay_type: step}"}, "one of cosine, linear, 1-sqrt is"),
+        ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{num_decay_steps: 0}"}, "a number above 0 is expected"),
+        ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{min_lr: 1e-6}"}, "min_lr: here it is min_lr_ratio"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "ends at learning_rate times min_lr_ratio: set it"),
+        ({"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.1}, "has no end, and min_lr_ratio no effect"),
+        ({"lr_scheduler_type": "cosine_with_restarts"}, "a rate that jumps back is not supported"),
+        ({"optim": "paged_adamw_8bit"}, "another tool's name; here it is adamw_8bit"),
+        ({"optim": "lion_32bit"}, "lion_32bit: not supported: no kept library has Lion for sharded parameters"),
+    ],
+)
+def test_a_schedule_or_optimizer_that_cannot_be_is_one_sentence(
+    recipe_of: RecipeOf, keys: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(sentence)):
+        recipe_of(**keys)
 
 
 def test_min_lr_ratio_is_where_the_cosine_ends(recipe_of: RecipeOf) -> None:

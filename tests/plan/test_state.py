@@ -36,6 +36,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "qlora": {"use_peft": True, "lora_r": 4, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
     "base in 8 bits": {"use_peft": True, "lora_r": 4, "load_in_8bit": True},
+    "adafactor": {"optim": "adafactor"},
+    "sgd": {"optim": "sgd"},
     "8-bit": {"optim": "adamw_8bit", "even": True},
 }
 
@@ -66,8 +68,8 @@ TWO_RANKS = [
     for recipe in ("full", "lora")
     if layout not in ("hybrid", "single") and (layout, recipe) != ("fsdp1 no shard", "lora")
 ] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
-TWO_RANKS += [("ddp", "whole")]
 TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
+TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("fsdp2", "sgd")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 

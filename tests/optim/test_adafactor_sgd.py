@@ -1,0 +1,144 @@
+"""Adafactor, SGD, label smoothing and NEFTune: the same losses in every layout, held against transformers and torch."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers.optimization import Adafactor as TransformersAdafactor
+
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.errors import UserError
+from finetune.models.embedding_noise import NoisyDocuments, make_noise
+from finetune.optim.optimizer import check_optimizer
+from finetune.recipe.schema import Optimization
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import steps_of, train_all, write_config
+
+STEPS = 6
+KEYS: dict[str, dict[str, Any]] = {
+    "adafactor": {"optim": "adafactor", "save_steps": 3, "weight_decay": 0.1},
+    "sgd": {"optim": "sgd", "learning_rate": 0.3, "save_steps": 3, "weight_decay": 0.01},
+    "smoothing": {"label_smoothing": 0.1, "eval_datasets": True},
+    "noise": {"neftune_noise_alpha": 5.0},
+    "plain": {"eval_datasets": True},
+}
+TWO_RANKS = [
+    ("full_shard", "adafactor"), ("ddp", "adafactor"), ("full_shard", "sgd"), ("FULL_SHARD", "sgd"),
+    ("full_shard", "smoothing"), ("full_shard", "noise"), ("FULL_SHARD", "noise"),
+]  # fmt: skip
+ONE_RANK = [("single", "noise"), ("single", "plain"), ("single", "smoothing")]
+RESUMED = {"adafactor": ("full_shard", "ddp"), "sgd": ("FULL_SHARD", "full_shard")}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A recipe for each of KEYS, and every run: `folder / f"{layout}-{name}"`, and `resumed-{name}`."""
+    folder = tmp_path_factory.mktemp("optimizers")
+    data = str(make_chat(folder / "chat.jsonl", rows=20))
+    model = make_model(folder / "model", hidden_size=72, vocab_size=509, tie_word_embeddings=True)
+    for name, given in KEYS.items():
+        keys = {
+            "model_name_or_path": str(model),
+            "datasets": [{"path": data}],
+            "dataset_cache_dir": str(folder / "cache"),
+            "packing": False,
+            "max_length": 64,
+            "global_batch_size": 6,
+            "max_steps": STEPS,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "export_at_end": False,
+        } | given
+        keys |= {"eval_datasets": [{"path": data}]} if "eval_datasets" in given else {}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump(keys))
+
+    def run(layout: str, name: str, *more: str, output: str = "") -> tuple[Path, Path, list[str]]:
+        output_dir = f"output_dir={folder / (output or f'{layout}-{name}')}"
+        return folder / f"{name}.yaml", write_config(folder, layout), [output_dir, *more]
+
+    two = [run(*which) for which in TWO_RANKS]
+    for name, (before, after) in RESUMED.items():
+        start = folder / f"{before}-{name}" / "checkpoints" / "step-00000003"
+        two.append(run(after, name, f"resume_from_checkpoint={start}", output=f"resumed-{name}"))
+    train_all(folder, two, ranks=2, timeout=400)
+    train_all(folder, [run(*which, "per_device_train_batch_size=3") for which in ONE_RANK], ranks=1)
+    return folder
+
+
+def losses(run: Path) -> list[float]:
+    return [line["loss"] for line in steps_of(run)]
+
+
+@pytest.mark.parametrize(("layout", "name"), [which for which in TWO_RANKS if which[1] != "noise"])
+def test_losses_are_those_of_a_plain_loop(layout: str, name: str, folder: Path) -> None:
+    optimizers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+        "adafactor": lambda trained: TransformersAdafactor(
+            groups_of(trained, 0.1), lr=1.0, scale_parameter=False, relative_step=False, warmup_init=False
+        ),
+        "sgd": lambda trained: torch.optim.SGD(groups_of(trained, 0.01), lr=0.0),
+    }
+    given = {"make_optimizer": optimizers[name]} if name in optimizers else {"label_smoothing": 0.1}
+    expected = reference.train(folder / f"{name}.yaml", **given)
+    lines = steps_of(folder / f"{layout}-{name}")
+    for line, (loss, norm) in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=2e-5), f"step {line['step']}"
+        assert line["grad_norm"] == pytest.approx(norm, rel=2e-5), f"step {line['step']}"
+    assert lines[-1]["loss"] < 0.99 * lines[0]["loss"]
+
+
+def groups_of(trained: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay, vectors do not."""
+    return [
+        {"params": [p for p in trained if p.dim() > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.dim() == 1], "weight_decay": 0.0},
+    ]
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_another_layout_resumes_it_exactly(name: str, folder: Path) -> None:
+    before = losses(folder / f"{RESUMED[name][0]}-{name}")
+    assert losses(folder / f"resumed-{name}") == pytest.approx(before[3:], rel=1e-5)
+
+
+def test_noise_is_the_same_in_every_layout(folder: Path) -> None:
+    alone = losses(folder / "single-noise")
+    for layout in ("full_shard", "FULL_SHARD"):
+        assert losses(folder / f"{layout}-noise") == pytest.approx(alone, rel=1e-5), layout
+    assert alone != pytest.approx(losses(folder / "single-plain"), rel=1e-3), "the noise does nothing"
+
+
+def test_held_out_losses_are_not_smoothed(folder: Path) -> None:
+    first = [
+        next(
+            line
+            for line in (folder / f"single-{name}" / "metrics.jsonl").read_text().splitlines()
+            if "eval_loss" in line
+        )
+        for name in ("plain", "smoothing")
+    ]
+    assert first[0] == first[1]
+    assert losses(folder / "single-smoothing")[0] != pytest.approx(losses(folder / "single-plain")[0], rel=1e-4)
+
+
+def test_noise_is_bounded_by_each_documents_own_length_wherever_it_lies() -> None:
+    packed, padded = torch.zeros(1, 64, 48), torch.zeros(2, 40, 48)
+    documents = NoisyDocuments(seed=1, step=7, example_ids=(5, 9), lengths=(30, 20))
+    one, two = make_noise(packed, documents, 5.0)[0], make_noise(padded, documents, 5.0)
+    assert torch.equal(one[:30], two[0, :30])
+    assert torch.equal(one[30:50], two[1, :20])
+    assert not one[50:].any() and not two[0, 30:].any()  # none on padding
+    bound = 5.0 / (20 * 48) ** 0.5
+    assert 0.99 * bound < one[30:50].abs().max() <= bound
+    assert one[30:50].mean().abs() < 0.1 * bound
+    later = make_noise(packed, documents._replace(step=8), 5.0)[0]
+    assert not torch.equal(later, one)
+
+
+def test_fsdp1_has_no_rows_for_adafactor(tmp_path: Path) -> None:
+    sharding = read_sharding(str(write_config(tmp_path, "FULL_SHARD")), None, {"WORLD_SIZE": "2"})
+    with pytest.raises(UserError, match="FSDP1 flattens the rows and columns that optim: adafactor averages over"):
+        check_optimizer(Optimization(optim="adafactor"), sharding)
