@@ -67,19 +67,18 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, method: Meth
             return _widen(keys, chosen, plan, hardware)
     chosen, keys = candidates[-1]
     if advice.changes is None or (
-        chosen == "full" and any(change.text == "use_peft=true" for change in advice.changes)
+        chosen == "full" and any("use_peft=true" in change.text.split() for change in advice.changes)
     ):
         enough = f"; {advice.ranks} of them would be enough" if advice.ranks else ""
-        lora = ", or train adapters with --method lora" if method == "full" else ""
+        lora = "; --method lora trains adapters, which need less" if method == "full" else ""
         raise UserError(
             f"{given['model_name_or_path']}: does not fit {hardware.words}, whatever is changed{enough}{lora}"
         )
-    overrides = [change.text for change in advice.changes]
+    overrides = [text for change in advice.changes for text in change.text.split()]  # key=value each
     plan, after = _plan(keys, hardware, overrides)
     assert after.fits, "the plan fits with the changes that it advises"
-    changed = keys | {
-        key: value for key, value in to_dict(plan.spec.recipe).items() if f"{key}=" in " ".join(overrides)
-    }
+    names = {text.partition("=")[0] for text in overrides}
+    changed = keys | {key: value for key, value in to_dict(plan.spec.recipe).items() if key in names}
     return Fit(changed, chosen, plan, tuple((change.text, change.cost) for change in advice.changes))
 
 

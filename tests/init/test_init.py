@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from finetune.cli import main
-from finetune.recipe.reader import read_recipe
+from finetune.recipe.reader import read_recipe, to_dict
 from tests.conftest import make_chat
 from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, environment
@@ -60,7 +60,8 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
         (8, "80GiB", (), {"use_peft": False, "learning_rate": 1e-5}),
         (8, "80GiB", ("--method", "lora"), {"use_peft": True}),
         (1, "40GiB", ("--method", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
-        (1, "12GiB", (), {"use_peft": True, "accelerate_config": "fsdp_cpu_offload"}),
+        (1, "12GiB", (), {"use_peft": True, "load_in_8bit": True}),
+        (2, "10GiB", ("--method", "full"), {"use_peft": False, "accelerate_config": "fsdp_cpu_offload"}),
         (3, "80GiB", (), {"use_peft": False}),
     ],
 )
@@ -80,17 +81,13 @@ def test_what_it_writes_fits_by_the_plan(
     assert main(commands["plan"]) == 0, "the plan that it prints says that it fits"
     assert "\nfits " in capsys.readouterr().out
     recipe = read_recipe(str(tmp_path / "r.yaml"))
-    found = {**vars_of(recipe.lora), **vars_of(recipe.optimization), **vars_of(recipe.run)}
+    found = to_dict(recipe)
     assert {key: found[key] for key in expected} == expected
     assert recipe.batch.global_batch_size is not None
     assert recipe.batch.global_batch_size % gpus == 0
     assert commands["train"] == ["launch", "--recipe", str(tmp_path / "r.yaml"), "--num-processes", str(gpus)]
     keys = [line for line in (tmp_path / "r.yaml").read_text().splitlines() if re.match(r"[a-z]", line)]
     assert sum("#" in line for line in keys) > len(keys) / 2, "choices say why"
-
-
-def vars_of(section: Any) -> dict[str, Any]:
-    return {name: getattr(section, name) for name in section.__slots__}
 
 
 @pytest.mark.parametrize(
