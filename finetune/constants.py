@@ -87,6 +87,15 @@ def count_steps(interval: float | None, steps: int) -> int | None:
     return math.ceil(interval * steps) if interval < 1 else int(interval)
 
 
+def grow_rows(rows: int, tokens: int, multiple: int) -> int:
+    """Rows of an embedding of `rows` that has to hold `tokens`: as they are if they suffice, else a multiple of `multiple`.
+
+    >>> grow_rows(128256, 128256, 64), grow_rows(128256, 128258, 64)
+    (128256, 128320)
+    """
+    return rows if tokens <= rows else -(-tokens // multiple) * multiple
+
+
 def frozen_dtype(sharding: "Sharding", lora: "Lora") -> str:
     """The dtype of a frozen base model: that of the computation, for it needs no more precision.
 

@@ -1,7 +1,8 @@
 """The transformers config of a recipe's model, and whether such a model can be trained."""
 
 import json
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,18 @@ if TYPE_CHECKING:
 MAX_LAYERS = 1000  # decoder layers; a config that claims more would be built for minutes
 
 
-def load_config(model: Model) -> Any:
-    """The transformers config of the recipe's model (hub name, folder, or inline architecture).
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the recipe's tokens ask of the model. Returned by `data.tokenizer.plan_vocabulary`."""
+
+    known: int  # tokens of the tokenizer as it is
+    tokens: int  # with those that are added
+    rows: int  # of the embedding and the head that hold them
+    token_ids: Mapping[str, int] = field(default_factory=dict)  # what config.json is to say, such as eos_token_id
+
+
+def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
+    """The transformers config of the recipe's model (hub name, folder, or inline architecture), grown to `vocabulary`.
 
     Raises `UserError` where the hub, the folder or the architecture does not give one.
     """
@@ -38,6 +49,8 @@ def load_config(model: Model) -> Any:
     text_config = getattr(config, "text_config", None) or config
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text_config.quantization_config = quantized
+    if vocabulary is not None:
+        text_config.update({"vocab_size": vocabulary.rows, **vocabulary.token_ids})
     return text_config
 
 
@@ -56,7 +69,7 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
     if vocabulary > config.vocab_size:
         raise UserError(
             f"{name}: its embedding has {config.vocab_size} rows, but the tokenizer has {vocabulary} tokens; "
-            "use the model's own tokenizer, or set vocab_size in model_config"
+            "use the model's own tokenizer (added_tokens adds tokens to it), or set vocab_size in model_config"
         )
     if data.packing:
         _refuse_length_dependent_rope(config, data.max_length)

@@ -33,7 +33,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.checkpoint.inputs import fingerprint_inputs
     from finetune.checkpoint.resume import resume
     from finetune.data.prepare import prepare_data
-    from finetune.data.tokenizer import load_tokenizer
+    from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
     from finetune.distributed.collective import RankGroup
     from finetune.distributed.world import join, leave
     from finetune.export.logits_check import check_streamed_logits
@@ -54,7 +54,8 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
         return print_dry_run(recipe, world)
     folder = open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    config = load_config(recipe.model)
+    vocabulary = plan_vocabulary(tokenizer, recipe.model)
+    config = load_config(recipe.model, vocabulary)
     check_config(config, recipe.model, recipe.data, len(tokenizer))
     recipe = complete_quantization(recipe, config, sharding)
     RankGroup(world, None).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
@@ -64,9 +65,8 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     if is_finished(folder, recipe, inputs, data.train.steps, world):
         return leave(world)
     with explain_out_of_memory(recipe, world):
-        model, size = load_model(
-            recipe.model, recipe.lora, recipe.run.seed, world, recipe.quantization, recipe.optimization
-        )
+        keys = recipe.quantization, recipe.optimization, vocabulary
+        model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
         optimizer = build_optimizer(model, recipe.optimization)
         progress = resume(recipe, folder, model, optimizer, world, inputs)
         check_training_forward(model, recipe.model, recipe.data, world)

@@ -32,7 +32,14 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
         "chat_template: the same name is given, but its text has changed",
     ),
     "tokenizer": (
-        ("tokenizer_name_or_path", "model_name_or_path", "model_revision"),
+        (
+            "tokenizer_name_or_path",
+            "model_name_or_path",
+            "model_revision",
+            "added_tokens",
+            "special_tokens",
+            "eot_tokens",
+        ),
         "tokenizer: the same name is given, but its vocabulary, merges or special tokens have changed",
     ),
     "config": (

@@ -37,7 +37,9 @@ from finetune.errors import UserError
 from finetune.hub import find_local_folder
 from finetune.progress import Progress
 from finetune.recipe.reader import to_dict
-from finetune.recipe.schema import Recipe
+from finetune.recipe.schema import Model, Recipe
+
+GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generation_config.json has
 
 
 class Saver:
@@ -243,7 +245,24 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
             # The base's own lists the tokens that end an answer.
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
+        add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
         return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
+
+
+def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Writes the ids of the recipe's `special_tokens` and `eot_tokens` into a generation_config.json; without them, nothing."""
+    special, ends = model.special_tokens or {}, list(model.eot_tokens)
+    if not (special or ends):
+        return
+    content = json.loads(path.read_bytes()) if path.is_file() else {}
+    ids = {
+        f"{name}_id": tokenizer.convert_tokens_to_ids(special[name]) for name in GENERATION_TOKENS if name in special
+    }
+    before = content.get("eos_token_id", tokenizer.eos_token_id)
+    stops = [ids.pop("eos_token_id", None), *map(tokenizer.convert_tokens_to_ids, ends)]
+    stops += before if isinstance(before, list) else [before]
+    content |= ids | {"eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None))}
+    path.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n")
 
 
 def describe_state(progress: Progress, recipe: Recipe, world: World, inputs: Mapping[str, str]) -> dict[str, Any]:

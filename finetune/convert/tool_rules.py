@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
-from finetune.convert.value_rules import convert_number, convert_targets, read_section
+from finetune.convert.value_rules import convert_names, convert_number, convert_targets, read_section
+from finetune.recipe.other_tools import TOKEN_NAMES
 
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 
@@ -44,9 +45,28 @@ def shorten(value: Any) -> str:
 
 def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
+    _adapt_tokens(theirs, found)
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
+
+
+def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """Tokens by Axolotl's, LLaMA-Factory's and TRL's keys; padding, which is not trained on, only where no adapters are."""
+    section = read_section(theirs, "special_tokens")
+    special = {name: section.get(name) for name in TOKEN_NAMES}
+    special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}
+    if found.recipe.get("use_peft") or theirs.get("adapter") or theirs.get("finetuning_type") == "lora":
+        del special["pad_token"]
+    if named := {name: str(token) for name, token in special.items() if token}:
+        found.recipe["special_tokens"] = named
+    keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(found.tool, ())
+    given = [theirs.get(key) for key in keys] + [section.get("additional_special_tokens")]
+    added = [name for value in given if value for name in convert_names(value) or ()]
+    if added:
+        found.recipe["added_tokens"] = list(dict.fromkeys(added))
+    if found.tool == "Axolotl" and theirs.get("resize_token_embeddings_to_32x"):
+        found.recipe["pad_vocab_to_multiple_of"] = 32
 
 
 def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:

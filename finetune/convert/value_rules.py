@@ -82,8 +82,7 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             is_share = isinstance(number, float) and 0 < number < 1
             return number if is_share else LEAVE if not number or number < 0 else int(number)
         case "names":
-            names = value.split(",") if isinstance(value, str) else value
-            return [str(name).strip() for name in names] if isinstance(names, list) else None
+            return convert_names(value)
         case "module-patterns":
             return _convert_patterns(value)
         case "strategy":
@@ -124,6 +123,16 @@ def convert_number(value: Any) -> Any:
         except ValueError:
             return value
     return value
+
+
+def convert_names(value: Any) -> list[str] | None:
+    """A list of names, which may be written with commas between them.
+
+    >>> convert_names("<a>, <b>"), convert_names(["<a>"]), convert_names(3)
+    (['<a>', '<b>'], ['<a>'], None)
+    """
+    names = value.split(",") if isinstance(value, str) else value
+    return [str(name).strip() for name in names] if isinstance(names, list) else None
 
 
 def convert_targets(value: Any) -> Any:

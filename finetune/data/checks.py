@@ -57,7 +57,7 @@ CHECKS: dict[str, Check] = {
         "warning",
         "warning",
         "the chat template ends the assistant's turn with text that is not a special token of this tokenizer; "
-        "generation will not stop at it",
+        "generation will not stop at it (added_tokens and eot_tokens make it one)",
     ),
     "doubled_bos": Check(
         "warning", "fatal", "the text begins with two BOS tokens; remove one from the template or the text"

@@ -17,7 +17,7 @@ from finetune.data.data_report import DataReport, SourceReport
 from finetune.data.examples import Example, Examples
 from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
-from finetune.data.tokenizer import load_tokenizer
+from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.pretrained_config import check_config, load_config
 from finetune.recipe.reader import RECIPES, read_recipe
@@ -94,7 +94,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
     """
 
     try:
-        config = load_config(recipe.model)
+        config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     except UserError as error:
         return [f"notice: the data was not compared with the model: {error}"]
     lines = check_longest_example(longest, getattr(config, "max_position_embeddings", None))

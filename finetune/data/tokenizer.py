@@ -1,20 +1,73 @@
-"""The run's tokenizer: loaded with the chat template that the recipe names, and prepared for encoding pieces of text."""
+"""The run's tokenizer: with the recipe's chat template and tokens, and prepared for encoding pieces of text."""
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.constants import grow_rows
 from finetune.data.chat_templates import read_template
 from finetune.errors import UserError
 from finetune.hub import hub_error
+from finetune.pretrained_config import Vocabulary, load_config
 from finetune.recipe.schema import Data, Model
 
 
 def load_tokenizer(model: Model, data: Data) -> Any:
-    """The fast tokenizer that `tokenizer_name_or_path` or the model names, with `chat_template` set on it if given.
+    """The fast tokenizer that `tokenizer_name_or_path` or the model names, with the recipe's tokens and `chat_template`.
 
-    Raises `UserError` if there is none, or none with a fast (Rust) implementation.
+    Raises `UserError` if there is none, none with a fast (Rust) implementation, or if the tokens do not fit it.
     """
+    tokenizer = _load_own(model)
+    _add_tokens(tokenizer, model)
+    if data.chat_template is not None:
+        tokenizer.chat_template = read_template(data.chat_template)
+    return tokenizer
+
+
+def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
+    """What the tokens of `tokenizer`, which `load_tokenizer` returned, ask of the model; None where the recipe names none."""
+    special = model.special_tokens or {}
+    if not (model.added_tokens or special):
+        return None
+    rows = grow_rows(load_config(model).vocab_size, len(tokenizer), model.pad_vocab_to_multiple_of)
+    ids = {
+        f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items() if name != "unk_token"
+    }
+    return Vocabulary(known=len(_load_own(model)), tokens=len(tokenizer), rows=rows, token_ids=ids)
+
+
+def _add_tokens(tokenizer: Any, model: Model) -> None:
+    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special. Raises `UserError` where they cannot be."""
+    from tokenizers import AddedToken
+
+    special = model.special_tokens or {}
+    for key, tokens in (("added_tokens", model.added_tokens), ("special_tokens", special.values())):
+        if any(not token.strip() for token in tokens):
+            raise UserError(f"{key}: an empty token; write its text, such as <|tool|>")
+    writes_bos = _encode_bos(tokenizer)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in model.added_tokens])
+    tokenizer.add_special_tokens(special)
+    known = tokenizer.get_vocab()
+    for token in model.eot_tokens:
+        if token not in known:
+            raise UserError(f"eot_tokens: {token}: not a token of this tokenizer; name it in added_tokens too")
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in model.eot_tokens])
+    bos = [known[special["bos_token"]]] if "bos_token" in special else None
+    if writes_bos and bos is not None and _encode_bos(tokenizer) != bos:
+        raise UserError(
+            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} before every text, whatever the "
+            "bos_token is; leave it as it is, or change tokenizer.json"
+        )
+
+
+def _encode_bos(tokenizer: Any) -> list[int]:
+    """The ids that a tokenizer writes before plain text."""
+    bare, wrapped = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
+    return wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
+
+
+def _load_own(model: Model) -> Any:
+    """The tokenizer as its files describe it."""
     from transformers import AutoTokenizer
 
     name = model.tokenizer_name_or_path or model.model_name_or_path
@@ -31,8 +84,6 @@ def load_tokenizer(model: Model, data: Data) -> Any:
         raise _describe_failure(name, revision, error) from None
     if not tokenizer.is_fast:
         raise UserError(f"{name}: its tokenizer has no tokenizer.json, which is needed to mask exactly what is trained")
-    if data.chat_template is not None:
-        tokenizer.chat_template = read_template(data.chat_template)
     return tokenizer
 
 
@@ -70,9 +121,10 @@ def make_encoder(tokenizer: Any) -> Encoder:
     return Encoder(backend, bos_ids, added, [] if with_newline == newline + bare else newline)
 
 
-def end_of_answer_ids(tokenizer: Any) -> list[int]:
-    """The tokens that end what the assistant says: the end of text, and the known names of an end of turn."""
+def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[int]:
+    """The tokens that end what the assistant says: the end of text, the recipe's and the known names of an end of turn."""
     ends = {tokenizer.eos_token_id} - {None}
     known = tokenizer.get_added_vocab()
-    ends |= {known[name] for name in ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>") if name in known}
+    usual = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+    ends |= {known[name] for name in (*usual, *eot_tokens) if name in known}
     return sorted(ends)

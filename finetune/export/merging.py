@@ -20,7 +20,11 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
 
     Raises `UserError` where they are not those of `target`.
     """
-    stored = match_tensors(source.tensors, target, str(source.path), prefixed=source.names_may_be_prefixed)
+    tensors = dict(source.tensors)
+    for name, tensor in source.adapter.tensors.items() if source.adapter is not None else ():
+        if name in tensors and name in target.shapes and tensors[name].shape != tensor.shape:
+            tensors[name] = tensor  # an embedding that was trained whole, and has grown with the tokenizer
+    stored = match_tensors(tensors, target, str(source.path), prefixed=source.names_may_be_prefixed)
     return stored if source.adapter is None else stored | lora.find_own_bases(source.adapter)
 
 

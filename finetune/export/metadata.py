@@ -123,6 +123,8 @@ def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
     from transformers import GenerationConfig
 
     folders = [folder for folder in (source.base, source.description) if folder is not None]
+    if source.recipe.get("special_tokens") or source.recipe.get("eot_tokens"):
+        folders.reverse()  # the checkpoint's is the base's with these tokens
     path = next((folder / GENERATION_FILE for folder in folders if (folder / GENERATION_FILE).exists()), None)
     if path is not None:
         try:

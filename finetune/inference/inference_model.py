@@ -12,7 +12,7 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
-from finetune.constants import ADAPTER_CONFIG
+from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
 from finetune.data.chat_templates import PLAIN, read_template
 from finetune.errors import UserError
 from finetune.export.blocks import Value, cast_rows, row_blocks
@@ -184,8 +184,13 @@ def _grow_vocabulary(model: Any, folder: Path) -> None:
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
     """The adapter of a checkpoint, on its base; `folder` becomes a PEFT folder."""
+    from transformers import GenerationConfig
+
     export_source(source, folder, ExportOptions(model=False, verify=False), log=lambda _: None)
-    return _load_adapter(folder, replace(options, base_model=source.base_model))
+    model = _load_adapter(folder, replace(options, base_model=source.base_model))
+    if (source.description / GENERATION_FILE).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source.description)  # has the recipe's eot_tokens
+    return model
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:

@@ -20,8 +20,9 @@ from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
 from finetune.models.quantized_base import StoredQuantized, split_quantized
 from finetune.models.quantized_layers import dequantized_values, fill_quantized_layers, quantize_layers
+from finetune.models.vocabulary import refuse_frozen_tokens, train_new_tokens
 from finetune.models.weights import load_buffers, seeded_values, stored_values
-from finetune.pretrained_config import load_config
+from finetune.pretrained_config import Vocabulary, load_config
 from finetune.recipe.module_patterns import find_trained
 from finetune.recipe.schema import Lora, Model, Optimization, Quantization
 from finetune.safetensors_io.tensors import read_folder
@@ -47,18 +48,21 @@ def load_model(
     world: World,
     quantization: Quantization = UNQUANTIZED,
     optimization: Optimization | None = None,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[nn.Module, ModelSize]:
-    """Builds the model on meta, adapts it, shards it over the ranks, and reads every rank's own slices.
+    """Builds the model on meta, grows it to `vocabulary`, adapts it, shards it over the ranks, and reads every rank's own slices.
 
     Whether such a model can be trained, `build.check_config` answers first. Raises `UserError` for a model that cannot be
     reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
-    config = load_config(model)
+    config = load_config(model, vocabulary)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # how the files are quantized: they are read here, and the model exported is not
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
-    base, stored = _base_values(built, config, model, seed)
+    base, stored = _base_values(built, config, model, seed, vocabulary)
     values = base
+    if lora.use_peft:
+        lora = train_new_tokens(built, lora, vocabulary)
     frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
     install_attention(built, model.attn_implementation)
     install_loss(built, optimization.label_smoothing if optimization else 0.0)
@@ -68,6 +72,7 @@ def load_model(
         use_liger_kernels(built, world.device)
     if not lora.use_peft:
         freeze_modules(built, model)
+        refuse_frozen_tokens(built, vocabulary)
     else:
         add_adapters(built, lora, frozen)
         shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
@@ -117,13 +122,13 @@ def count_parameters(model: Any) -> ModelSize:
 
 
 def _base_values(
-    built: nn.Module, config: Any, model: Model, seed: int
+    built: nn.Module, config: Any, model: Model, seed: int, vocabulary: Vocabulary | None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
     """The values of the parameters, and the weights that the files hold quantized."""
     if model.model_config is not None:
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
     folder: Path = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
-    values = stored_values(built, stored, str(folder), quantized)
+    values = stored_values(built, stored, str(folder), quantized, vocabulary)
     load_buffers(built, stored)
     return values, quantized

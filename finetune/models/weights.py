@@ -13,20 +13,31 @@ from torch import nn
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
 from finetune.models.lora import base_name, is_adapter, seed_of
+from finetune.models.vocabulary import find_grown, grown_reader, grown_shape
+from finetune.pretrained_config import Vocabulary
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
 
 def stored_values(
-    model: nn.Module, stored: Mapping[str, StoredTensor], where: str, quantized: Container[str] = ()
+    model: nn.Module,
+    stored: Mapping[str, StoredTensor],
+    where: str,
+    quantized: Container[str] = (),
+    vocabulary: Vocabulary | None = None,
 ) -> Values:
-    """Values read from files, each rank its own slices. `where` names the files in errors.
+    """Values read from files, each rank its own slices. `where` names the files in errors; `vocabulary`: what the embedding
+    and the head have grown to.
 
     Raises `UserError` naming every tensor that is missing, without a place in the model, or of another shape.
     """
-    refuse_mismatch(model, stored, where, quantized)
+    grown = find_grown(model, stored, vocabulary)
+    fitting = {name: grown_shape(tensor, vocabulary) for name, tensor in grown.items()} if vocabulary else {}
+    refuse_mismatch(model, {**stored, **fitting}, where, quantized)
+    readers = {name: grown_reader(tensor, vocabulary) for name, tensor in grown.items()} if vocabulary else {}
 
     def values(name: str, slices: Slices) -> torch.Tensor:
-        return read_slice(stored[base_name(name)], slices)
+        name = base_name(name)
+        return readers[name](slices) if name in readers else read_slice(stored[name], slices)
 
     return values
 

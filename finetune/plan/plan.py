@@ -1,13 +1,15 @@
 """The plan of a run: its memory by phase, disk, host memory and time in one value, as text and as JSON."""
 
+import re
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from types import SimpleNamespace
 from typing import Any
 
+from finetune.constants import grow_rows
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.advice import advise
-from finetune.plan.architecture import find_config, read_architecture
+from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec
@@ -61,8 +63,9 @@ def make_plan(
         recipe = replace(recipe, quantization=stored)
     if sharding.layout == "fsdp1":  # elsewhere a plan needs no bitsandbytes
         check_quantization(recipe.quantization, sharding)
+    architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     spec = RunSpec(
-        architecture=read_architecture(config, where),
+        architecture=architecture,
         recipe=recipe,
         sharding=sharding,
         ranks=ranks,
@@ -77,6 +80,20 @@ def make_plan(
         host=plan_host(spec),
         speed=estimate_speed(spec, mfu, read),
     )
+
+
+def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:
+    """The model grown by the recipe's `added_tokens`, which LoRA trains whole. A tokenizer is not read: no token is taken to
+    be known already, and every row of the embedding to be used, so that the plan is never too small."""
+    keys = recipe.model
+    if not keys.added_tokens:
+        return architecture, recipe
+    tokens = architecture.vocabulary + len(set(keys.added_tokens))
+    rows = grow_rows(architecture.vocabulary, tokens, keys.pad_vocab_to_multiple_of)
+    if recipe.lora.use_peft:
+        whole = (*recipe.lora.modules_to_save, re.escape("model.embed_tokens"), "lm_head")
+        recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=whole))
+    return replace(architecture, vocabulary=rows), recipe
 
 
 def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:

@@ -34,6 +34,8 @@ BITSANDBYTES = "of the frozen base under LoRA, by bitsandbytes"
 INT8 = "the base's weights are in 8 bits there and here; the inputs of its layers are rounded to 8 bits there only"
 COMPUTE = "the compute dtype is the Accelerate file's, and the 4-bit weights are stored in it"
 HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
+TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+TOKEN = "a mapping of the four names; a pad_token is left out beside adapters, which would train the embedding for it"
 TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
 OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
 RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
@@ -85,7 +87,7 @@ TRL = (
     Counterpart("load_in_8bit", "load_in_8bit", INT8, "on-if-true", inexact=True),
     Counterpart("use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
     *ignored(COMPUTE, "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
-    *without_counterpart("the tokenizer's own end token is used", "eos_token"),
+    Counterpart("eos_token", "special_tokens", "special_tokens: {eos_token: ...}", "by-code"),
     *ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
     *ignored("supervised fine-tuning of causal models is the only task", "lora_task_type"),
     *ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
@@ -161,8 +163,12 @@ AXOLOTL = (
     Counterpart("evals_per_epoch", "eval_steps", "a share of the run: 1 / (evals_per_epoch x num_epochs)", "by-code"),
     Counterpart("saves_per_epoch", "save_steps", "a share of the run: 1 / (saves_per_epoch x num_epochs)", "by-code"),
     *without_counterpart("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
-    *without_counterpart("the tokenizer's own end token is used", "special_tokens.eos_token"),
-    *unsupported("added tokens", "tokens", "added_tokens_overrides", "resize_token_embeddings_to_32x"),
+    *(Counterpart(f"special_tokens.{name}", "special_tokens", TOKEN, "by-code") for name in TOKEN_NAMES),
+    Counterpart("special_tokens.additional_special_tokens", "added_tokens", "", "by-code"),
+    Counterpart("tokens", "added_tokens", "", "by-code"),
+    Counterpart("eot_tokens", "eot_tokens", "", "names"),
+    Counterpart("resize_token_embeddings_to_32x", "pad_vocab_to_multiple_of", "32 where it is true", "by-code"),
+    *unsupported("other texts for reserved tokens", "added_tokens_overrides"),
     Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
     Counterpart("unfrozen_parameters", "trainable_modules", "patterns; a range of rows, as in [:32000], is not supported", "module-patterns"),
     *unsupported("ReLoRA", "relora_steps", "jagged_restart_steps"),
@@ -181,9 +187,6 @@ AXOLOTL = (
                "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
     *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets",
                "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
-    *ignored("each turn's own end token is trained", "eot_tokens"),
-    *ignored("padding is not trained on, and these are the tokenizer's", "special_tokens", "special_tokens.pad_token",
-               "special_tokens.bos_token", "special_tokens.unk_token"),
     *ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
                "xformers_attention", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "flex_attention",
                "flex_attn_compile_kwargs", "flash_attn_cross_entropy", "s2_attention"),
@@ -232,7 +235,9 @@ LLAMA_FACTORY = (
     *unsupported("PiSSA", "pissa_init"),
     *unsupported("LoRA+", "loraplus_lr_ratio"),
     *unsupported("rope scaling", "rope_scaling"),
-    *unsupported("added tokens", "resize_vocab", "add_tokens", "add_special_tokens"),
+    Counterpart("add_tokens", "added_tokens", "", "by-code"),
+    Counterpart("add_special_tokens", "added_tokens", "", "by-code"),
+    *ignored("the embedding grows where the tokens need it", "resize_vocab"),
     *unsupported("resuming from an adapter", "adapter_name_or_path", note="the base and the adapter are one recipe here"),
     *unsupported("mixing by probability", "mix_strategy", "interleave_probs", note="weight of an entry of datasets"),
     *ignored("sft, and pt with rows of type text", "stage"),

@@ -10,44 +10,13 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
+from finetune.recipe.dataset_schema import DatasetSource as DatasetSource
 from finetune.recipe.lora_schema import Lora as Lora
 from finetune.recipe.lora_schema import Quantization as Quantization
 from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, StepsOrShare
 from finetune.recipe.markers import FileOrName as FileOrName
 from finetune.recipe.markers import SameOnResume as SameOnResume
 from finetune.recipe.optimization_schema import Optimization as Optimization
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DatasetSource:
-    """One entry of `datasets` or `eval_datasets`."""
-
-    path: Annotated[str, FileOrName, "A file, glob, folder or hub name."]
-    name: Annotated[str | None, "The hub data set's configuration."] = None
-    split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
-    type: Annotated[
-        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"] | None,
-        "The rows' format; null: recognized from the columns.",
-    ] = None
-    weight: Annotated[
-        float,
-        Gt(0),
-        "How often the rows of this source are read in an epoch: 0.5 reads half of them, 2 reads each twice.",
-    ] = 1.0
-    max_samples: Annotated[
-        Positive | None,
-        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw them it would "
-        "have to be read to its end.",
-    ] = None
-    messages_column: Annotated[str | None, "The column that holds the messages, where it is not named as usual."] = None
-    prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
-    completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
-    text_column: Annotated[str | None, "The column that holds plain text."] = None
-    alpaca_prompt: Annotated[
-        bool,
-        "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), inside the "
-        "user's turn; chat_template: alpaca writes that wording without turns.",
-    ] = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +35,28 @@ class Model:
     tokenizer_name_or_path: Annotated[str | None, FileOrName, SameOnResume, "The tokenizer; null: the model's own."] = (
         None
     )
+    added_tokens: Annotated[
+        tuple[str, ...],
+        SameOnResume,
+        "Tokens added to the tokenizer, such as [TOOL]. Their rows in embedding and head start at the mean of the others and are "
+        "trained; LoRA then trains both whole, as if modules_to_save named them.",
+    ] = ()
+    special_tokens: Annotated[
+        dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] | None,
+        SameOnResume,
+        "The tokenizer's bos_token, eos_token, pad_token or unk_token, where others than its own are wanted; a token that it "
+        "lacks is added.",
+    ] = None
+    eot_tokens: Annotated[
+        tuple[str, ...],
+        SameOnResume,
+        "Tokens that end a turn, beside the eos_token: special ones, at which generation with the exported model stops.",
+    ] = ()
+    pad_vocab_to_multiple_of: Annotated[
+        Positive,
+        SameOnResume,
+        "Where the tokens outgrow the embedding, it and the head get a multiple of this many rows.",
+    ] = 64
     trust_remote_code: Annotated[bool, "Run code from the model's or tokenizer's repository."] = False
     dtype: Annotated[
         Literal["float32", "bfloat16"],

@@ -82,7 +82,7 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
     """Logs the share of held-out prompts that the model answers exactly, where this run has not logged it before."""
     if not run.prompts or "exact_match" in run.results.get(progress.step, {}):
         return
-    samples = answer(run.model, run.prompts, run.tokenizer, run.world)
+    samples = answer(run.model, run.prompts, run.tokenizer, run.world, run.recipe.model.eot_tokens)
     share = sum(sample.is_exact for sample in samples) / len(samples)
     line = {"step": progress.step, "epoch": progress.epoch, "exact_match": share, "exact_match_samples": len(samples)}
     _write_samples(run, progress.step, samples)
@@ -112,7 +112,9 @@ def held_out_loss(model: nn.Module, batches: Iterator[StepBatch], world: World) 
 
 
 @torch.no_grad()
-def answer(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World) -> list[Sample]:
+def answer(
+    model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World, eot_tokens: tuple[str, ...] = ()
+) -> list[Sample]:
     """Every prompt answered greedily, on every rank in the same order; each rank answers its share.
 
     An answer ends at a token that ends a turn, or at twice the length of the longest expected one; where none is
@@ -120,12 +122,14 @@ def answer(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: W
     """
     model.eval()
     mine = [prompts[i % len(prompts)] for i in range(world.rank, len(prompts) + -len(prompts) % world.size, world.size)]
-    answers = _generated(model, mine, tokenizer, world) if mine else []
+    answers = _generated(model, mine, tokenizer, world, eot_tokens) if mine else []
     by_rank = world.gather([asdict(sample) for sample in answers])
     return [Sample(**by_rank[i % world.size][i // world.size]) for i in range(len(prompts))]
 
 
-def _generated(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World) -> list[Sample]:
+def _generated(
+    model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World, eot_tokens: tuple[str, ...]
+) -> list[Sample]:
     transformer: Any = unwrap(model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
     longest = max(len(prompt.prompt_ids) for prompt in prompts)
@@ -143,7 +147,7 @@ def _generated(model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, worl
             max_new_tokens=2 * max(expected) + 2 if expected else SAMPLE_TOKENS,
             do_sample=False,
             use_cache=True,
-            eos_token_id=end_of_answer_ids(tokenizer),
+            eos_token_id=end_of_answer_ids(tokenizer, eot_tokens),
             pad_token_id=pad,
             synced_gpus=world.sharding.is_fsdp and world.size > 1,
         )

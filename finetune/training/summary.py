@@ -65,12 +65,16 @@ def describe_trained(recipe: Recipe) -> str:
         named = [f"{key}: {', '.join(getattr(recipe.model, key))}" for key in keys if getattr(recipe.model, key)]
         return f" ({'; '.join(named)})" if named else ""
     ranks = "".join(f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items())
-    whole = f"; whole: {', '.join(lora.modules_to_save)}" if lora.modules_to_save else ""
+    saved = [
+        *lora.modules_to_save,
+        *(["embedding and head, for the added tokens"] if recipe.model.added_tokens else []),
+    ]
+    whole = f"; whole: {', '.join(saved)}" if saved else ""
     return f" (LoRA r={lora.lora_r}{ranks}{whole})"
 
 
 def _flop_of_weights(recipe: Recipe) -> str:
-    if recipe.lora.use_peft and not recipe.lora.modules_to_save:
+    if recipe.lora.use_peft and not (recipe.lora.modules_to_save or recipe.model.added_tokens):
         return "4N"
     is_partial = recipe.lora.use_peft or recipe.model.trainable_modules or recipe.model.frozen_modules
     return "(6N less 2 for each frozen weight)" if is_partial else "6N"

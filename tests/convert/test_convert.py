@@ -680,3 +680,19 @@ def test_a_section_of_another_shape_is_no_traceback(tmp_path: Path, section: str
         convert_file(tmp_path / "theirs.yaml")
     except UserError as error:
         assert str(tmp_path) in str(error)
+
+
+def test_tokens_of_other_tools(converted: Convert) -> None:
+    tokens = "tokens: ['<a>', '<b>']\neot_tokens: ['<b>']\nresize_token_embeddings_to_32x: true\n"
+    special = "special_tokens: {eos_token: '<b>', pad_token: '<p>', additional_special_tokens: ['<c>', '<a>']}\n"
+    ours, said, _ = converted(_datasets("[{path: a/b, type: chat_template}]") + tokens + special)
+    assert ours["added_tokens"] == ["<a>", "<b>", "<c>"]
+    assert (ours["eot_tokens"], ours["pad_vocab_to_multiple_of"]) == (["<b>"], 32)
+    assert ours["special_tokens"] == {"eos_token": "<b>", "pad_token": "<p>"}
+    assert "token" not in said.replace("tokenize", "")
+    adapted, _, _ = converted(_datasets("[{path: a/b, type: chat_template}]") + special + "adapter: lora\n")
+    assert adapted["special_tokens"] == {"eos_token": "<b>"}  # a pad_token that is new would train the embedding
+    factory, _, _ = converted(LLAMA_FACTORY + "add_tokens: <a>,<b>\nadd_special_tokens: <c>\nresize_vocab: true\n")
+    assert factory["added_tokens"] == ["<a>", "<b>", "<c>"]
+    trl, _, _ = converted(TRL + "eos_token: <|im_end|>\n")
+    assert trl["special_tokens"] == {"eos_token": "<|im_end|>"}
