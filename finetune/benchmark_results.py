@@ -93,7 +93,7 @@ def format_value(value: float, stderr: float | None) -> str:
     >>> format_value(0.41736, 0.0136), format_value(12.5, None)
     ('0.417 ± 0.014', '12.5')
     """
-    return f"{value:.3g}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
+    return f"{value:.4g}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
 
 
 def _describe_metric(result: BenchmarkResult) -> str:
