@@ -36,6 +36,8 @@ def choose_written_dtype(source: Source, target: TargetModel, options: ExportOpt
 
 def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
     """The names of the weights that were quantized in the training; empty where the base was not."""
+    if source.quantized:  # their files may leave some linear layers as they are
+        return frozenset(source.quantized)
     return frozenset(quantized_weights(target.model)) if source.quantization.bits is not None else frozenset()
 
 
