@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -88,6 +89,9 @@ def start_server() -> Any:
     from tests.ranks import environment
 
     context = multiprocessing.get_context("forkserver")
+    if multiprocessing.parent_process() is not None:  # a warm process: its parent is the server
+        vars(forkserver._forkserver)["ensure_running"] = lambda: None
+        return context
     context.set_forkserver_preload(["pytest", "tests.warm_imports"])
     before = dict(os.environ)
     clean = environment()
@@ -101,6 +105,11 @@ def start_server() -> Any:
     return context
 
 
+def warm_reload() -> Any:
+    """In place of `subprocess` in export/reload_check.py: the process that opens an export does not import all again."""
+    return SimpleNamespace(Popen=WarmCommand, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+
+
 def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd: str) -> None:
     os.setsid()
     os.chdir(cwd)
@@ -111,6 +120,8 @@ def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     os.environ.clear()
     os.environ |= env
+    if "finetune.export.reload_check" in sys.modules and arguments[:2] != ("-m", "finetune.export.reload_check"):
+        vars(sys.modules["finetune.export.reload_check"])["subprocess"] = warm_reload()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +11,33 @@ import pytest
 
 from finetune.checkpoint import retention
 from tests.conftest import make_chat, make_model
-from tests.ranks import ROOT, environment, launch_ranks, run_python
+from tests.ranks import ROOT, launch_ranks, run_python
 
 RUN = ROOT / "finetune" / "run.py"
 HERE = Path(__file__).parent
+
+
+# run.py on a file system of its own, as under `unshare -rm`; in the end the staging folders that are left.
+ON_A_DISK = """
+import ctypes, os, subprocess, sys
+from pathlib import Path
+
+disk, mount, recipe = sys.argv[1:]
+user, group = os.getuid(), os.getgid()
+assert ctypes.CDLL(None).unshare(0x10020000) == 0  # CLONE_NEWUSER | CLONE_NEWNS
+Path("/proc/self/setgroups").write_text("deny")
+Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+Path("/proc/self/gid_map").write_text(f"0 {group} 1")
+subprocess.run(["mount", "-t", "tmpfs", "-o", mount, "tmpfs", disk], check=True)
+
+from finetune import run
+from finetune.errors import exit_code
+
+sys.argv = ["finetune/run.py", "--recipe", recipe]
+code = exit_code(run.main)
+print(*Path(disk).rglob(".staging-*"))
+sys.exit(code)
+"""
 
 
 @pytest.mark.parametrize("slow_seconds", [1, pytest.param(20, marks=pytest.mark.slow)])
@@ -69,11 +91,9 @@ def test_a_run_that_could_not_save_does_not_start(
     disk.mkdir()
     base = make_model(tmp_path / "base", dtype="bfloat16")  # trained in fp32, exported as the base's files are
     recipe = tiny_recipe(output_dir=str(disk / "run"), save_steps=1, model_name_or_path=str(base))
-    script = f"mount -t tmpfs -o {mount} tmpfs {disk} && {sys.executable} {RUN} --recipe {recipe}; code=$?"
-    script += f"; find {disk} -name '.staging-*'; exit $code"
-    done = subprocess.run(
-        ["unshare", "-rm", "sh", "-c", script], env=environment(), capture_output=True, text=True, timeout=120
-    )
+    script = tmp_path / "on_a_disk.py"
+    script.write_text(ON_A_DISK)
+    done = run_python([str(script), str(disk), mount, str(recipe)])
     assert done.returncode == 2, done.stderr[-3000:]
     assert re.search(said, done.stderr), done.stderr[-3000:]
     assert "Traceback" not in done.stderr
