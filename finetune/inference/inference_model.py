@@ -179,7 +179,7 @@ def _grow_vocabulary(model: Any, folder: Path) -> None:
     name = next(f"{name}.weight" for name, module in model.named_modules() if module is embedding)
     adapter = {peft_name(stored): tensor for stored, tensor in read_folder(folder).items()}
     if name in adapter and adapter[name].shape[0] > embedding.weight.shape[0]:
-        model.resize_token_embeddings(adapter[name].shape[0])
+        model.resize_token_embeddings(adapter[name].shape[0], mean_resizing=False)  # the adapter brings the new rows
 
 
 def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) -> Any:
