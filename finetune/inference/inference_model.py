@@ -1,6 +1,7 @@
 """A model loaded for generation by transformers: a Hugging Face folder, an adapter on its base, or a checkpoint's weights."""
 
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -161,7 +162,8 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
         raise UserError(f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model")
     model = _load_base(find_base(name, config.get("revision"), with_weights=True), options)
     _grow_vocabulary(model, folder)
-    with _one_sentence(str(folder), "its adapter"):
+    with _one_sentence(str(folder), "its adapter"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft reads an attribute that transformers is about to rename
         return PeftModel.from_pretrained(model, folder)
 
 
