@@ -15,6 +15,8 @@ from finetune.recipe.stored_quantization import describe_quantization, read_stor
 if TYPE_CHECKING:
     from finetune.distributed.accelerate_config import Sharding
 
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+CHOSEN_COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "num_selected_experts")
 MAX_LAYERS = 1000  # decoder layers; a config that claims more would be built for minutes
 
 
@@ -64,8 +66,6 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         raise UserError(f"{name}: num_hidden_layers: {layers}: from 1 to {MAX_LAYERS:,} decoder layers can be trained")
     read_stored_quantization(config, name)
-    if any(getattr(config, key, None) for key in ("num_local_experts", "num_experts", "n_routed_experts")):
-        raise UserError(f"{name}: {config.model_type} is a mixture of experts; only dense models are trained here")
     if vocabulary > config.vocab_size:
         raise UserError(
             f"{name}: its embedding has {config.vocab_size} rows, but the tokenizer has {vocabulary} tokens; "
@@ -75,6 +75,16 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
         _refuse_length_dependent_rope(config, data.max_length)
 
 
+def count_experts(config: Any) -> int:
+    """The routed experts of a layer by the config; 0 for a dense model."""
+    return next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
+
+
+def count_chosen(config: Any) -> int:
+    """The routed experts of one token by the config; 0 where it does not say."""
+    return next((int(count) for name in CHOSEN_COUNTS if (count := getattr(config, name, None))), 0)
+
+
 def complete_quantization(recipe: Recipe, config: Any, sharding: "Sharding") -> Recipe:
     """`recipe` with the keys that say how its base is quantized, where the files of the base already are.
 
@@ -82,6 +92,12 @@ def complete_quantization(recipe: Recipe, config: Any, sharding: "Sharding") -> 
     cannot hold a quantized base, and where bitsandbytes is not installed.
     """
     completed = _adopt_stored_quantization(recipe, config)
+    if completed.quantization.bits is not None and count_experts(config):
+        name = recipe.model.model_name_or_path or "model_config"
+        raise UserError(
+            f"load_in_{completed.quantization.bits}bit: {name} is a mixture of experts ({config.model_type}), whose experts are "
+            "not quantized here; leave the key out, and name the unquantized model"
+        )
     check_quantization(completed.quantization, sharding)
     return completed
 

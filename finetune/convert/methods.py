@@ -12,11 +12,15 @@ from finetune.recipe.other_tools import LOSSES
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
 )
+# Mixtures of experts whose published weights are quantized, whose code is not transformers' own, or that have not been tried.
 MOE_MODEL = re.compile(
-    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|gpt[-_]oss|dbrx|deepseek[-_]?(v[234]|r1)(?!.*distill)|jamba-1\.5|scout|maverick|"
-    r"\d+b[-_]\d+e\b|llama-?4|glm-?4\.[57]|glm-?5|minimax|kimi-k2|hy3|hunyuan-a|ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|"
-    r"olmoe|arctic|mistral-small-4|nemotron[-_](ultra|super)[-_]?v?3|qwen3-next|grok|step-3|longcat|trinity|mimo|dots\.?1"
+    r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|v4|r1)(?!.*distill)|jamba-1\.5|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|kimi-k2|"
+    r"ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|nemotron-3|nemotron[-_](ultra|super)[-_]?v?3|grok|step-3|mimo"
 )
+MIXTURE = re.compile(
+    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|dots\.?1"
+)
+FEW_BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantize_moe_experts")
 HYBRID_MODEL = re.compile(
     r"nemotron-?h|falcon-?h1|jamba|mamba|lfm2|nemotron-flash|granite-4\.0-h|rwkv|bamba|zamba|qwen3\.5"
 )
@@ -24,8 +28,7 @@ QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 PREFERENCE = ("dpo", "ipo", "orpo", "kto", "simpo", "apo", "cpo", "kto_pair")
 MOE_KEYS = (
-    "expert_parallel_size", "quantize_moe_experts", "experts_implementation", "use_scattermoe", "use_sonicmoe",
-    "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "moe_aux_loss_coef", "use_moe",
+    "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
 )  # fmt: skip
 TRL_METHODS = {
     "preference tuning": ("max_prompt_length", "beta", "desirable_weight", "precompute_ref_log_probs", "ref_model"),
@@ -46,7 +49,7 @@ class Refusal(UserError):
     def because(cls, where: object, found: str, cause: str, is_training: bool = True) -> "Refusal":
         """What was `found` in the file, and the `cause` that it stands for."""
         reason = (
-            f"{cause}: not supported; supervised fine-tuning of dense text models is converted"
+            f"{cause}: not supported; supervised fine-tuning of text models is converted"
             if is_training
             else f"{cause}, not a training recipe"
         )
@@ -129,7 +132,7 @@ def _axolotl(theirs: Mapping[str, Any]) -> Iterator[Found]:
     if any(
         isinstance(entry, dict) and "experts" in str(entry) for entry in [{"k": theirs.get("lora_target_parameters")}]
     ):
-        yield "lora_target_parameters: experts", "mixtures of experts", True
+        yield "lora_target_parameters: experts", "LoRA on experts", True
 
 
 def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
@@ -221,8 +224,8 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield f"model: {kind.rsplit('.', 2)[-2]}", "classification", True
     distributed = read_section(theirs, "distributed")
     backend = read_section(model, "backend")
-    if _number(distributed.get("ep_size")) > 1 or "moe" in distributed or {"experts", "dispatcher"} & backend.keys():
-        yield "distributed or model.backend: experts", "mixtures of experts", True
+    if _number(distributed.get("ep_size")) > 1 or "dispatcher" in backend:
+        yield "distributed.ep_size", "expert parallelism", True
     qat = theirs.get("qat")
     if isinstance(qat, dict) and qat.get("enabled"):
         yield "qat", "quantization-aware training", True
@@ -233,6 +236,8 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
+    if _number(theirs.get("expert_parallel_size")) > 1:
+        yield f"expert_parallel_size: {theirs['expert_parallel_size']}", "expert parallelism", True
     for key in MOE_KEYS:
         value = theirs.get(key)
         if value not in (None, False, 1, ""):
@@ -245,6 +250,8 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         or ""
     )
     lower = str(name).lower()
+    if MIXTURE.search(lower) and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
+        yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in (
         (MULTIMODAL_MODEL, "multimodal"),
         (MOE_MODEL, "mixtures of experts"),

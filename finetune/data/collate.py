@@ -35,12 +35,15 @@ class MicroBatch:
     max_document_length: int
     example_ids: tuple[int, ...]
     document_lengths: tuple[int, ...] = ()  # tokens of each example
+    token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
 
     @property
     def inputs(self) -> dict[str, Any]:
         """The model's keyword arguments."""
         names = ("input_ids", "labels", "position_ids", "trained_positions")
         inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.token_mask is not None:
+            inputs["token_mask"] = self.token_mask
         if self.cu_seq_lens is not None:
             inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
         return inputs
@@ -61,6 +64,7 @@ class MicroBatch:
             position_ids=change(self.position_ids),
             trained_positions=change(self.trained_positions),
             cu_seq_lens=None if self.cu_seq_lens is None else change(self.cu_seq_lens),
+            token_mask=None if self.token_mask is None else change(self.token_mask),
         )
 
 
@@ -94,6 +98,7 @@ def _pack(examples: Examples, ids: Ids) -> MicroBatch:
         max_document_length=int(lengths.max()),
         example_ids=tuple(ids.tolist()),
         document_lengths=tuple(examples.lengths[ids].tolist()),
+        token_mask=(torch.arange(tokens + padding) < tokens)[None],
     )
 
 
@@ -101,6 +106,7 @@ def _pad(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
     longest = int(examples.lengths[ids].max())
     input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
     labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
+    lengths = torch.from_numpy(examples.lengths[ids].astype(np.int64))
     for row, example_id in enumerate(ids):
         example = examples[example_id]
         input_ids[row, : len(example.input_ids)] = example.input_ids
@@ -114,6 +120,7 @@ def _pad(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
         max_document_length=longest,
         example_ids=tuple(ids.tolist()),
         document_lengths=tuple(examples.lengths[ids].tolist()),
+        token_mask=torch.arange(longest) < lengths[:, None],
     )
 
 
@@ -135,4 +142,5 @@ def make_filler(packing: bool) -> MicroBatch:
         cu_seq_lens=torch.tensor([0, ROUND_TOKENS], dtype=torch.int32) if packing else None,
         max_document_length=ROUND_TOKENS,
         example_ids=(),
+        token_mask=torch.zeros(1, ROUND_TOKENS, dtype=torch.bool),
     )

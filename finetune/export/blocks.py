@@ -11,6 +11,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.export.target import TargetModel
+from finetune.models.weight_conversions import Box, Slices, convert_to_parameters
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
 # In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator keeps
@@ -81,11 +82,23 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
     """`stored` under another name and dtype."""
 
     def rows(start: int, stop: int) -> torch.Tensor:
-        block = read_rows(stored, start, stop)
-        # float64 is kept: rounding it to float32 first would round twice
-        return block.float() if block.is_floating_point() and block.dtype != torch.float64 else block
+        return _floating(read_rows(stored, start, stop))
 
     return Value(name, stored.shape, dtype, rows)
+
+
+def _floating(block: torch.Tensor) -> torch.Tensor:
+    # float64 is kept: rounding it to float32 first would round twice
+    return block.float() if block.is_floating_point() and block.dtype != torch.float64 else block
+
+
+def boxed_value(name: str, box: Box, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> Value:
+    """A tensor of the files that is made of parts of the parameters `stored` (an expert's, of all experts of its layer)."""
+
+    def read(parameter: str, slices: Slices) -> torch.Tensor:
+        return _floating(read_slice(stored[parameter], slices))
+
+    return Value(name, box.shape, dtype, lambda start, stop: box.read((slice(start, stop),), read))
 
 
 def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) -> Iterator[Block]:
@@ -121,6 +134,7 @@ def match_tensors(
     if prefixed:
         prefix = _find_prefix(named, target, where)
         named = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
+    named = convert_to_parameters(target.model, named, where)
     for tied, source in target.tied.items():
         if tied in named:
             twin = named.pop(tied)

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.errors import UserError
 from finetune.export.blocks import prefetch, row_blocks
+from finetune.models.experts import is_experts
 
 ROWS, TOKENS = 2, 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.
@@ -57,7 +58,8 @@ def stream(model: nn.Module, variants: Sequence[Rows]) -> Iterator[None]:
         forward = STREAMED.get(type(module))  # a subclass may compute something else
         if forward is not None:
             module.forward = partial(forward, module, name, variants)
-        module.__dict__["_parameters"] = _StoredParameters(module._parameters, prefix, read)
+        stored = _StoredExperts if is_experts(module) else _StoredParameters
+        module.__dict__["_parameters"] = stored(module._parameters, prefix, read)
         _read_buffers(prefix, module, variants[0])
     try:
         with _NoMeta():  # type: ignore[no-untyped-call]
@@ -97,6 +99,24 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
     def __getitem__(self, attribute: str) -> Any:
         on_meta = super().__getitem__(attribute)
         return None if on_meta is None else self.read(self.prefix + attribute, on_meta)
+
+
+class _StoredExperts(_StoredParameters):
+    """The parameters of all experts of a layer, of which one expert's are read at a time, as the loop over them uses them."""
+
+    def __getitem__(self, attribute: str) -> Any:
+        on_meta = dict.__getitem__(self, attribute)
+        return None if on_meta is None else _EachExpert(self.prefix + attribute, self.read.rows)
+
+
+class _EachExpert:
+    """A parameter that is indexed by the number of an expert, and by nothing else."""
+
+    def __init__(self, name: str, rows: Rows) -> None:
+        self.name, self.rows = name, rows
+
+    def __getitem__(self, expert: int | torch.Tensor) -> torch.Tensor:
+        return self.rows(self.name, int(expert), int(expert) + 1)[0].float()
 
 
 class _NoMeta(TorchDispatchMode):  # type: ignore[no-untyped-call]

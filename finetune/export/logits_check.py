@@ -10,8 +10,9 @@ from torch import nn
 from finetune.errors import UserError
 from finetune.export.logits import STREAMED, prompts, stream_logits
 from finetune.models.build import build_on_meta
+from finetune.pretrained_config import EXPERT_COUNTS
 
-VOCABULARY, INTERMEDIATE_SIZE = 64, 256  # of the twin: what is plain in every family need not be wide
+VOCABULARY, INTERMEDIATE_SIZE, EXPERTS = 64, 256, 32  # of the twin: what is plain in every family need not be wide
 MAX_PARAMETERS = 1 << 30  # of the twin, 4 GiB of float32; a larger one is not checked
 LARGEST_DIFFERENCE = 1e-4  # ‖streamed − own‖ / ‖own‖ that the order of float32 sums explains
 
@@ -84,6 +85,8 @@ def _cut(config: Any) -> Any:
         "vocab_size": VOCABULARY,
         "vocab_size_per_layer_input": VOCABULARY,
         "intermediate_size": INTERMEDIATE_SIZE,
+        "moe_intermediate_size": INTERMEDIATE_SIZE,
+        **dict.fromkeys(EXPERT_COUNTS, EXPERTS),
     }
     for name, value in vars(config).items():
         if isinstance(value, list | tuple) and len(value) == depth:

@@ -23,6 +23,7 @@ import finetune
 from finetune.errors import UserError
 from finetune.export.logits import stream_logits
 from finetune.export.target import TargetModel, describe_target
+from finetune.models.weight_conversions import Slices, boxes_of_parameters
 from finetune.safetensors_io.tensors import SINGLE_FILE
 
 TRUST_REMOTE_CODE = "--trust-remote-code"
@@ -139,11 +140,26 @@ def _compute_logits(folder: Path, target: TargetModel) -> torch.Tensor:
         with safe_open(file, framework="pt") as opened:
             file_of |= dict.fromkeys(opened.keys(), file)
 
+    boxes = boxes_of_parameters(target.model, _read_shapes(file_of), str(folder))
+
+    def read(name: str, slices: Slices) -> torch.Tensor:
+        start, stop = (slices[0].start, slices[0].stop) if slices else (0, 1)
+        rows = read_with_safetensors(file_of[name], name, start, stop, _copy_float32)
+        return rows[(slice(None), *slices[1:])] if slices else rows
+
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
-        name = target.tied.get(name, name)
-        return read_with_safetensors(file_of[name], name, start, stop, _copy_float32)
+        box = boxes[target.tied.get(name, name)]
+        return box.read((slice(start, stop),) if box.shape else (), read)
 
     return stream_logits(target.model, rows)
+
+
+def _read_shapes(file_of: dict[str, Path]) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(set(file_of.values())):
+        with safe_open(file, framework="pt") as opened:
+            shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+    return shapes
 
 
 def read_with_safetensors(

@@ -12,6 +12,7 @@ from torch import nn
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
 from finetune.models.build import build_on_meta
+from finetune.models.weight_conversions import Box, boxes_of_files
 from finetune.safetensors_io.header import read_json
 
 LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
@@ -19,13 +20,14 @@ LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
 
 @dataclass(frozen=True, slots=True)
 class TargetModel:
-    """The tensors of a causal language model, each under the one name that its files use. Returned by `describe_target`."""
+    """The tensors of a causal language model, as it holds them and as its files do. Returned by `describe_target`."""
 
     config_json: dict[str, Any]  # the file's content
     model: nn.Module  # on meta; its buffers (rotary frequencies) are real
     shapes: dict[str, tuple[int, ...]]  # of parameters and saved buffers, in the model's order
     tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
+    files: dict[str, Box]  # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
 
     @property
     def class_name(self) -> str:
@@ -63,10 +65,12 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
     model = _build_model(folder, trust_remote_code)
     tied: dict[str, str] = dict(getattr(model, "all_tied_weights_keys", None) or {})
     state = model.state_dict()
+    shapes = {name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied}
     return TargetModel(
         config_json=config_json,
         model=model,
-        shapes={name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied},
+        shapes=shapes,
+        files=boxes_of_files(model, shapes),
         tied=tied,
         float32=_find_float32(model, state),
     )

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -12,12 +12,13 @@ from finetune.constants import ADAPTER
 from finetune.durable import write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
-from finetune.export.blocks import Value, cast_rows, prefetch, raw_bytes, row_blocks, stored_value
+from finetune.export.blocks import Value, boxed_value, cast_rows, prefetch, raw_bytes, row_blocks, stored_value
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.merging import choose_written_dtype, find_stored, plan_values
 from finetune.export.options import ExportOptions
 from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
 from finetune.export.target import TargetModel
+from finetune.models.weight_conversions import Box
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor
 from finetune.terminal import progress_bar
@@ -85,8 +86,27 @@ def plan_weights(
     if not options.model:
         return Weights((), adapter, dtype, {})
     stored = find_stored(source, target)
-    values = list(plan_values(source, target, stored, dtype, merge.onto if merge else "original").values())
+    planned = plan_values(source, target, stored, dtype, merge.onto if merge else "original")
+    values = list(_plan_files(source, target, stored, planned))
     return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored, merge)
+
+
+def _plan_files(
+    source: Source, target: TargetModel, stored: Mapping[str, StoredTensor], planned: Mapping[str, Value]
+) -> Iterator[Value]:
+    """The tensors of the files, of those that the model holds: an expert's is a part of all experts' of its layer."""
+    adapted = lora.find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
+    for name, box in target.files.items():
+        first, parameters = box.parts[0].name, {part.name for part in box.parts}
+        if box.parts == Box.whole(first, box.shape).parts:
+            yield replace(planned[first], name=name)
+        elif parameters & (adapted.keys() | source.quantized.keys()):
+            raise UserError(
+                f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in its files; --adapter-only "
+                "exports the adapter as it is"
+            )
+        else:
+            yield boxed_value(name, box, stored, planned[first].dtype)
 
 
 def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:

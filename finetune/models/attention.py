@@ -20,8 +20,9 @@ from torch.nn.attention.varlen import varlen_attn
 from finetune.errors import UserError
 
 NAME = "packed"
-# Arguments that transformers may pass and this attention does not support: attention sinks, learned biases.
-UNSUPPORTED = ("s_aux", "position_bias")
+UNSUPPORTED = (
+    "position_bias",
+)  # arguments that transformers may pass and this attention does not support: learned biases
 SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LARGEST_FLASH_HEAD = 256
 # torch 2.12 and later reject fewer key-value heads than heads without it; 2.11 has no such argument.
@@ -107,6 +108,12 @@ class ScoreOptions(NamedTuple):
     window: int | None = None  # tokens that a query sees, itself included
     softcap: float | None = None  # softcap * tanh(scores / softcap)
     dropout: float = 0.0  # of the weights
+    sinks: Tensor | None = None  # [heads]: a score that takes its part of the softmax and gives no value (gpt-oss)
+
+    @property
+    def is_fusible(self) -> bool:
+        """Whether torch's fused kernels compute such scores."""
+        return self.softcap is None and self.sinks is None
 
 
 def packed_attention(
@@ -120,6 +127,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cu_seq_lens: Tensor | None = None,
     max_document_length: int | None = None,
     **kwargs: Any,
@@ -129,7 +137,7 @@ def packed_attention(
     Args:
         query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head size].
         attention_mask: empty in training; what `sdpa_mask` made, in generation.
-        dropout, scaling, sliding_window, softcap: see `ScoreOptions`.
+        dropout, scaling, sliding_window, softcap, s_aux (sinks): see `ScoreOptions`.
         cu_seq_lens: int32[documents + 1] of the one row, or None where each row is one document.
         max_document_length: tokens.
     Returns:
@@ -138,7 +146,7 @@ def packed_attention(
     for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise UserError(f"{type(module).__name__} needs {name}; set attn_implementation: eager for this model")
-    options = ScoreOptions(scaling, sliding_window, softcap, dropout)
+    options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux)
     if attention_mask is None or attention_mask.numel() > 0:
         return _attend_with_mask(module, query, key, value, attention_mask, options), None
     # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type.
@@ -155,10 +163,10 @@ def packed_attention(
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
-    """Whether torch's flash attention computes this: on CUDA, in half precision, heads of one size, nothing else."""
+    """Whether torch's flash attention computes this: on CUDA, in half precision, values no wider than queries, nothing else."""
     half = query.dtype in (torch.bfloat16, torch.float16)
-    sizes = query.shape[-1] == value.shape[-1] <= LARGEST_FLASH_HEAD
-    return query.is_cuda and half and sizes and options.softcap is None and options.dropout == 0.0
+    sizes = value.shape[-1] <= query.shape[-1] <= LARGEST_FLASH_HEAD
+    return query.is_cuda and half and sizes and options.is_fusible and options.dropout == 0.0
 
 
 def _attend_varlen(
@@ -166,6 +174,9 @@ def _attend_varlen(
 ) -> Tensor:
     """torch's varlen flash attention over all documents at once. query: [rows, heads, tokens, head size]."""
     rows, heads, tokens, size = query.shape
+    value_size = value.shape[-1]
+    if value_size < size:  # DeepSeek's heads; the kernel wants one size
+        value = F.pad(value, (0, size - value_size))
     if cu_seq_lens is None or longest is None:
         cu_seq_lens = torch.arange(0, rows * tokens + 1, tokens, dtype=torch.int32, device=query.device)
         longest = tokens
@@ -179,7 +190,7 @@ def _attend_varlen(
     boundaries = (cu_seq_lens, cu_seq_lens, longest, longest)
     out = varlen_attn(query, key, value, *boundaries, scale=scale, window_size=window, **grouped)
     assert isinstance(out, Tensor)  # and not with the log-sum-exp, which is not asked for
-    return out[..., :size].reshape(rows, tokens, heads, size)
+    return out[..., :value_size].reshape(rows, tokens, heads, value_size)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
@@ -196,40 +207,43 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: ScoreOp
     """Causal attention over whole rows. query: [rows, heads, tokens, head size] -> the same shape."""
     tokens = query.shape[2]
     windowed = options.window is not None and options.window < tokens
-    if options.softcap is None and not windowed:
+    if options.is_fusible and not windowed:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
         )
     visible = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
     if options.window is not None:
         visible = visible.triu(1 - options.window)
-    if options.softcap is not None:
-        return _attend_softcapped(query, key, value, visible, options, options.softcap)
+    if not options.is_fusible:
+        return _attend_unfused(query, key, value, visible, options)
     return F.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
     )
 
 
-def _attend_softcapped(
-    query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions, softcap: float
-) -> Tensor:
-    """Attention written out, for models that cap the scores (Gemma 2), which no fused kernel of torch can."""
+def _attend_unfused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions) -> Tensor:
+    """Attention written out, for models that cap the scores (Gemma 2) or have sinks (gpt-oss), which no fused kernel of
+    torch can."""
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
-    scores = softcap * torch.tanh(scores / softcap)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
     # Not -inf: a padding token that sees nothing would become NaN, and so would what reads it.
     scores = scores.masked_fill(~visible, torch.finfo(scores.dtype).min)
-    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)
+    if options.sinks is not None:
+        sinks = options.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], dim=-1)
+    weights = scores.softmax(-1, dtype=torch.float32).to(query.dtype)[..., : key.shape[2]]
     return F.dropout(weights, options.dropout) @ value
 
 
 def _attend_with_mask(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, options: ScoreOptions
 ) -> Tensor:
-    """Attention under a mask or a cache: transformers' SDPA, or written out where scores are capped, which SDPA cannot."""
+    """Attention under a mask or a cache: transformers' SDPA, or written out where SDPA cannot."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    if options.softcap is None:
+    if options.is_fusible:
         out: Tensor = sdpa_attention_forward(
             module, query, key, value, mask, dropout=options.dropout, scaling=options.scale
         )[0]
@@ -237,4 +251,4 @@ def _attend_with_mask(
     if mask is None:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = mask.tril(key.shape[2] - query.shape[2])
-    return _attend_softcapped(query, key, value, mask, options, options.softcap).transpose(1, 2).contiguous()
+    return _attend_unfused(query, key, value, mask, options).transpose(1, 2).contiguous()

@@ -23,6 +23,8 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     model.config.architectures = model.config.architectures or [
         type(model).__name__
     ]  # an inline model_config names none
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # a loop over the experts of a mixture, exact on every device
     model.tie_weights()
     model.train()
     return model  # type: ignore[no-any-return]

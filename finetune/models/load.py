@@ -15,12 +15,14 @@ from finetune.errors import UserError
 from finetune.models.attention import install_attention
 from finetune.models.build import build_on_meta, weights_folder
 from finetune.models.embedding_noise import install_embedding_noise
+from finetune.models.experts import count_active, expert_modules, install_routing, use_grouped_products
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
 from finetune.models.quantized_base import StoredQuantized, split_quantized
 from finetune.models.quantized_layers import dequantized_values, fill_quantized_layers, quantize_layers
 from finetune.models.vocabulary import refuse_frozen_tokens, train_new_tokens
+from finetune.models.weight_conversions import convert_to_parameters
 from finetune.models.weights import load_buffers, seeded_values, stored_values
 from finetune.pretrained_config import Vocabulary, load_config
 from finetune.recipe.module_patterns import find_trained
@@ -37,7 +39,8 @@ class ModelSize:
 
     total: int
     trained: int
-    multiplied: int  # those in matrix products: all but an untied input embedding
+    active: int  # those that work on one token: of a mixture's routed experts, the ones that it chooses
+    multiplied: int  # active ones in matrix products: all but an untied input embedding
     frozen_multiplied: int  # those among them without a gradient of their own; adapters, which are small, count as such
 
 
@@ -68,6 +71,13 @@ def load_model(
     install_loss(built, optimization.label_smoothing if optimization else 0.0)
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)
+    if model.torch_compile and expert_modules(built):
+        raise UserError(
+            f"torch_compile: {type(built).__name__} is a mixture of experts, whose tokens for each expert differ from step to "
+            "step; leave the key out"
+        )
+    use_grouped_products(built, world)
+    install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
         use_liger_kernels(built, world.device)
     if not lora.use_peft:
@@ -110,14 +120,15 @@ def freeze_modules(model: nn.Module, keys: Model) -> None:
 
 def count_parameters(model: Any) -> ModelSize:
     """The parameters of an unsharded model, tied ones once."""
-    parameters = dict(model.named_parameters())
+    parameters, active = dict(model.named_parameters()), count_active(model)
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     multiplied = {name: p for name, p in parameters.items() if embedding is head or p is not embedding}
     return ModelSize(
         total=sum(p.numel() for p in parameters.values()),
         trained=sum(p.numel() for p in parameters.values() if p.requires_grad),
-        multiplied=sum(p.numel() for p in multiplied.values()),
-        frozen_multiplied=sum(p.numel() for name, p in multiplied.items() if is_adapter(name) or not p.requires_grad),
+        active=sum(active.values()),
+        multiplied=sum(active[p] for p in multiplied.values()),
+        frozen_multiplied=sum(active[p] for name, p in multiplied.items() if is_adapter(name) or not p.requires_grad),
     )
 
 
@@ -129,6 +140,7 @@ def _base_values(
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
     folder: Path = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
+    stored = convert_to_parameters(built, stored, str(folder))
     values = stored_values(built, stored, str(folder), quantized, vocabulary)
     load_buffers(built, stored)
     return values, quantized

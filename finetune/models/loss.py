@@ -252,7 +252,7 @@ def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
     """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32 scalar.
 
     Labels are shifted already: labels[i] is the id to predict at position i. `trained_positions` (int64[trained tokens],
-    into the flattened labels) may come with them. Without labels the model returns logits as before. Call it before sharding.
+    into the flattened labels) may come with them, and `token_mask`, which the routing of experts reads. Without labels the model returns logits as before. Call it before sharding.
     Raises `UserError` where the output head is not a plain linear layer.
     """
     head = model.get_output_embeddings()
@@ -268,7 +268,12 @@ def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
 
     @functools.wraps(plain)  # generation reads the signature
     def forward(
-        self: Any, *args: Any, labels: Tensor | None = None, trained_positions: Tensor | None = None, **kwargs: Any
+        self: Any,
+        *args: Any,
+        labels: Tensor | None = None,
+        trained_positions: Tensor | None = None,
+        token_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         if labels is None:
             return plain(self, *args, **kwargs)

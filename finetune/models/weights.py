@@ -56,12 +56,6 @@ def refuse_mismatch(
         if name not in needed and name not in tied and not any(re.search(pattern, name) for pattern in ignored)
     ]
     missing, class_name = needed.keys() - stored.keys(), type(model).__name__
-    if (missing or extra) and _is_renamed_by_transformers(model):
-        raise UserError(
-            f"{where}: the files of {class_name} name or arrange its tensors otherwise than its modules do "
-            f"({_listed(extra or missing)} no such parameter), and transformers converts them as it loads; this "
-            "conversion is not supported here: name a model of another family"
-        )
     problems = []
     if missing:
         problems.append(f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}")
@@ -102,13 +96,6 @@ def load_buffers(model: nn.Module, stored: Mapping[str, StoredTensor]) -> None:
     """Fills the saved buffers of `model`, which are in memory while its parameters are still on meta."""
     for name, buffer in saved_buffers(model).items():
         buffer.copy_(read_slice(stored[name], tuple(slice(0, size) for size in buffer.shape)))
-
-
-def _is_renamed_by_transformers(model: nn.Module) -> bool:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
-    known: Any = model
-    return bool(get_model_conversion_mapping(known, add_legacy=False))
 
 
 def seeded_values(make_twin: Callable[[], nn.Module], seed: int) -> Values:

@@ -7,12 +7,15 @@ Counted from the forward of transformers' models and tested against torch's save
 from dataclasses import dataclass
 
 from finetune.constants import loss_chunk_tokens
-from finetune.plan.architecture import Architecture
+from finetune.plan.architecture import Architecture, Mixture
 from finetune.plan.state import FP32, is_adapted
 from finetune.recipe.module_patterns import find_value
 from finetune.recipe.schema import Lora
 
 TOKEN_ID = 8  # bytes of an int64
+PLACES = (
+    5 * TOKEN_ID
+)  # of a token at one of its experts: which token, which of its choices, and how often each is saved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,12 +75,12 @@ def recomputed_bytes(a: Architecture, run: Computation) -> int:
 def working_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token that a layer's backward needs beyond what was saved: the gradients of the MLP's gate and up, and
     the gradient of the residual stream twice (before and after the norm)."""
-    return 2 * a.intermediate * run.itemsize + 2 * a.hidden * run.residual_itemsize
+    return 2 * a.mlp_width * run.itemsize + 2 * a.hidden * run.residual_itemsize
 
 
 def evaluation_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual stream."""
-    return 3 * a.intermediate * run.itemsize + 3 * a.hidden * run.residual_itemsize
+    return 3 * a.mlp_width * run.itemsize + 3 * a.hidden * run.residual_itemsize
 
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
@@ -96,8 +99,10 @@ def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None
 
 def _norms(a: Architecture, run: Computation) -> int:
     # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual stream. Autocast
-    # casts an fp32 input separately for each of q, k, v, gate and up.
-    inputs = 0 if run.drops_inputs else 5 if run.autocast and not a.family.fused else 2
+    # casts an fp32 input separately for each of q, k, v, gate and up; in a mixture the router, and the shared expert with
+    # its own gate, stand for the last two.
+    readers = 2 if a.mixture is None else 4 if a.mixture.shared else 1
+    inputs = 0 if run.drops_inputs else 3 + readers if run.autocast and not a.family.fused else 2
     return len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
 
 
@@ -124,14 +129,25 @@ def _attention(a: Architecture, run: Computation) -> int:
 
 def _mlp(a: Architecture, run: Computation) -> int:
     """down(act(gate) * up): gate, act(gate), up, and their product."""
-    return (3 if run.drops_inputs else 4) * a.intermediate * run.itemsize
+    saved = 3 if run.drops_inputs else 4
+    if a.mixture is None:
+        return saved * a.intermediate * run.itemsize
+    return saved * a.mixture.shared * run.itemsize + _experts(a, a.mixture, run)
+
+
+def _experts(a: Architecture, mixture: Mixture, run: Computation) -> int:
+    """For each expert of a token: its input, gathered; the same four; its output, which the router weighs; and where it
+    belongs. A frozen expert does not save what it multiplies. The router: logits, and probabilities in fp32."""
+    trained = run.lora is None
+    states = (2 if trained else 1) * a.hidden + (4 if trained else 3) * mixture.intermediate
+    return mixture.chosen * (states * run.itemsize + PLACES) + mixture.experts * (run.itemsize + FP32)
 
 
 def _adapters(a: Architecture, run: Computation) -> int:
     """What lies between A and B; with dropout also the dropped input and its mask, for each adapted layer."""
     if run.lora is None:
         return 0
-    adapted = [linear for linear in a.linears() if is_adapted(linear, run.lora)]
+    adapted = [linear for linear in a.linears(a.widest_layer) if is_adapted(linear, run.lora)]
     dropped = run.itemsize + (run.itemsize if run.cpu else 1) if run.drops_inputs else 0
     return sum(_largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped for linear in adapted)
 

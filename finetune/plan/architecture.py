@@ -29,6 +29,17 @@ class TensorShape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Mixture:
+    """The sizes of a layer's routed experts."""
+
+    experts: int
+    chosen: int  # of a token
+    intermediate: int  # of one expert
+    shared: int  # of the expert that every token passes; 0: none
+    layers: frozenset[int]  # the decoder layers that have them; the others are dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
     """The sizes of a Llama-style model. Returned by `read_architecture`."""
 
@@ -45,6 +56,7 @@ class Architecture:
     output_bias: bool
     mlp_bias: bool
     family: Family
+    mixture: Mixture | None = None
 
     @property
     def query_width(self) -> int:
@@ -85,7 +97,42 @@ class Architecture:
             }
         output = {f"{attention}.o_proj": (self.hidden, self.query_width)}
         down = {f"{mlp}.down_proj": (self.hidden, self.intermediate)}
+        if self.has_experts(layer):
+            gate_up, down = self._shared_expert(mlp), {}
         return tuple(TensorShape(f"{name}.weight", shape) for name, shape in (qkv | output | gate_up | down).items())
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether decoder layer `layer` routes its tokens to experts."""
+        return self.mixture is not None and layer in self.mixture.layers
+
+    @property
+    def widest_layer(self) -> int:
+        """A decoder layer with as many parameters as any."""
+        return min(self.mixture.layers, default=0) if self.mixture is not None else 0
+
+    def experts(self, layer: int) -> tuple[TensorShape, ...]:
+        """The weights of all routed experts of decoder layer `layer`."""
+        if self.mixture is None or not self.has_experts(layer):
+            return ()
+        experts, width = self.mixture.experts, self.mixture.intermediate
+        name = f"model.layers.{layer}.mlp.experts"
+        return (
+            TensorShape(f"{name}.gate_up_proj", (experts, 2 * width, self.hidden)),
+            TensorShape(f"{name}.down_proj", (experts, self.hidden, width)),
+        )
+
+    def _router(self, layer: int) -> tuple[TensorShape, ...]:
+        if self.mixture is None or not self.has_experts(layer):
+            return ()
+        return (TensorShape(f"model.layers.{layer}.mlp.gate.weight", (self.mixture.experts, self.hidden)),)
+
+    def _shared_expert(self, mlp: str) -> dict[str, tuple[int, int]]:
+        if self.mixture is None or not self.mixture.shared:
+            return {}
+        into, out = (self.mixture.shared, self.hidden), (self.hidden, self.mixture.shared)
+        expert = f"{mlp}.shared_expert"
+        shapes = {f"{expert}.gate_proj": into, f"{expert}.up_proj": into, f"{expert}.down_proj": out}
+        return shapes | {f"{expert}_gate": (1, self.hidden)}
 
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
@@ -93,6 +140,7 @@ class Architecture:
             t for linear in self.linears(index) if ".self_attn." in linear.name for t in self._with_bias(linear)
         ]
         mlp = [t for linear in self.linears(index) if ".mlp." in linear.name for t in self._with_bias(linear)]
+        mlp += [*self._router(index), *self.experts(index)]
         return (*attention, *self._query_key_norms(index), *mlp, *self._norms(index))
 
     def tensors(self) -> Iterator[TensorShape]:
@@ -123,8 +171,22 @@ class Architecture:
     @property
     def parameters(self) -> int:
         """Numbers in the whole model; a tied head counts once."""
-        layer = sum(tensor.numel for tensor in self.layer())
-        return self.embedding.numel + self.layers * layer + sum(tensor.numel for tensor in self.tail)
+        return sum(tensor.numel for tensor in self.tensors())
+
+    @property
+    def idle_parameters(self) -> int:
+        """Numbers of routed experts that do not work on a given token."""
+        if self.mixture is None:
+            return 0
+        routed = sum(tensor.numel for index in range(self.layers) for tensor in self.experts(index))
+        return routed - routed * self.mixture.chosen // self.mixture.experts
+
+    @property
+    def mlp_width(self) -> int:
+        """Intermediate sizes that a token passes in one layer, of all its experts together."""
+        if self.mixture is None:
+            return self.intermediate
+        return self.mixture.chosen * self.mixture.intermediate + self.mixture.shared
 
 
 def find_config(model: Model) -> tuple[dict[str, Any], str]:
@@ -196,4 +258,24 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         output_bias=flag(family.output_bias),
         mlp_bias=flag(family.mlp_bias),
         family=family,
+        mixture=_read_mixture(family, sizes),
+    )
+
+
+def _read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
+    """The routed experts; None where the family is dense, or no layer has any."""
+    if family.mixture is None:
+        return None
+    keys, layers = family.mixture, frozenset(range(sizes["num_hidden_layers"]))
+    if keys.some_are_dense:
+        dense, every = sizes.get("mlp_only_layers") or (), sizes.get("decoder_sparse_step") or 1
+        layers = frozenset(index for index in layers if index not in dense and (index + 1) % every == 0)
+    if not layers or not sizes[keys.experts]:
+        return None
+    return Mixture(
+        experts=sizes[keys.experts],
+        chosen=sizes["num_experts_per_tok"],
+        intermediate=sizes[keys.intermediate],
+        shared=sizes[keys.shared] if keys.shared else 0,
+        layers=layers,
     )

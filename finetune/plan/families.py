@@ -9,6 +9,16 @@ from typing import Literal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MixtureKeys:
+    """Which keys of config.json give the sizes of a family's routed experts."""
+
+    experts: str = "num_experts"
+    intermediate: str = "moe_intermediate_size"
+    shared: str | None = None  # intermediate size of the expert that every token passes
+    some_are_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step make some layers dense
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """The facts of one `model_type` that are not in its config.json."""
 
@@ -23,6 +33,7 @@ class Family:
     fused: bool = False  # one qkv_proj and one gate_up_proj
     norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself
+    mixture: MixtureKeys | None = None  # None: dense
     norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalized input is kept in fp32
 
 
@@ -44,6 +55,7 @@ SIZES_7B = {
     "vocab_size": 32000,
 }
 QWEN_SIZES = SIZES_7B | {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
+QWEN_MOE_SIZES = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -147,5 +159,58 @@ FAMILIES: dict[str, Family] = {
         norms=AFTER,
         norm_after=True,
         norm_keeps_fp32=True,
+    ),
+    "mixtral": Family(
+        decoder_layer="MixtralDecoderLayer",
+        defaults=SIZES_7B
+        | {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size"),
+    ),
+    "olmoe": Family(
+        decoder_layer="OlmoeDecoderLayer",
+        defaults={
+            "hidden_size": 2048,
+            "intermediate_size": 2048,
+            "num_hidden_layers": 16,
+            "num_attention_heads": 16,
+            "vocab_size": 50304,
+            "num_experts": 64,
+            "num_experts_per_tok": 8,
+        },
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        query_key_norm="all",
+        mixture=MixtureKeys(intermediate="intermediate_size"),
+    ),
+    "qwen2_moe": Family(
+        decoder_layer="Qwen2MoeDecoderLayer",
+        defaults=QWEN_MOE_SIZES
+        | {
+            "intermediate_size": 5632,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        query_key_value_bias=True,
+        mixture=MixtureKeys(shared="shared_expert_intermediate_size", some_are_dense=True),
+    ),
+    "qwen3_moe": Family(
+        decoder_layer="Qwen3MoeDecoderLayer",
+        defaults=QWEN_MOE_SIZES
+        | {
+            "intermediate_size": 6144,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 4,
+            "num_experts": 128,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 768,
+        },
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        query_key_norm="head",
+        mixture=MixtureKeys(some_are_dense=True),
     ),
 }

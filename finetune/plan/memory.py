@@ -153,7 +153,9 @@ def _held_whole(spec: RunSpec) -> dict[str, dict[str, int]]:
     """DDP and single shard nothing; autocast caches a cast copy of every weight until the forward ends, or until its
     backward has used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed)."""
     run = spec.computation
-    linears = sum(tensor.numel for tensor in spec.architecture.linears()) if run.autocast and run.lora is None else 0
+    a, widest = spec.architecture, spec.architecture.widest_layer
+    multiplied = sum(tensor.numel for tensor in (*a.linears(widest), *a.experts(widest)))
+    linears = multiplied if run.autocast and run.lora is None else 0
     all_cast, one_cast = run.itemsize * linears * spec.architecture.layers, run.itemsize * linears
     behind = all_cast if run.checkpoint_every is None else one_cast
     buckets = FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0

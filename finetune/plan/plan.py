@@ -110,6 +110,7 @@ def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
     spec = plan.spec
     found: dict[str, Any] = {
         "parameters": spec.architecture.parameters,
+        "active_parameters": spec.architecture.parameters - spec.architecture.idle_parameters,
         "trained_parameters": spec.trained_numel,
         "ranks": spec.ranks,
         "sharding": asdict(spec.sharding),

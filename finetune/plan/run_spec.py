@@ -132,10 +132,15 @@ class FsdpUnits:
 
 def split_into_units(spec: RunSpec) -> FsdpUnits:
     """The FSDP units that `spec`'s layout makes of its model."""
-    embedding, one, tail = (_unit(spec, name) for name in ("embedding", "layer 0", "tail"))
-    layers = Unit(one.numel * spec.architecture.layers, one.trained * spec.architecture.layers)
+    widest, layers = spec.architecture.widest_layer, Unit(0, 0)
+    embedding, one, tail = (_unit(spec, name) for name in ("embedding", f"layer {widest}", "tail"))
+    if spec.architecture.mixture is None:
+        layers = Unit(one.numel * spec.architecture.layers, one.trained * spec.architecture.layers)
+    else:  # some layers may be dense
+        for index in range(spec.architecture.layers):
+            layers += _unit(spec, f"layer {index}")
     if spec.sharding.wrapping == "SIZE_BASED_WRAP":
-        separate = sum(tensor.numel for tensor in spec.architecture.layer()) > spec.sharding.min_num_params
+        separate = sum(tensor.numel for tensor in spec.architecture.layer(widest)) > spec.sharding.min_num_params
     else:
         separate = spec.sharding.wrapping != "NO_WRAP"
     if spec.architecture.tied or spec.sharding.layout == "fsdp1":

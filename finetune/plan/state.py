@@ -59,6 +59,7 @@ def list_state_tensors(
     units: list[tuple[str, tuple[TensorShape, ...]]] = [("embedding", (architecture.embedding,))]
     units += [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
     units += [("tail", architecture.tail)]
+    linears = {f"layer {index}": architecture.linears(index) for index in range(architecture.layers)}
     names = {
         t.name: [t.name, HEAD] if architecture.tied and unit == "embedding" else [t.name]
         for unit, ts in units
@@ -70,7 +71,7 @@ def list_state_tensors(
     for unit, tensors in units:
         for tensor in tensors:
             whole = is_saved_whole(names[tensor.name], lora)
-            is_linear = len(tensor.shape) == 2 and unit.startswith("layer")
+            is_linear = tensor in linears.get(unit, ())
             if is_linear and quantization.bits is not None and not whole:
                 found += _list_quantized(tensor, unit, itemsize, quantization)
             else:

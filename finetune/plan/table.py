@@ -42,6 +42,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     """The model, layout, precision and batch; a fifth line where the number of ranks is assumed."""
     a, recipe, sharding = spec.architecture, spec.recipe, spec.sharding
     trained, tokens = spec.trained_numel, spec.tokens_per_step
+    active = f"{count(a.parameters - a.idle_parameters)} active, " if a.idle_parameters else ""
     checkpointing = "off"
     if sharding.activation_checkpointing:
         every = recipe.model.activation_checkpointing_every
@@ -52,7 +53,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     assumed = f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows others"
     return "\n".join(
         [
-            f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {count(trained)} trained"
+            f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             f"precision  parameters {parameters}, compute {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "

@@ -47,7 +47,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     """
     a = spec.architecture
     flops = flop_per_token(
-        parameters=a.parameters - (0 if a.tied else a.embedding.numel),
+        parameters=a.parameters - a.idle_parameters - (0 if a.tied else a.embedding.numel),
         layers=a.layers,
         heads=a.heads,
         head_size=a.head_size,
@@ -79,7 +79,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
 def _count_frozen(spec: RunSpec) -> int:
     """The base's numbers in matrix products that get no gradient."""
     a = spec.architecture
-    return sum(t.numel for t in spec.tensors if not t.trainable and (a.tied or t.name != a.embedding.name))
+    frozen = sum(t.numel for t in spec.tensors if not t.trainable and (a.tied or t.name != a.embedding.name))
+    return frozen - (a.idle_parameters if spec.recipe.lora.use_peft else 0)
 
 
 def offload_seconds(spec: RunSpec) -> float:

@@ -180,7 +180,7 @@ AXOLOTL = (
     *unsupported("resuming from an adapter", "lora_model_dir"),
     *unsupported("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
     *unsupported("LoRA on some layers", "peft_layers_to_transform"),
-    *ignored("memory only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
+    *ignored("memory and speed only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
     *ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
     *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
     *ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
@@ -192,7 +192,10 @@ AXOLOTL = (
                "flex_attn_compile_kwargs", "flash_attn_cross_entropy", "s2_attention"),
     *ignored(ONE_LOSS, "plugins", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_rope", "liger_rms_norm",
                "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy", "chunked_cross_entropy", "use_kernels",
-               "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel"),
+               "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel", "experts_implementation",
+               "use_scattermoe", "use_sonicmoe"),
+    *unsupported("quantized experts", "quantize_moe_experts"),
+    Counterpart("model_config", None, "for the routers' auxiliary loss, router_aux_loss_coef; the rest is the model's own"),
     *ignored("a run whose loss is not finite stops", "loss_watchdog_threshold", "loss_watchdog_patience", "strict", "debug",
                "early_stopping_metric", "local_rank", "torchdistx_path", "lora_fan_in_fan_out", "hf_use_auth_token"),
     *ignored("greedy answers: exact_match_samples, sample_prompts", "eval_table_size", "eval_max_new_tokens",
@@ -221,6 +224,7 @@ LLAMA_FACTORY = (
     Counterpart("val_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
     Counterpart("flash_attn", "attn_implementation", "auto: packed attention is built in", "attention"),
     Counterpart("enable_liger_kernel", "use_liger_kernel"),
+    Counterpart("moe_aux_loss_coef", "router_aux_loss_coef"),
     *in_accelerate_file("pure_bf16 is dtype: bfloat16", "pure_bf16"),
     *in_accelerate_file("on or off in the Accelerate file", "disable_gradient_checkpointing"),
     *without_counterpart("only the last answer is trained with a message's `train: false`", "mask_history"),
@@ -251,12 +255,8 @@ LLAMA_FACTORY = (
     *ignored(HUB, "export_dir", "export_hub_model_id"),
 )  # fmt: skip
 # What LLaMA-Factory takes from TrainingArguments, as TRL does.
-_TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | {
-    "datasets",
-    "dataset_mixture",
-    "packing_strategy",
-    "chat_template_path",
-}
+_NOT_ITS = {"datasets", "dataset_mixture", "packing_strategy", "chat_template_path"}
+_TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | _NOT_ITS
 LLAMA_FACTORY += tuple(pair for pair in TRL if pair.theirs not in _TRAINER and not pair.theirs.startswith("dataset_"))
 
 # torchtune's names at the top of its files; what is nested is in finetune/convert/tool_keys.py.

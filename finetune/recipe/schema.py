@@ -92,6 +92,12 @@ class Model:
     attention_dropout: Annotated[
         float | None, Ge(0), Lt(1), SameOnResume, "Overrides the model's own attention dropout."
     ] = None
+    router_aux_loss_coef: Annotated[
+        float | None,
+        Ge(0),
+        SameOnResume,
+        "The weight of a mixture's auxiliary loss; null leaves it to the model's config.",
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,17 +127,13 @@ class Data:
         "What is done with an example of more than max_length tokens; always reported. null: plain text is split and "
         "anything else truncated.",
     ] = None
-    assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on what the assistant says."] = (
-        True
-    )
+    assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on the assistant's turns."] = True
     on_bad_row: Annotated[
         Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
     ] = "error"
     streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
     dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
-    dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: under the Hugging Face cache."] = (
-        None
-    )
+    dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None
     dataloader_num_workers: Annotated[
         int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
     ] = 1
@@ -160,9 +162,7 @@ class Run:
 
     run_name: Annotated[str | None, "The run's name; null: the recipe's file name."] = None
     output_dir: Annotated[str | None, "The run's folder; null: runs/<run_name>."] = None
-    accelerate_config: Annotated[str | None, FileOrName, "The Accelerate config used where the command names none."] = (
-        None
-    )
+    accelerate_config: Annotated[str | None, FileOrName, "The Accelerate config where the command names none."] = None
     seed: Annotated[int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."] = 42
     logging_steps: Annotated[StepsOrShare, "Steps between two lines of metrics; below 1 a share of the run."] = 10
     eval_strategy: Annotated[

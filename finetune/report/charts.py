@@ -83,6 +83,9 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("mfu", "Model FLOP utilization", "%: (6N + 12LHQT) x tokens per second over the devices' peak, 4N for LoRA", _make_lines(runs, "mfu", lambda v: 100 * v), zero=True),
         _make_chart("peak_memory_bytes", "Peak memory of the first rank", "GiB; dashed: planned", memory, zero=True),
         _make_chart("data_wait_seconds", "Waiting for data", "seconds between two lines of metrics", _make_lines(runs, "data_wait_seconds"), zero=True),
+        _make_chart("router_aux_loss", "Auxiliary loss of the routers", "a step's mean, before its coefficient; balanced experts have their number a token", _make_lines(runs, "router_aux_loss")),
+        _make_chart("largest_expert_share", "Busiest expert", "% of its layer's tokens; the layer where it is largest", _make_lines(runs, "largest_expert_share", lambda v: 100 * v), zero=True),
+        _make_chart("idle_expert_share", "Idle experts", "% of a layer's experts without a token; the layer with most", _make_lines(runs, "idle_expert_share", lambda v: 100 * v), zero=True),
         _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),
     ]  # fmt: skip
     return [chart for chart in found if chart is not None]

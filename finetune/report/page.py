@@ -171,6 +171,12 @@ def _make_tiles(run: RunRecord) -> Iterator[Tile]:
             format_compact(statistics.median(speeds)),
             f"{statistics.median(mfu):.0%} MFU" if mfu else "median",
         )
+    idle = run.last("idle_expert_share_by_layer")
+    if isinstance(idle, list) and idle:
+        worst = f"layer {idle.index(max(idle))} of {len(idle)} mixtures"
+        yield Tile(
+            "Idle experts", f"{max(idle):.0%}", f"{worst}; busiest expert {run.last('largest_expert_share'):.0%}"
+        )
     if run.last("peak_memory_bytes"):
         yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
 

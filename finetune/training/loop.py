@@ -11,15 +11,18 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.data.batches import StepBatch
+from finetune.data.collate import MicroBatch
 from finetune.distributed.grad_scaler import unscale, update
-from finetune.distributed.parallelize import clip_gradients, without_gradient_sync
+from finetune.distributed.parallelize import clip_gradients, unwrap, without_gradient_sync
 from finetune.distributed.world import World
 from finetune.models.embedding_noise import NoisyDocuments
+from finetune.models.experts import Routing, find_routing
 from finetune.optim.learning_rate import compute_learning_rate, set_learning_rate
 from finetune.progress import Progress
 from finetune.recipe.schema import Recipe
@@ -140,19 +143,54 @@ def accumulate_gradients(
 
     FSDP and DDP average gradients over ranks, hence the factor world.size. It is the same number for every split.
     `noise_seed`: seeds the noise on embeddings; None: there is none.
+    A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
     """
-    total = torch.zeros((), device=world.device)
+    total, routing = torch.zeros((), device=world.device), find_routing(unwrap(model))
+
+    def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
+        inputs = micro_batch.to(world.device).inputs
+        if noise_seed is not None:
+            ids, lengths = micro_batch.example_ids, micro_batch.document_lengths
+            inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths)
+        return inputs
+
+    add_auxiliary = auxiliary_loss_of_step(model, routing, batch, inputs_of, world)
     for index, micro_batch in enumerate(batch.micro_batches):
         is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else without_gradient_sync(model):
-            inputs = micro_batch.to(world.device).inputs
-            if noise_seed is not None:
-                ids, lengths = micro_batch.example_ids, micro_batch.document_lengths
-                inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths)
-            loss_sum = model(**inputs)
-            world.accelerator.backward(loss_sum * (world.size / max(1, batch.trained_tokens)))
+            loss_sum = model(**inputs_of(micro_batch))
+            loss = loss_sum * (world.size / max(1, batch.trained_tokens))
+            world.accelerator.backward(add_auxiliary(loss))
         total += loss_sum.detach()
+    if routing is not None:
+        routing.end_step()
     return total
+
+
+def auxiliary_loss_of_step(
+    model: nn.Module,
+    routing: Routing | None,
+    batch: StepBatch,
+    inputs_of: Callable[[MicroBatch], dict[str, Any]],
+    world: World,
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A function that adds the auxiliary loss of the latest forward to its loss; the loss itself where there is none.
+
+    The auxiliary loss multiplies what the whole step selects with the probabilities of each token. With several
+    micro-batches the first backward needs the selection of the last, hence a forward of each without gradients.
+    """
+    if routing is None or not routing.coefficient:
+        return lambda loss: loss
+    used: Routing = routing
+    of_step: torch.Tensor | None = None
+    if len(batch.micro_batches) > 1:
+        of_step = world.sum(used.count_selected(model, map(inputs_of, batch.micro_batches), world.device))
+
+    def add(loss: torch.Tensor) -> torch.Tensor:
+        selected = world.sum(used.selected()) if of_step is None else of_step
+        return loss + world.size * used.coefficient * used.auxiliary_loss(selected, batch.tokens)
+
+    return add
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:

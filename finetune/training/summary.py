@@ -34,10 +34,11 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     units = ", ".join(
         f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in _layers(model)
     )
+    active = f"{size.active:,} active, " if size.active < size.total else ""
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
     lines = [
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
-        f"model   {name}, {size.total:,} parameters, {size.trained:,} trained" + describe_trained(recipe),
+        f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "

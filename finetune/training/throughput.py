@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from finetune.data.batches import StepBatch
+from finetune.distributed.parallelize import unwrap
 from finetune.flops import peak_flops_of
+from finetune.models.experts import find_routing
 from finetune.progress import Progress
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ class Window:
         """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
         loss = run.world.sum(self.loss_sum).item() / max(1, self.trained_tokens)
         tokens_per_second = self.tokens_per_second()
-        peak = run.peak_flops
+        peak, routing = run.peak_flops, find_routing(unwrap(run.model))
         return {
             "step": progress.step,
             "epoch": progress.epoch,
@@ -79,6 +81,7 @@ class Window:
             "mfu": tokens_per_second * run.flop_per_token / (peak * run.world.size) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "data_wait_seconds": self.data_wait_seconds,
+            **({} if routing is None else routing.take_metrics(run.world)),
         }
 
     def _synchronize(self) -> None:

@@ -607,6 +607,15 @@ def test_offloading_is_only_what_asks_for_it(converted: Convert) -> None:
         assert converted(text)[0]["accelerate_config"] == layout
 
 
+def test_a_mixture_of_experts_is_converted(converted: Convert) -> None:
+    """With the kernels that the tool chooses for experts left to the device."""
+    mixtral = (
+        AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1") + "use_scattermoe: true\n"
+    )
+    ours, said, _ = converted(mixtral)
+    assert ours["model_name_or_path"] == "mistralai/Mixtral-8x7B-v0.1" and "use_scattermoe" not in said
+
+
 def test_torchtunes_alpaca_trains_on_the_prompt_where_it_is_not_switched_off(converted: Convert) -> None:
     alpaca = TORCHTUNE.replace("instruct_dataset", "alpaca_dataset")
     assert converted(alpaca)[0]["assistant_only_loss"] is False
@@ -637,7 +646,8 @@ def test_references_are_resolved(converted: Convert) -> None:
         (AXOLOTL + "rl: dpo\n", "rl: dpo: preference tuning"),
         (AXOLOTL + "reward_model: true\n", "reward model"),
         (AXOLOTL + "processor_type: AutoProcessor\n", "multimodal"),
-        (AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Mixtral-8x7B-v0.1"), "mixtures of experts"),
+        (AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-4-Scout-17B-16E"), "mixtures of experts"),
+        (AXOLOTL + "expert_parallel_size: 2\n", "expert parallelism"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
         ("model: Qwen/Qwen3-4B\ntrain_dataset: rows.yaml\nmicro_batch_size: 1\n", "LLaMA-Factory's v1 schema"),

@@ -112,7 +112,7 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
 
 if __name__ == "__main__":
     register_cpu_kernels()
-    attention._can_use_varlen = lambda _query, _value, options: options.softcap is None
+    attention._can_use_varlen = lambda _query, _value, options: options.is_fusible
     world = join(Sharding(layout="fsdp2", use_cpu=True))
     folder = Path(sys.argv[1])
     if world.is_main:

@@ -15,7 +15,6 @@ from tests.models.families import FAMILIES, HYBRIDS, LEAKY, OTHERS, OWN_ATTENTIO
 from tests.ranks import launch_ranks
 
 SCRIPT = Path(__file__).with_name("load_on_ranks.py")
-DENSE = [family for family in FAMILIES if family != "mixtral"]
 Job = dict[str, Any]
 Tensors = dict[str, torch.Tensor]
 
@@ -41,7 +40,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def _families(root: Path) -> list[Job]:
     jobs = []
-    for family in DENSE:
+    for family in FAMILIES:
         build(family).save_pretrained(root / family)
         jobs.append({"name": family, "kind": "trains", "folder": str(root / family)})
     return jobs
@@ -97,12 +96,12 @@ def _broken(root: Path) -> list[Job]:
     for name, change in changes.items():
         build("llama").save_pretrained(root / name)
         _change(root / name, change)
-    build("mixtral").save_pretrained(root / "experts")
-    build("gpt_neox").save_pretrained(root / "converted")
+    build("mixtral").save_pretrained(root / "expert missing")
+    _change(root / "expert missing", lambda t: t.pop("model.layers.1.block_sparse_moe.experts.1.w3.weight"))
     (root / "adapter").mkdir()
     (root / "adapter" / "adapter_config.json").write_text("{}")
     (root / "run of others" / "checkpoints").mkdir(parents=True)
-    for name in (*changes, "experts", "converted", "adapter", "run of others"):
+    for name in (*changes, "expert missing", "adapter", "run of others"):
         jobs.append({"name": name, "kind": "refuses", "folder": str(root / name)})
     return jobs
 

@@ -13,7 +13,8 @@ WINDOW = 7  # tokens; shorter than the longer documents below
 LENGTHS = (13, 1, 22, 7, 8, 5)
 VOCABULARY = 61
 
-# What makes each family a case of its own beside Llama: windows, capped scores and logits, scaled logits, tied heads.
+# What makes each family a case of its own beside Llama: windows, capped scores and logits, scaled logits, tied
+# heads, experts, sinks.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"tie_word_embeddings": False},
     "mistral": {"sliding_window": WINDOW},
@@ -33,10 +34,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "smollm3": {"no_rope_layers": [1, 0]},
     "cohere": {"logit_scale": 0.25},
     "mixtral": {"num_local_experts": 2, "sliding_window": WINDOW},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": WINDOW},
 }
 
 # Families whose layers keep documents apart by our attention, though they are built otherwise than Llama: saved buffers
-# (Apertus, Gemma 4), two embeddings and low-rank residuals (Gemma 3n), logits that are multiplied (HyperCLOVA X).
+# (Apertus, Gemma 4), tensors that the files name otherwise (GPT-NeoX), two embeddings and low-rank residuals (Gemma 3n), logits that are multiplied (HyperCLOVA X).
 OTHERS: dict[str, dict[str, Any]] = {
     "hyperclovax": {"logits_scaling": 3.0},
     "apertus": {},
@@ -60,6 +62,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["sliding_attention", "full_attention"],
     },
     "gpt2": {"n_embd": 48, "n_layer": 2, "n_head": 4},
+    "gpt_neox": {},
 }
 MIXER = {"mamba_d_state": 8, "mamba_n_groups": 1}
 # State-space and convolution layers carry a state from one document into the next: they train on padded rows only.

@@ -179,7 +179,7 @@ def _(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def use_documented_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends attention the way that CUDA takes under torch 2.11, to the kernel above."""
     monkeypatch.setattr(attention, "NEEDS_ENABLE_GQA", False)
-    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.softcap is None)
+    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
     monkeypatch.setattr(
         attention,
         "varlen_attn",
@@ -242,6 +242,7 @@ def varlen_on_cpu(
     """
     left, right = window_size or [-1, -1]
     assert right == 0 and is_causal == (left < 0), "training is causal"
+    assert query.shape[-1] == value.shape[-1], "the heads have one size"
     assert query.shape[-1] % 8 == 0, "mha_varlen_fwd: head_size should be a multiple of 8; pad it"
     assert enable_gqa or query.shape == key.shape
     outs = []
@@ -261,7 +262,7 @@ def varlen_on_cpu(
 @pytest.fixture
 def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sends attention the way that CUDA takes, through torch's own operator, for which the kernel above is registered."""
-    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.softcap is None)
+    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
     kernels = library.Library("torch_attn", "IMPL")
     kernels.impl("_varlen_attn", varlen_on_cpu, "CPU", allow_override=True)
     yield
@@ -278,6 +279,25 @@ def test_head_sizes_that_8_does_not_divide_are_padded_for_the_varlen_kernel(head
     assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
 
 
+@pytest.mark.usefixtures("varlen_kernel")
+def test_values_narrower_than_the_queries_are_padded_for_the_varlen_kernel() -> None:
+    """DeepSeek's: here 24 for queries and keys, 16 for values."""
+    mla = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    routed = {
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "n_group": 1,
+        "topk_group": 1,
+        "moe_intermediate_size": 16,
+    }
+    model = build("deepseek_v3", head_dim=8, num_key_value_heads=4, first_k_dense_replace=1, **mla | routed)
+    examples = documents()
+    true_loss = plain_loss(model, examples)
+    with torch.no_grad():
+        loss = ours(model)(**packed(examples))
+    assert abs(loss.item() - true_loss.item()) <= EXACT * true_loss.item()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("family", FAMILIES)
@@ -288,7 +308,7 @@ def test_on_cuda_the_varlen_kernel_gives_the_same_without_synchronizing(family: 
     batch = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in packed(examples).items()}
     ours(model)
     (model(**batch) / 50).backward()  # the first call may load kernels
-    may_synchronize = family in ("gemma2", "mixtral")  # written-out attention; routing
+    may_synchronize = family in ("gemma2", "mixtral", "gpt_oss")  # written-out attention; routing
     torch.cuda.set_sync_debug_mode("default" if may_synchronize else "error")
     try:
         loss = model(**batch)

@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from tests.models.conftest import DENSE
+from tests.models.families import FAMILIES
 
 LAYERS = 2
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_it_trains_as_transformers_alone_would(family: str, loaded: dict[str, Any]) -> None:
     ours, plain = loaded[family]["ours"], loaded[family]["plain"]
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-5)
@@ -18,7 +18,7 @@ def test_it_trains_as_transformers_alone_would(family: str, loaded: dict[str, An
     assert ours["losses"][1] < ours["losses"][0]
 
 
-@pytest.mark.parametrize("family", DENSE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_each_decoder_layer_is_a_unit(family: str, loaded: dict[str, Any]) -> None:
     units = loaded[family]["ours"]["units"]
     layers = {name: count for name, count in units.items() if name.endswith("DecoderLayer")}

@@ -23,7 +23,18 @@ CONFIG = {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "vocab_size": 256, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
 }  # fmt: skip
-HEAD = {name: {"head_dim": 16} for name in FAMILIES if name not in ("phi3", "granite", "smollm3", "olmo2", "olmo3")}
+HEAD = {
+    name: {"head_dim": 16}
+    for name in FAMILIES
+    if name not in ("phi3", "granite", "smollm3", "olmo2", "olmo3", "olmoe", "qwen2_moe")
+}
+EXPERTS = {
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "shared_expert_intermediate_size": 128,
+}
 DOCUMENTS = (100, 60, 96)  # tokens of the packed row
 TOLERANCE = 0.10
 RECIPES: dict[str, dict[str, Any]] = {
@@ -59,9 +70,11 @@ def _measured_and_planned(
     """Bytes that the trunk keeps for the backward of one packed row."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    config = CONFIG | HEAD.get(family, {})
+    config = CONFIG | HEAD.get(family, {}) | (EXPERTS if FAMILIES[family].mixture else {})
     torch.manual_seed(0)
-    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=dtype)
+    # As use_grouped_products chooses on a GPU.
+    chosen = {"experts_implementation": "eager" if autocast else "grouped_mm"} if FAMILIES[family].mixture else {}
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=dtype, **chosen)
     install_attention(model)
     install_loss(model)
     if lora is not None:
@@ -91,7 +104,7 @@ def _measured_and_planned(
     elsewhere = a.hidden * run.residual_itemsize + (2 * a.head_size * run.residual_itemsize if every == 1 else 0)
     casts = 0
     if autocast:  # held_by_layout counts them as gathered weights
-        casts = run.itemsize * a.layers * sum(tensor.numel for tensor in a.linears())
+        casts = run.itemsize * a.layers * sum(tensor.numel for tensor in (*a.linears(), *a.experts(0)))
     return sum(kept.values()), tokens * (sum(parts.values()) - elsewhere) + casts
 
 

@@ -4,6 +4,7 @@ It shares nothing with the project but the order of the data and the adapters' s
 """
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,28 +50,38 @@ def train(
     prepare(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = make_optimizer(trained)
-    steps, results = data.train.steps, []
+    steps, results, coefficient = data.train.steps, [], recipe.model.router_aux_loss_coef
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = _cosine(step, steps, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio)
-        loss_sum, count = torch.zeros(()), 0
+        loss_sum, count, router_logits = torch.zeros(()), 0, []
         for ids in data.train.rows_of(step):
             for index in ids:
                 example = data.train.examples[index]
                 input_ids = torch.from_numpy(example.input_ids.astype("int64"))[None]
                 labels = torch.from_numpy(example.labels.astype("int64"))
-                logits = model(input_ids=input_ids, use_cache=False).logits[0]
+                asked = {"output_router_logits": True} if coefficient else {}
+                output = model(input_ids=input_ids, use_cache=False, **asked)
                 loss_sum = loss_sum + F.cross_entropy(
-                    logits, labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
+                    output.logits[0], labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
                 )
                 count += int((labels != -100).sum())
+                router_logits.append(output.router_logits if coefficient else ())
         loss = loss_sum / count
-        loss.backward()
+        (loss + coefficient * _auxiliary(model, router_logits) if coefficient else loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))
     return results
+
+
+def _auxiliary(model: Any, router_logits: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
+    """transformers' own auxiliary loss of all tokens of a step, given the router logits of each document by layer."""
+    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    by_layer = tuple(torch.cat(layer) for layer in zip(*router_logits, strict=True))
+    found: torch.Tensor = function(by_layer, by_layer[0].shape[-1], model.config.num_experts_per_tok)
+    return found
 
 
 def _cosine(step: int, steps: int, peak: float, warmup_ratio: float) -> float:

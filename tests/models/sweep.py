@@ -1,0 +1,266 @@
+"""The sweep: every causal family of transformers, two layers with random weights, tried as a run would try it.
+
+    python -m tests.models.sweep            # prints the table
+    python -m tests.models.sweep --write    # writes it into docs/models.md
+    python -m tests.models.sweep gemma rwkv # prints the rows of some families, and why they are refused
+
+A family's config class gives the architecture; what it does not say takes TINY's sizes, and SPECIAL holds what some
+families need to be that small. Nothing here knows an outcome: it comes from what refuses a run at its start (the config,
+the files, the export's check, the probe), and from the loss over packed documents against the same model's loss over one
+document at a time.
+"""
+
+import contextlib
+import io
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World, join, leave
+from finetune.errors import UserError
+from finetune.export.logits_check import check_streamed_logits
+from finetune.models.load import load_model
+from finetune.models.probe import check_training_forward
+from finetune.pretrained_config import check_config, load_config
+from finetune.recipe.schema import Data, Lora, Model
+from tests.models.families import EVERY, VOCABULARY, documents, packed, padded, plain_loss
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+HEAD = ["| `model_type` | `packing: true` | `packing: false` |", "|---|---|---|"]
+CLOSE = 1e-5  # of the loss, relative: packed against unpacked, and against transformers' own
+
+# Sizes by the names that config classes use for them; a family takes those that its class has.
+TINY: dict[str, Any] = {
+    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "dim"), 48),
+    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "attention_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(
+        ("intermediate_size", "ffn_dim", "decoder_ffn_dim", "n_inner", "moe_shared_expert_intermediate_size"), 64
+    ),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    "num_key_value_heads": 2,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "head_dim": 16,
+    "rotary_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "initializer_range": 0.3,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "sliding_window": 7,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "state_size": 8,
+}
+DEFAULT = object()  # the class's own
+SPECIAL: dict[str, dict[str, Any]] = EVERY | {
+    "falcon": {"head_dim": DEFAULT},
+    "gemma4_unified_text": EVERY["gemma4_text"],
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "xlnet": {"max_position_embeddings": DEFAULT},
+    "zaya": {"num_experts_per_tok": 1},
+    "dots1": {"n_shared_experts": 1},
+    "electra": {"embedding_size": 48},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "helium": {"head_dim": 12},
+    "xlstm": EVERY["xlstm"] | {"v_head_dim": DEFAULT},
+    "prophetnet": {"num_hidden_layers": DEFAULT, "num_decoder_layers": 2, "num_decoder_attention_heads": 4},
+    "reformer": {"is_decoder": True},
+    "zamba": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What became of one family on one kind of rows: None where it trains, else why not."""
+
+    refused: str | None
+    implementation: str = "auto"
+
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"refused: {reason(self.refused)}"
+        return (
+            "trains" if self.implementation == "auto" else f"trains with `attn_implementation: {self.implementation}`"
+        )
+
+
+REASONS = {
+    "do not keep documents apart": "attention or a state reaches from one document into the next",
+    "in which packed documents cannot be kept apart": "layers carry a state from one document into the next",
+    "cannot be trained on packed documents": "its own attention takes no document boundaries",
+    "does not compute what the model's own forward does": "no causal trunk with a linear head",
+    "is a mixture of experts": "a mixture of experts",
+    "name or arrange its tensors otherwise": "its files name tensors otherwise than its modules do",
+    "arrange its tensors otherwise": "its files arrange tensors otherwise than its modules do",
+    "cannot be trained on padded rows": "its forward fails on padded rows",
+    "missing: these are not the weights": "its files lack tensors that the model has",
+    "without a place in": "its files have tensors that the model lacks",
+    "not a plain linear layer": "its output head is not a linear layer",
+    "its export could not be verified": "its export could not be verified",
+}
+
+
+def reason(error: str) -> str:
+    """The reason of a refusal in few words."""
+    return next((text for part, text in REASONS.items() if part in error), error)
+
+
+def families() -> list[str]:
+    """The `model_type` of every family with a causal language model, but those of text and images, whose language model
+    has a `model_type` of its own."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return sorted(
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name in CONFIG_MAPPING and not getattr(CONFIG_MAPPING[name], "sub_configs", None)
+    )
+
+
+def tiny_config(family: str) -> Any:
+    """The family's config at two layers."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    default = CONFIG_MAPPING[family]()
+    known = {name: value for name, value in TINY.items() if _has(default, name)}
+    if _has(default, "kv_lora_rank"):  # every head has a key of its own, and rotates a part of it
+        known |= {"num_key_value_heads": 4, "head_dim": TINY["qk_rope_head_dim"]}
+    wanted = known | SPECIAL.get(family, {})
+    return AutoConfig.for_model(family, **{name: value for name, value in wanted.items() if value is not DEFAULT})
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except Exception:  # an attribute that differs from layer to layer
+        return False
+
+
+def save_tiny(family: str, folder: Path) -> None:
+    """A model of `tiny_config` with random weights."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(
+        tiny_config(family), dtype=torch.float32, attn_implementation="eager"
+    ).save_pretrained(folder)
+
+
+def try_family(folder: Path, world: World, *, packing: bool) -> Trial:
+    """Whether the model of `folder` trains on packed documents, or on one document a row, as a run would decide."""
+    first = Trial(None)
+    for implementation in ("auto", "eager"):
+        trial = Trial(_why_refused(folder, world, packing, implementation), implementation)
+        if trial.refused is None or packing:
+            return trial
+        first = trial if implementation == "auto" else first
+    return first
+
+
+def _why_refused(folder: Path, world: World, packing: bool, implementation: str) -> str | None:
+    recipe = Model(model_name_or_path=str(folder), attn_implementation=implementation)  # type: ignore[arg-type]
+    data = Data(packing=packing, max_length=64)
+    try:
+        config = load_config(recipe)
+        check_config(config, recipe, data, VOCABULARY)
+        check_streamed_logits(config)
+        model = load_model(recipe, Lora(), 0, world)[0]
+        check_training_forward(model, recipe, data, world)
+        _check_loss(model, folder, packing)
+    except UserError as error:
+        return str(error)
+    except Exception as error:
+        return f"FAULT {type(error).__name__}: {' '.join(str(error).split())} {traceback.extract_tb(error.__traceback__)[-1]}"
+    return None
+
+
+def _check_loss(model: Any, folder: Path, packing: bool) -> None:
+    """What was let in must compute the loss of one document at a time: its own, and transformers'."""
+    from transformers import AutoModelForCausalLM
+
+    name = f"{folder.name}, {'packed' if packing else 'padded'}"
+    model.eval()
+    with torch.no_grad():
+        found = float(model(**(packed if packing else padded)(documents())))
+        alone = sum(float(model(**padded([document]))) for document in documents())
+        assert abs(found - alone) <= CLOSE * alone, f"{name}: loss {found}, and {alone} for one document at a time"
+        losses = {}
+        for implementation in (
+            "eager",
+            "sdpa",
+        ):  # HRM's recurrence makes 7e-5 of the rounding in which these two differ
+            kwargs = {"dtype": torch.float32, "attn_implementation": implementation}
+            truth = AutoModelForCausalLM.from_pretrained(folder, **kwargs).eval()
+            losses[implementation] = float(plain_loss(truth, documents()))
+            if abs(found - losses[implementation]) <= CLOSE * found:
+                return
+    raise AssertionError(f"{name}: loss {found}, and by transformers {losses}")
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[World]:
+    """A world of one, and the libraries' notices unsaid."""
+    world = join(Sharding(layout="single", use_cpu=True))
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield world
+    finally:
+        leave(world)
+
+
+def row(family: str, world: World, root: Path) -> str:
+    """The family's line of the table."""
+    folder = root / family
+    try:
+        save_tiny(family, folder)
+    except Exception as error:  # a config class that cannot be made small, which is a fault of TINY and SPECIAL
+        return f"| `{family}` | not tried ({' '.join(str(error).split())[:100]}) | |"
+    trials = [try_family(folder, world, packing=packing) for packing in (True, False)]
+    return f"| `{family}` | {trials[0]} | {trials[1]} |"
+
+
+def table_of(lines: list[str]) -> list[str]:
+    """The lines of the page's table."""
+    return [line for line in lines if line.startswith("|")]
+
+
+def main(arguments: list[str]) -> None:
+    chosen = [name for name in arguments if not name.startswith("-")] or families()
+    lines = []
+    with tempfile.TemporaryDirectory() as root, one_process() as world:
+        for family in chosen:
+            lines.append(row(family, world, Path(root)))
+            print(lines[-1], flush=True)
+    if "--write" in arguments:
+        page = PAGE.read_text(encoding="utf-8")
+        old = "\n".join(table_of(page.splitlines()))
+        PAGE.write_text(page.replace(old, "\n".join(HEAD + lines)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

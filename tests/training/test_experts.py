@@ -1,0 +1,198 @@
+"""Mixtures of experts, from a folder with a tensor for each expert to an export of exactly those tensors: the losses are
+those of transformers alone under every layout, the auxiliary loss is the step's, and idle experts are seen."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from finetune.errors import EXIT_USER_ERROR
+from finetune.export.export import export
+from finetune.report.page import render_page
+from finetune.report.run_data import read_run
+from finetune.safetensors_io.tensors import read, read_folder
+from tests.conftest import make_chat, make_model
+from tests.ranks import run_command
+from tests.training import reference
+from tests.training.layouts import steps_of, train_all, write_config
+
+STEPS = 3
+COEFFICIENT = 0.2
+MLA = {"q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+SMALL: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "initializer_range": 0.3}
+GROUPED: dict[str, Any] = {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5},
+    "qwen3_moe": {"num_experts": 5},
+    "olmoe": {"num_experts": 5},
+    "qwen2_moe": {"num_experts": 5, "shared_expert_intermediate_size": 48},
+    "glm4_moe": GROUPED | {"n_shared_experts": 1},
+    "deepseek_v3": GROUPED | MLA | {"head_dim": 8, "num_key_value_heads": 4},
+    "gpt_oss": {"num_local_experts": 5, "sliding_window": 16},
+}
+BALANCED = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "gpt_oss")  # by an auxiliary loss; the others by a bias
+VERIFIED = [("mixtral", "full_shard")]  # exported by the run itself, which takes seconds
+# (family, layout, ranks)
+WANTED = [
+    *((family, "full_shard", 2) for family in FAMILIES),
+    ("mixtral", "FULL_SHARD", 2),
+    ("mixtral", "ddp", 2),
+    ("qwen3_moe", "ddp", 2),
+    ("mixtral", "single", 1),
+    ("qwen3_moe", "full_shard", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("experts")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    """A recipe for each family; the rows of a step do not divide by ranks and micro-batches."""
+    data = make_chat(folder / "chat.jsonl", rows=26)
+    paths = {}
+    for family, keys in FAMILIES.items():
+        model = make_model(folder / family / "model", model_type=family, **SMALL | keys)
+        paths[family] = folder / f"{family}.yaml"
+        recipe = {
+            "model_name_or_path": str(model),
+            "datasets": [{"path": str(data)}],
+            "dataset_cache_dir": str(folder / "cache"),
+            "max_length": 64,
+            "packing": False,
+            "global_batch_size": 5,
+            "max_steps": STEPS,
+            "learning_rate": 1e-3,
+            "logging_steps": 1,
+            "save_steps": 1,
+            "export_at_end": False,
+            "router_aux_loss_coef": COEFFICIENT if family in BALANCED else None,
+        }
+        paths[family].write_text(yaml.safe_dump(recipe))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+    """(family, layout, ranks) -> the run's folder; each set of ranks is started once and walks all its runs."""
+    for ranks in (1, 2):
+        wanted = [
+            (
+                recipes[family],
+                write_config(folder, layout, checkpointing=layout == "full_shard"),
+                [f"output_dir={folder}/{family}/{layout}-{of}", f"export_at_end={(family, layout) in VERIFIED}"],
+            )
+            for family, layout, of in WANTED
+            if of == ranks
+        ]
+        train_all(folder, wanted, ranks=ranks, timeout=400)
+    return lambda family, layout, ranks: folder / family / f"{layout}-{ranks}"
+
+
+@pytest.mark.parametrize(("family", "layout", "ranks"), WANTED)
+def test_losses_and_gradients_are_those_of_transformers(
+    family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
+) -> None:
+    """With the auxiliary loss in the gradients, whatever the split of the step's rows over ranks and micro-batches."""
+    expected = reference.train(recipes[family])
+    for line, (loss, norm) in zip(steps_of(runs(family, layout, ranks)), expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+        assert ("router_aux_loss" in line) == (family in BALANCED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_export_of_a_model_that_did_not_move_is_the_folder_it_came_from(
+    family: str, runs: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The same names, shapes, dtypes and values; those of the folder are transformers' own, a tensor for each expert."""
+    source = runs(family, "full_shard", 2).parent / "model"
+    exported = export(source, tmp_path / "export", verify=False, log=lambda _: None)
+    before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+    assert family == "gpt_oss" or any(".experts.4." in name for name in before)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_plain_transformers_opens_the_export_of_a_trained_model(
+    family: str, runs: Callable[..., Path], tmp_path: Path
+) -> None:
+    """With nothing missing and nothing left over; its weights are those of the last checkpoint, and experts have moved."""
+    from transformers import AutoModelForCausalLM
+
+    run = runs(family, "full_shard", 2)
+    exported = run / "export" if (family, "full_shard") in VERIFIED else tmp_path / "export"
+    if not exported.exists():
+        export(run, exported, verify=False, log=lambda _: None)
+    found, info = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    start = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32).state_dict()
+    checkpoint = read_folder(run / "checkpoints" / f"step-{STEPS:08d}" / "model")
+    for name, value in found.state_dict().items():
+        if name in checkpoint:
+            assert torch.equal(value, read(checkpoint[name])), name
+    moved = [name for name, value in found.state_dict().items() if not torch.equal(value, start[name])]
+    assert any("experts" in name for name in moved) and any("gate.weight" in name or "router" in name for name in moved)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe"])
+def test_a_run_that_was_killed_ends_as_one_that_was_not(
+    family: str, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    """After SIGKILL in the last step the folder holds what was saved before it. On one rank, from two."""
+    whole, killed = runs(family, "full_shard", 2), folder / family / "killed"
+    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("export", "finished.json", f"step-{STEPS:08d}"))
+    printed = train_all(
+        tmp_path, [(recipes[family], write_config(tmp_path, "single"), [f"output_dir={killed}"])], ranks=1
+    )
+    assert f"resumed at step {STEPS - 1}" in printed
+    expected, found = steps_of(whole), steps_of(killed)
+    for key in ("loss", "router_aux_loss", "grad_norm"):
+        assert [line[key] for line in found] == pytest.approx([line[key] for line in expected], rel=1e-4)
+    before, after = (read_folder(run / "checkpoints" / f"step-{STEPS:08d}" / "model") for run in (whole, killed))
+    assert all(torch.allclose(read(before[name]), read(after[name]), rtol=1e-3, atol=1e-5) for name in before)
+
+
+def test_the_auxiliary_loss_does_not_depend_on_the_split(runs: Callable[..., Path]) -> None:
+    """One rank with five rows or two micro-batches, two ranks with DDP or FSDP2: the same number at every step."""
+    for family, splits in (
+        ("mixtral", [("single", 1), ("full_shard", 2), ("ddp", 2)]),
+        ("qwen3_moe", [("full_shard", 1), ("full_shard", 2), ("ddp", 2)]),
+    ):
+        first, *others = ([line["router_aux_loss"] for line in steps_of(runs(family, *split))] for split in splits)
+        for other in others:
+            assert other == pytest.approx(first, rel=1e-5)
+
+
+def test_idle_experts_are_seen_in_the_metrics_and_the_report(
+    runs: Callable[..., Path], recipes: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    """A router that never chooses two of the five experts of its layer, and prefers one of the others."""
+    model = tmp_path / "model"
+    shutil.copytree(runs("qwen3_moe", "full_shard", 2).parent / "model", model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.gate.weight"].zero_()  # ties: the first experts are chosen, for every token
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    run = tmp_path / "run"
+    keys = [f"output_dir={run}", f"model_name_or_path={model}", "max_steps=1", "export_at_end=false"]
+    train_all(tmp_path, [(recipes["qwen3_moe"], write_config(tmp_path, "single"), keys)], ranks=1)
+    (line,) = steps_of(run)
+    assert line["idle_expert_share_by_layer"][1] == line["idle_expert_share"] == 0.6
+    assert line["largest_expert_share_by_layer"][1] == line["largest_expert_share"] == 0.5
+    page = render_page([read_run(run)], [None])
+    assert "Idle experts" in page and "60%" in page
+
+
+def test_a_dense_model_has_no_auxiliary_loss(folder: Path, tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    recipe = tiny_recipe(router_aux_loss_coef=0.1)
+    finished = run_command(["python", "finetune/run.py", "--recipe", str(recipe)], timeout=120)
+    assert finished.returncode == EXIT_USER_ERROR
+    assert "router_aux_loss_coef: LlamaForCausalLM is a dense model; leave the key out" in finished.stderr
