@@ -112,11 +112,6 @@ def _adopt_stored_quantization(recipe: Recipe, config: Any) -> Recipe:
             f"{name}: its weights are stored in {stored.bits} bits, so they cannot be fine-tuned in full; set use_peft: true, "
             "or name the unquantized model"
         )
-    if recipe.checkpoint.export_at_end:
-        raise UserError(
-            f"export_at_end: the weights of {name} are stored in {stored.bits} bits, and adapters are not merged into those; set "
-            "export_at_end: false, or name the unquantized model"
-        )
     usual = Quantization()
     for key in fields(Quantization):
         asked = getattr(given, key.name)

@@ -22,7 +22,7 @@ from finetune.models.quantized_layers import quantize_layers
 from finetune.models.weights import refuse_mismatch
 from finetune.pretrained_config import check_config, complete_quantization, load_config
 from finetune.quantization import check_quantization
-from finetune.recipe.schema import Checkpoint, Data, Lora, Model, Quantization, Recipe
+from finetune.recipe.schema import Data, Lora, Model, Quantization, Recipe
 from finetune.safetensors_io.tensors import read_folder
 from tests.models.families import build
 from tests.models.test_quantize import by_bitsandbytes
@@ -51,7 +51,6 @@ def adopted(
         model=model,
         lora=Lora(use_peft=use_peft),
         quantization=asked,
-        checkpoint=Checkpoint(export_at_end=False),
     )
     config = load_config(model)
     check_config(config, model, Data(), 64)
