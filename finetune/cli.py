@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = read_arguments(sys.argv[1:] if arguments is None else arguments)
         module, _, function = COMMANDS[options.command].partition(":")
         code: int = getattr(importlib.import_module(module), function)(options)
+        sys.stdout.flush()  # here, not at the interpreter's end: what cannot be written is an error
     except UserError as error:
         print(error, file=sys.stderr)
         return EXIT_USER_ERROR
@@ -52,6 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         discard(sys.stdout)  # its reader has gone (`| head`)
         return 0
+    except OSError as error:
+        if not getattr(sys.stdout, "has_failed", False):
+            raise  # of another file
+        discard(sys.stdout)
+        print(f"stdout: cannot be written: {error.strerror}; send the output elsewhere, or make room", file=sys.stderr)
+        return EXIT_USER_ERROR
     return code
 
 
@@ -208,10 +215,11 @@ def _add_chat(subcommands: "Subcommands") -> None:
     )
     chat.add_argument("--compare", action="store_true", help="also answer with the base model")
     chat.add_argument("--compare-with", metavar="OTHER", help="also answer with this model: as RUN_OR_FOLDER")
-    chat.add_argument(
+    prompts = chat.add_mutually_exclusive_group()
+    prompts.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="answer this and end; may be repeated"
     )
-    chat.add_argument(
+    prompts.add_argument(
         "--prompts", metavar="FILE", help="answer every row (JSON Lines, CSV, Parquet, ...) or line of text"
     )
     chat.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
@@ -225,10 +233,11 @@ def _add_chat(subcommands: "Subcommands") -> None:
     )
     chat.add_argument("--top-p", type=float, metavar="P", help="sample from this share of the probability")
     chat.add_argument("--seed", type=int, metavar="N", help="sample the same answers again")
-    chat.add_argument(
+    template = chat.add_mutually_exclusive_group()
+    template.add_argument(
         "--chat-template", metavar="T", help="a name, a file or Jinja text (default: the tokenizer's own)"
     )
-    chat.add_argument(
+    template.add_argument(
         "--no-chat-template", dest="use_chat_template", action="store_false", help="continue prompts as they are"
     )
     _add_model_options(chat)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from finetune.durable import replace_file
+from finetune.errors import UserError
 from finetune.json_lines import read_json_lines
 from finetune.trackers import Tracker, first_line
 from finetune.units import gib
@@ -31,6 +32,7 @@ class MetricsLog:
     silent."""
 
     def __init__(self, path: Path | None, steps: int, start_step: int, tracker: Tracker | None = None) -> None:
+        self._path = path
         self._file: Any = None
         self._unwritten = b""  # lines that a full disk has refused
         self._tracker = tracker
@@ -57,7 +59,15 @@ class MetricsLog:
         self._call_tracker(lambda tracker: tracker.log(line))
 
     def step(self, line: dict[str, Any]) -> None:
-        """Writes and shows a training line. Warns once, when the loss has been far above its start for long."""
+        """Writes and shows a training line. Warns once, when the loss has been far above its start for long.
+
+        Raises `UserError` where the run's folder has been removed: nothing of the run could be resumed or exported.
+        """
+        if self._path is not None and is_missing(self._path) and is_missing(self._path.with_name("recipe.yaml")):
+            raise UserError(
+                f"{self._path.parent}: the run's folder was removed or renamed; stopped at step {line['step']:,}: no checkpoint "
+                "could be resumed or exported from there. Start the run again, and leave its folder in place"
+            )
         self.write(line)
         if self._display is not None:
             self._display.step(line)
@@ -115,6 +125,17 @@ class MetricsLog:
             self.say(
                 f"report_to: {name}: it failed ({first_line(error)}); the run continues without it, metrics.jsonl has every line"
             )
+
+
+def is_missing(path: Path) -> bool:
+    """Whether there is surely nothing at `path`; a network file system that does not answer leaves that open."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False
 
 
 class Display:

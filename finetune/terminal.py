@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Literal, TextIO
 
 # Escape becomes its picture, as do the other control characters; C1 controls, overrides of the direction of writing and
@@ -41,19 +41,29 @@ class CleanStream:
 
     def __init__(self, stream: TextIO, *, is_optional: bool = False) -> None:
         self.unfiltered = stream
-        self._dropped = (OSError,) if is_optional else ()
+        self._is_optional = is_optional
+        self.has_failed = False  # a write, or what it left in the buffer
 
     def write(self, text: str) -> int:
         if not BETWEEN_BARS.fullmatch(text):
             start = "\r" if text.startswith("\r") else ""
             text = start + printable(text.removeprefix(start))
-        with suppress(*self._dropped):
+        with self._noting_failure():
             self.unfiltered.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(*self._dropped):
+        with self._noting_failure():
             self.unfiltered.flush()
+
+    @contextmanager
+    def _noting_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError:
+            self.has_failed = True
+            if not self._is_optional:
+                raise
 
     def writelines(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import resource
+import shutil
 import struct
 import sys
 import termios
@@ -15,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from finetune.errors import UserError
 from finetune.metrics import MetricsLog
 
 LOSSES = (5.0, 4.0, float("nan"), 3.0, 2.5, 2.0)
@@ -61,6 +63,20 @@ def test_a_full_disk_neither_ends_the_run_nor_loses_a_line(tmp_path: Path, capsy
     log.step(_line(5))
     log.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 4, 5]
+
+
+def test_a_removed_run_folder_stops_the_run(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "recipe.yaml").touch()
+    with MetricsLog(folder / "metrics.jsonl", len(LOSSES), 0) as log:
+        log.step(_line(1))
+        (folder / "metrics.jsonl").unlink()
+        log.step(_line(2))  # a lost log is no reason to stop
+        shutil.rmtree(folder)
+        folder.mkdir()  # as a save would
+        with pytest.raises(UserError, match=r"run: the run's folder was removed or renamed; stopped at step 4: "):
+            log.step(_line(4))
 
 
 def _all_that_stands_on(screen: int) -> str:

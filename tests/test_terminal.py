@@ -82,6 +82,14 @@ def test_a_closed_terminal_fails_no_command() -> None:
     assert exit_code_without_stderr([sys.executable, "-c", program], *os.openpty()) == 0
 
 
+def test_a_full_disk_behind_stdout_is_one_sentence() -> None:
+    command = [sys.executable, "-m", "finetune", "plan", "--num-processes", "1"]
+    with Path("/dev/full").open("w") as full:
+        finished = subprocess.run(command, cwd=ROOT, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True)
+    said = "stdout: cannot be written: No space left on device; send the output elsewhere, or make room\n"
+    assert (finished.returncode, finished.stderr) == (2, said)
+
+
 def exit_code_without_stderr(command: list[str], read_end: int, write_end: int) -> int:
     """Of a process that writes its stderr to `write_end`, whose other end is closed."""
     os.close(read_end)

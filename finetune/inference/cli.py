@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
@@ -21,7 +22,7 @@ from finetune.data.messages import Message
 from finetune.durable import replace_file
 from finetune.errors import EXIT_INTERRUPTED, UserError
 from finetune.inference.find_model import ModelReference, find_model, locate_base
-from finetune.inference.prompts import make_messages, read_piped_prompt, read_prompts
+from finetune.inference.prompts import check_utf8, make_messages, read_piped_prompt, read_prompts
 from finetune.plan.table import align_columns
 
 if TYPE_CHECKING:
@@ -60,6 +61,8 @@ def evaluate_command(options: argparse.Namespace) -> int:
         raise UserError(f"--limit {options.limit}: a number of documents, or a share below 1, is expected")
     if options.include_path is not None and not Path(options.include_path).is_dir():
         raise UserError(f"--include-path {options.include_path}: no such folder; name one with task files of lm-eval")
+    if options.output is not None:
+        _check_output(Path(options.output))
     reference = find_model(options.source)
     other = _find_base(options, reference)
     if find_spec("lm_eval") is None:
@@ -102,23 +105,35 @@ def _find_base(options: argparse.Namespace, reference: ModelReference) -> ModelR
         return None
 
 
+def _check_output(path: Path) -> None:
+    """Raises `UserError` where --output can surely not be written: the measurement may take hours."""
+    if path.is_dir():
+        raise UserError(f"--output {path}: a folder; name a file in it")
+    if not path.parent.is_dir():
+        raise UserError(f"--output {path}: {path.parent} is no folder; make it, or name another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--output {path}: cannot be written; name a file in a folder of yours")
+
+
 def keep_results(results: Sequence[BenchmarkResult], reference: ModelReference, output: str | None) -> Iterator[Path]:
-    """Writes the results to `output`, to the run's benchmarks.json and into the cards of its exports; yields what was written.
+    """Writes the results to the run's benchmarks.json, to `output` and into the cards of its exports; yields what was written.
 
     Raises `UserError` where a file cannot be written.
     """
     from finetune.export.model_card import CARD_FILE, add_evaluation  # imports torch
 
-    path = Path(output) if output is not None else None
+    path: Path | None = None
     try:
-        if path is not None:
+        if reference.run is not None:
+            path = reference.run / BENCHMARKS
+            write_benchmarks(path, merge_results(read_benchmarks(reference.run), results))
+            yield path
+        if output is not None:
+            path = Path(output)
             write_benchmarks(path, results)
             yield path
         if reference.run is None:
             return
-        path = reference.run / BENCHMARKS
-        write_benchmarks(path, merge_results(read_benchmarks(reference.run), results))
-        yield path
         exports = [reference.run / name for name in (EXPORT, ADAPTER)]
         if Path(reference.name).resolve() not in [folder.resolve() for folder in exports]:
             return  # another checkpoint than the exported one was measured
@@ -152,7 +167,8 @@ def _find_other(options: argparse.Namespace, reference: ModelReference) -> Model
 
 def _read_prompts(options: argparse.Namespace) -> list[list[Message]]:
     """Of --prompt and --prompts, else of a pipe; none where a person is to be asked."""
-    prompts = [make_messages(text, options.system) for text in options.prompt]
+    check_utf8(options.system or "", "--system")
+    prompts = [make_messages(check_utf8(text, "--prompt"), options.system) for text in options.prompt]
     if options.prompts is not None:
         prompts += read_prompts(options.prompts, options.system)
         if not prompts:

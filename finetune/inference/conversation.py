@@ -8,7 +8,7 @@ from finetune.data.messages import Message
 from finetune.errors import UserError
 from finetune.inference.answers import Answer, Sampling, answer
 from finetune.inference.inference_model import InferenceModel
-from finetune.inference.prompts import system_message
+from finetune.inference.prompts import check_utf8, system_message
 from finetune.terminal import print_styled
 
 HELP = """\
@@ -78,7 +78,11 @@ def read_turn() -> str | None:
     interrupted = False
     while True:
         try:
-            line = input(PROMPT if not lines else "  ")
+            line = check_utf8(input(PROMPT if not lines else "  "), "this line")
+        except (UserError, UnicodeDecodeError) as error:  # a terminal in another encoding
+            print(error if isinstance(error, UserError) else f"this line: not UTF-8: {error.reason}", file=sys.stderr)
+            lines = []
+            continue
         except EOFError:
             print()
             return None

@@ -21,10 +21,27 @@ def system_message(system: str | None) -> list[Message]:
     return [{"role": "system", "content": system}] if system else []
 
 
-def read_piped_prompt() -> str:
-    """All of stdin as one prompt. Raises `UserError` where it is empty."""
+def check_utf8(text: str, where: str) -> str:
+    """`text`, which came from outside: Python holds bytes there that are no UTF-8 as lone surrogates.
+
+    Raises `UserError` where it holds any.
+
+    >>> check_utf8("café", "--prompt")
+    'café'
+    """
     try:
-        text = sys.stdin.read().strip() if sys.stdin is not None else ""
+        text.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
+    except UnicodeEncodeError as error:  # a surrogate that stands for no byte
+        raise UserError(f"{where}: not UTF-8: {error.reason} at character {error.start + 1}") from None
+    return text
+
+
+def read_piped_prompt() -> str:
+    """All of stdin as one prompt. Raises `UserError` where it is empty or not UTF-8."""
+    try:
+        text = check_utf8(sys.stdin.read().strip(), "stdin") if sys.stdin is not None else ""
     except UnicodeDecodeError as error:
         raise UserError(f"stdin: not UTF-8: {error.reason} at byte {error.start + 1}") from None
     if not text:

@@ -166,6 +166,28 @@ def test_prompts_of_a_file_and_of_a_pipe(
     assert chat(model, code=2).startswith("stdin: empty, and no terminal to ask at; give a prompt with ")
 
 
+def test_a_prompt_that_is_not_utf8_is_refused_before_loading(
+    tmp_path: Path, chat: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")  # no weights: nothing could be loaded
+    raw = b"caf\xe9 \xff"
+    (tmp_path / "prompts.txt").write_bytes(raw)
+    reason = "not UTF-8: invalid continuation byte at byte 4\n"
+    assert chat(tmp_path, "--prompts", tmp_path / "prompts.txt", code=2) == f"{tmp_path / 'prompts.txt'}:1: {reason}"
+    argument = raw.decode("utf-8", "surrogateescape")  # as in sys.argv
+    assert chat(tmp_path, "--prompt", argument, code=2) == f"--prompt: {reason}"
+    assert chat(tmp_path, "--prompt", QUESTION, "--system", argument, code=2) == f"--system: {reason}"
+    for errors in ("strict", "surrogateescape"):  # what Python chooses by the locale
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(raw), encoding="utf-8", errors=errors))
+        assert chat(tmp_path, code=2) == f"stdin: {reason}"
+
+
+def test_options_that_contradict_each_other_are_refused(chat: Callable[..., str]) -> None:
+    for options in (("--prompt", "a", "--prompts", "b.txt"), ("--chat-template", "plain", "--no-chat-template")):
+        with pytest.raises(SystemExit, match="2"):
+            chat("model", *options)
+
+
 def test_without_a_chat_template_it_asks_as_the_run_was_trained(
     tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -112,6 +112,8 @@ def test_a_mistake_is_one_sentence(
         ((model, "--tasks", ","), "--tasks: names of lm-eval's tasks are expected"),
         ((model, "--tasks", "a", "--limit", "0"), "--limit 0.0: a number of documents"),
         ((model, "--tasks", "a", "--include-path", "gone"), "--include-path gone: no such folder"),
+        ((model, "--tasks", "a", "--output", "/nope/x.json"), "--output /nope/x.json: /nope is no folder; make it"),
+        ((model, "--tasks", "a", "--output", model), f"--output {model}: a folder; name a file in it"),
         ((f"{model}/gone", "--tasks", "a"), f"{model}/gone: no such folder"),
         ((model, "--tasks", "a", "--no-compare"), 'finetune evaluate needs lm-eval; pip install "finetune[evaluate]"'),
     ):
