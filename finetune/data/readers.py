@@ -211,11 +211,22 @@ def _read_csv(path: str) -> Iterator[NumberedRow]:
                 return
             if columns is None:
                 columns = values
+                _refuse_other_delimiter(path, columns, delimiter)
                 row_type = dict if len(set(columns)) == len(columns) else RepeatedKeys
             elif len(values) == len(columns):
                 yield number, row_type(zip(columns, values, strict=True))
             elif values:
                 yield number, BadRow(f"{len(values)} fields where the first line names {len(columns)} columns")
+
+
+def _refuse_other_delimiter(path: str, columns: list[str], delimiter: str) -> None:
+    """Raises `UserError` where the first line names one column that looks like several: every row would be one text."""
+    if len(columns) != 1:
+        return
+    ours, as_ours = ("tabs", "save it with tabs") if delimiter == "\t" else ("commas", "save it with commas")
+    for sign, name, advice in ((";", "semicolons", as_ours), ("\t", "tabs", "end its name with .tsv")):
+        if sign in columns[0]:
+            raise UserError(f"{path}: its columns are separated by {name}, where {ours} are expected; {advice}")
 
 
 def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:

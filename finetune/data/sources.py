@@ -81,6 +81,8 @@ def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
     """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` where nothing is there."""
+    if not path.strip():
+        raise UserError("the path of the data is empty; name a file, a glob, a folder or a hub name")
     with convert_os_errors(path):  # one of its parent folders may be unreadable
         if Path(path).is_dir():
             return _folder_splits(path)

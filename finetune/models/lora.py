@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
-from finetune.recipe.module_patterns import is_named, is_saved_whole, refuse_unmatched
+from finetune.recipe.module_patterns import is_saved_whole, refuse_unadapted, refuse_unmatched
 from finetune.recipe.schema import Lora
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
@@ -36,7 +37,9 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     model.to(base_dtype)
     model.requires_grad_(False)
     whole = _find_saved_whole(model, lora)
-    inject_adapter_in_model(peft_config(lora, known, whole), model)
+    with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
+        warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
+        inject_adapter_in_model(peft_config(lora, known, whole), model)
     for name, parameter in model.named_parameters():
         if parameter in whole:
             parameter.requires_grad_(True)
@@ -46,12 +49,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
         assert parameter.requires_grad == is_trained, f"{name}: requires_grad is {parameter.requires_grad}"
     adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
     assert adapted, "the adapter is empty"
-    for key, values in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
-        for pattern in values or {}:
-            if not any(is_named(module, pattern) for module in adapted):
-                raise UserError(
-                    f"{key}: {pattern}: names no adapted layer of {type(model).__name__}; see lora_target_modules"
-                )
+    refuse_unadapted(lora, adapted)
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
     saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
     model.peft_config["default"].modules_to_save = sorted(saved) or None  # type: ignore[union-attr,index]

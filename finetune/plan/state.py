@@ -8,7 +8,7 @@ from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.quantization import quantized_bytes
-from finetune.recipe.module_patterns import find_trained, find_value, is_saved_whole, refuse_unmatched
+from finetune.recipe.module_patterns import find_trained, find_value, is_saved_whole, refuse_unadapted, refuse_unmatched
 from finetune.recipe.schema import Lora, Model, Quantization
 
 FP32 = 4  # bytes
@@ -68,6 +68,7 @@ def list_state_tensors(
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
     trained = set() if lora.use_peft else find_trained(list(names.values()), model)
     found: list[StateTensor] = []
+    adapted = [HEAD.removesuffix(".weight")] if "lm_head" in lora.lora_target_modules else []
     for unit, tensors in units:
         for tensor in tensors:
             whole = is_saved_whole(names[tensor.name], lora)
@@ -78,7 +79,10 @@ def list_state_tensors(
                 is_trained = whole or tensor.name in trained
                 found.append(StateTensor(tensor.name, tensor.shape, unit, FP32 if whole else itemsize, is_trained))
             if lora.use_peft and is_linear and is_adapted(tensor, lora):
+                adapted.append(tensor.name.removesuffix(".weight"))
                 found += _list_adapter(tensor, unit, lora)
+    if lora.use_peft:
+        refuse_unadapted(lora, adapted)
     return tuple(found)
 
 

@@ -83,6 +83,15 @@ def is_saved_whole(names: Iterable[str], lora: Lora) -> bool:
     return lora.use_peft and any(is_within(name, lora.modules_to_save) for name in names)
 
 
+def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
+    """Raises `UserError` where a pattern of rank_pattern or alpha_pattern names none of the `adapted` layers."""
+    layers = list(adapted)
+    for key, values in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for pattern in values or {}:
+            if not any(is_named(layer, pattern) for layer in layers):
+                raise UserError(f"{key}: {pattern}: names no adapted layer of the model; see lora_target_modules")
+
+
 def refuse_unmatched(key: str, patterns: Iterable[str], tensors: Iterable[Sequence[str]]) -> None:
     """Raises `UserError` where one of `patterns` names nothing among the parameters."""
     parameters = [name for names in tensors for name in names]

@@ -120,6 +120,21 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
         ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), "text in UTF-16; save it as UTF-8"),
         ("bare.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), "as in UTF-16 or a binary file; save it as UTF-8"),
         ("packed.jsonl", gzip.compress(b'{"text": "a"}\n'), "a gzip file; end its name with .gz"),
+        (
+            "a.csv",
+            b"question;answer\na;b\n",
+            ": its columns are separated by semicolons, where commas are expected; save it",
+        ),
+        (
+            "b.csv",
+            b"question\tanswer\na\tb\n",
+            ": its columns are separated by tabs, where commas are expected; end its name",
+        ),
+        (
+            "c.tsv",
+            b"question;answer\na;b\n",
+            ": its columns are separated by semicolons, where tabs are expected; save it",
+        ),
         ("columns.csv", b"PAR1....", "a Parquet file; end its name with .parquet"),
         ("zip.txt", b"PK\x03\x04", "a zip archive; unpack it"),
         ("twice.json", b'{"data": [{"text": "a"}],\n"data": [{"text": "b"}]}', "two keys of its one object"),

@@ -1,12 +1,16 @@
 """Patterns for the parts of a model: peft's rule, and one sentence for each that names nothing."""
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from finetune.cli import main
 from finetune.errors import UserError
+from finetune.models.lora import add_adapters
 from finetune.recipe.module_patterns import find_trained, is_named, is_within, refuse_unmatched
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Model
@@ -61,6 +65,29 @@ def test_lists_of_modules_are_short() -> None:
 def test_the_reader_refuses_it_at_once(override: str, sentence: str, tiny_recipe: Callable[..., Path]) -> None:
     with pytest.raises(UserError, match=sentence):
         read_recipe(str(tiny_recipe()), [override])
+
+
+@pytest.mark.filterwarnings("error")  # peft's own would stand above the sentence
+def test_plan_and_training_refuse_a_pattern_without_a_layer_alike(
+    tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(tiny_llama())
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    path = str(tiny_recipe(use_peft=True))
+    capsys.readouterr()
+    for key, pattern in (("rank_pattern", "nope"), ("alpha_pattern", "lm_head")):
+        override = f"{key}={{{pattern}: 8}}"
+        sentence = f"{key}: {pattern}: names no adapted layer of the model; see lora_target_modules"
+        assert main(["plan", "--recipe", path, "--num-processes", "1", override]) == 2
+        assert capsys.readouterr().err == f"{sentence}\n"
+        with pytest.raises(UserError, match=sentence):
+            add_adapters(copy.deepcopy(model), read_recipe(path, [override]).lora, torch.float32)
+    head = ["lora_target_modules=[q_proj, lm_head]", "alpha_pattern={lm_head: 8}"]
+    assert main(["plan", "--recipe", path, "--num-processes", "1", *head]) == 0
+    add_adapters(model, read_recipe(path, head).lora, torch.float32)
 
 
 def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> None:
