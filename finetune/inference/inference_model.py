@@ -25,7 +25,7 @@ from finetune.export.target import describe_target
 from finetune.export.writing import plan_weights
 from finetune.hub import hub_error
 from finetune.inference.find_model import ModelReference, trained_formats
-from finetune.safetensors_io.header import read_json
+from finetune.safetensors_io.header import read_header, read_json
 from finetune.safetensors_io.tensors import read_folder
 
 CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
@@ -247,5 +247,24 @@ def _describe_failure(name: str, revision: str | None, what: str, error: Excepti
     if not Path(name).exists():
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hub_error(name, cause, what=what, revision=revision)
+    damage = _find_damage(Path(name))
+    if damage is not None:
+        is_export = (Path(name).parent / "checkpoints").is_dir()
+        again = (
+            f", or export it again: finetune export {Path(name).parent} --output {name} --overwrite"
+            if is_export
+            else ""
+        )
+        return UserError(f"{damage}{again}")
     reason = " ".join(str(error).split()) or type(error).__name__
     return UserError(f"{name}: {what} cannot be loaded: {reason}")
+
+
+def _find_damage(folder: Path) -> UserError | None:
+    """What is wrong with the first damaged weights file in `folder`; None where all are whole."""
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            read_header(file)
+        except UserError as damage:
+            return damage
+    return None

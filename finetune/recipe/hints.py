@@ -33,6 +33,11 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
     """
     top_level = "path" not in known
+    if top_level and key in {field.name for field in fields(DatasetSource)}:
+        return (
+            key,
+            f"{key}: a key of each entry of datasets; write it there, as in datasets=[{{path: ..., {key}: ...}}]",
+        )
     foreign = foreign_names()
     if top_level and key in foreign:
         whose, ours = foreign[key]

@@ -144,7 +144,10 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
     try:
         value = _adapter(entry.key, key.section).validate_python(value, strict=True)
     except ValidationError as error:
-        return [f"{entry.where}: {entry.key}: {explain_value(entry.key, value) or what_is_wrong(error, entry.value)}"]
+        also = None if key.read_as is None else key.read_as.written
+        return [
+            f"{entry.where}: {entry.key}: {explain_value(entry.key, value) or what_is_wrong(error, entry.value, also)}"
+        ]
     if key.is_patterns and (problems := [problem for pattern in value or () if (problem := find_problem(pattern))]):
         return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
     if key.is_file_or_name and isinstance(value, str):

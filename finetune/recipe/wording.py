@@ -26,8 +26,8 @@ EXPECTED = {
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
 
 
-def what_is_wrong(error: ValidationError, value: Any) -> str:
-    """One sentence on a value that its key does not take.
+def what_is_wrong(error: ValidationError, value: Any, also: Any = None) -> str:
+    """One sentence on a value that its key does not take. `also`: a value outside its bounds that it takes.
 
     >>> from pydantic import TypeAdapter
     >>> try: TypeAdapter(int | None).validate_python("8", strict=True)
@@ -39,6 +39,8 @@ def what_is_wrong(error: ValidationError, value: Any) -> str:
     if takes_number and isinstance(value, str) and value.lower().lstrip("+-") in NOT_FINITE:
         return f"{value} does not fit; a finite number is expected"
     expected = " or ".join(dict.fromkeys(_expected(detail["type"], detail.get("ctx", {})) for detail in details))
+    if also is not None and any(detail["type"].startswith(("greater_than", "less_than")) for detail in details):
+        expected += f", or {_shown(also)},"
     return f"{_shown(value)} does not fit; {expected} is expected{_hint(details, value)}"
 
 

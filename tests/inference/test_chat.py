@@ -238,6 +238,11 @@ def test_what_cannot_be_talked_to_is_one_sentence(
         ((model, "--prompts", tmp_path / "gone.txt"), f"{tmp_path / 'gone.txt'}: cannot be read: No such file"),
     ):
         assert chat(*arguments, code=2).splitlines()[-1].startswith(message), arguments
+    (tmp_path / "checkpoints").mkdir()
+    os.truncate(model / "model.safetensors", 10_000)
+    said = chat(model, *ask, code=2).splitlines()[-1]
+    assert said.startswith(f"{model / 'model.safetensors'}: ")
+    assert said.endswith(f"again, or export it again: finetune export {tmp_path} --output {model} --overwrite")
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:

@@ -98,6 +98,9 @@ def test_a_file_is_looked_for_here_and_beside_the_recipe(tmp_path: Path, monkeyp
 MISTAKES = {
     # text after GOOD (three lines), or the whole where it starts with "!" -> what is said
     "learning_rat: 1": ["F:4: learning_rat: no such key; did you mean learning_rate?"],
+    "max_samples: 5": [
+        "F:4: max_samples: a key of each entry of datasets; write it there, as in datasets=[{path: ..., max_samples: ...}]"
+    ],
     "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
     "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
     "mixed_precision: bf16": [
@@ -105,7 +108,7 @@ MISTAKES = {
     ],
     "seed: 1\nseed: 2": ["F:5: seed: given twice, first at line 4; keep one"],
     'max_steps: "8"': ['F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'],
-    "max_steps: 0": ["F:4: max_steps: 0 does not fit; a number above 0 is expected"],
+    "max_steps: 0": ["F:4: max_steps: 0 does not fit; a number above 0, or -1, is expected"],
     "max_steps: 1e9": ["F:4: max_steps: 1000000000.0 does not fit; a whole number is expected; write 1000000000"],
     "max_steps: 1.5": ["F:4: max_steps: 1.5 does not fit; a whole number is expected"],
     "learning_rate: fast": ['F:4: learning_rate: "fast" does not fit; a number is expected'],
