@@ -10,7 +10,7 @@ import psutil
 from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.hub import download_file
-from finetune.init.data_columns import DataSummary, summarize_data
+from finetune.init.data_columns import DataSummary, list_unread_files, summarize_data
 from finetune.init.new_recipe import (
     choose_max_length,
     compose_recipe,
@@ -26,6 +26,7 @@ from finetune.recipe.schema import DatasetSource, Model
 from finetune.units import MIB, counted, gib, read_size
 
 MANY_ROWS = 50_000  # one epoch of these is enough
+SHOWN_FILES = 5
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
@@ -33,12 +34,21 @@ def init_command(options: argparse.Namespace) -> int:
     """Asks for what the flags leave open, writes the recipe and prints the next commands. Returns 0."""
     if options.output is not None:
         _check_output(options.output, options.overwrite)
-    model = require(options.model, "--model", "Model, a folder or a hub name")
-    config, _ = find_config(Model(model_name_or_path=model))
-    data = _read_data(options, model)
+    model, config = require(options.model, "--model", "Model, a folder or a hub name", read=_read_model)
+    data = require(
+        options.data,
+        "--data",
+        "Data, a file, a folder or a hub name",
+        read=lambda path: _read_data(path, options, model),
+    )
     hardware = _find_hardware(options)
-    output = require(options.output, "--output", "Recipe to write", "my_recipe.yaml")
-    _check_output(output, options.overwrite)
+    output = require(
+        options.output,
+        "--output",
+        "Recipe to write",
+        "my_recipe.yaml",
+        read=lambda output: _check_output(output, options.overwrite),
+    )
     fit = fit_recipe(*_given_keys(model, config, data), hardware, options.method)
     text = compose_recipe(data, fit, hardware, output)
     _write(Path(output), text)
@@ -47,16 +57,22 @@ def init_command(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check_output(output: str, overwrite: bool) -> None:
+def _read_model(name: str) -> tuple[str, dict[str, Any]]:
+    """`name` with its config.json."""
+    return name, find_config(Model(model_name_or_path=name))[0]
+
+
+def _check_output(output: str, overwrite: bool) -> str:
+    """`output`. Raises `UserError` where it is no recipe's name, or exists."""
     path = Path(output)
     if path.suffix not in (".yaml", ".yml"):
         raise UserError(f"{output}: a recipe's name ends in .yaml; write --output {path.with_suffix('.yaml')}")
     if path.exists() and not overwrite:
         raise UserError(f"{output}: exists; choose another --output, or replace it with --overwrite")
+    return output
 
 
-def _read_data(options: argparse.Namespace, model: str) -> DataSummary:
-    path = require(options.data, "--data", "Data, a file, a folder or a hub name")
+def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummary:
     source = DatasetSource(
         path=path,
         name=options.data_name,
@@ -66,9 +82,13 @@ def _read_data(options: argparse.Namespace, model: str) -> DataSummary:
         completion_column=options.completion_column,
         text_column=options.text_column,
     )
-    found = summarize_data(source, has_template=has_chat_template(model), ask=ask if is_interactive() else None)
+    found = summarize_data(source, model, has_template=has_chat_template(model), ask=ask if is_interactive() else None)
     rows = counted(found.rows, "row") if found.is_counted else f"more than {counted(found.rows, 'row')}"
-    print(f"data    {path}: {rows}, read as {found.format}, about {found.mean_tokens:,.0f} tokens each")
+    by = "" if found.is_tokenized else " (a guess from their characters)"
+    print(f"data    {path}: {rows}, read as {found.format}, about {found.mean_tokens:,.0f} tokens each{by}")
+    if unread := list_unread_files(source):
+        more = f" and {len(unread) - SHOWN_FILES} more" if len(unread) > SHOWN_FILES else ""
+        print(f"        not read: {', '.join(unread[:SHOWN_FILES])}{more}; name a file or a glob as --data to choose")
     return found
 
 
@@ -86,18 +106,22 @@ def has_chat_template(model: str) -> bool:
 
 def _find_hardware(options: argparse.Namespace) -> Hardware:
     found = find_gpus() if options.gpus is None or options.gpu_memory is None else None
-    gpus = _read_count(
-        require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", str(found.count if found else 0))
-    )
+    count = str(found.count if found else 0)
+    gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
     if gpus == 0:
         return Hardware(0, f"{psutil.virtual_memory().total // MIB}MiB")
-    memory = require(options.gpu_memory, "--gpu-memory", "Memory of each GPU", found.memory if found else "80GiB")
+    default = found.memory if found else "80GiB"
+    return Hardware(gpus, require(options.gpu_memory, "--gpu-memory", "Memory of each GPU", default, read=_read_memory))
+
+
+def _read_memory(text: str) -> str:
+    """`text` without spaces. Raises `UserError` where it is no size of a GPU."""
     try:
-        if read_size(memory) < 1 << 30:
-            raise UserError(f"{memory}: less than 1 GiB")
+        if read_size(text) < 1 << 30:
+            raise UserError(f"{text}: less than 1 GiB")
     except UserError as error:
         raise UserError(f"--gpu-memory: {error}") from None
-    return Hardware(gpus, memory.replace(" ", ""))
+    return text.replace(" ", "")
 
 
 def _read_count(text: str) -> int:

@@ -1,6 +1,7 @@
 """What a first recipe needs to know of a data set: its format, the columns to name, its rows and their length. No torch."""
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -8,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.data.formats import Completion, Conversation, Document, Text, parse_row
-from finetune.data.messages import BadRow, list_columns
+from finetune.data.messages import BadRow, describe_value, list_columns
+from finetune.data.readers import file_kind
 from finetune.data.sources import list_files, read_rows
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
@@ -20,6 +22,8 @@ TEMPLATE_TOKENS = 16  # around the turns of a row
 PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input", "user", "context")
 COMPLETIONS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply", "label")
 TEXTS = ("text", "content", "document", "body", "article")
+SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by `datasets`, beside its Arrow files
+COLUMN_KEY = "(messages|prompt|completion|text)_column"
 
 Ask = Callable[[str, str], str]  # (question, default) -> answer
 
@@ -33,12 +37,13 @@ class DataSummary:
     columns: tuple[str, ...]
     rows: int  # in all, where `is_counted`; else those that were read
     is_counted: bool
-    longest_tokens: int  # of all but the longest hundredth of the rows, by their characters
-    mean_tokens: float  # of a row, by its characters
+    longest_tokens: int  # of all but the longest hundredth of the rows
+    mean_tokens: float  # of a row
+    is_tokenized: bool  # counted by the model's tokenizer; else guessed from characters
 
 
-def summarize_data(source: DatasetSource, *, has_template: bool, ask: Ask | None) -> DataSummary:
-    """Reads the first rows of `source` and finds the columns to name.
+def summarize_data(source: DatasetSource, model: str, *, has_template: bool, ask: Ask | None) -> DataSummary:
+    """Reads the first rows of `source` and finds the columns to name; where `model` is a folder, its tokenizer counts their tokens.
 
     `has_template`: the model has a chat template, through which questions and answers then go. `ask`: asks a person which
     column is which, where their names do not show it.
@@ -59,15 +64,16 @@ def summarize_data(source: DatasetSource, *, has_template: bool, ask: Ask | None
         raise UserError(bad[0] if bad else f"{source.path}: has no rows")
     source = choose_columns(rows[0], source, has_template=has_template, ask=ask)
     documents = [_parse(row, source) for row in islice(rows, ROWS_READ)]
-    lengths = sorted(count_characters(document) for document in documents)
+    lengths, is_tokenized = count_tokens(documents, Path(model))
     return DataSummary(
         source=source,
         format=parse_row(rows[0], source).format,
         columns=tuple(map(str, rows[0])),
         rows=taken if taken < ROWS_READ else _count_rows(source, taken),
         is_counted=taken < ROWS_READ or bool(list_files(source)),
-        longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))] / CHARACTERS_A_TOKEN) + TEMPLATE_TOKENS,
-        mean_tokens=sum(lengths) / len(lengths) / CHARACTERS_A_TOKEN + TEMPLATE_TOKENS,
+        longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))]) + TEMPLATE_TOKENS,
+        mean_tokens=sum(lengths) / len(lengths) + TEMPLATE_TOKENS,
+        is_tokenized=is_tokenized,
     )
 
 
@@ -81,7 +87,7 @@ def choose_columns(
             found = parse_row(row, source)
         except BadRow as error:
             if not str(error).startswith("unknown format"):
-                raise UserError(f"{source.path}: {error}") from None
+                raise UserError(f"{source.path}: {name_flags(str(error))}") from None
             source = _guess_columns(row, source) or _ask_columns(row, source, ask)
         else:
             if found.format == "prompt_completion" and isinstance(found.document, Completion) and has_template:
@@ -94,8 +100,14 @@ def choose_columns(
 
 def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
     by_name = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, str)}
+    numbers = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, int | float)}
     prompt = next((by_name[name] for name in PROMPTS if name in by_name), None)
     completion = next((by_name[name] for name in COMPLETIONS if name in by_name), None)
+    number = next((numbers[name] for name in COMPLETIONS[:6] if name in numbers), None)
+    if prompt is not None and completion is None and number is not None:
+        raise UserError(
+            f"{source.path}: {number}: text is expected, found {describe_value(row[number])}; write it as text, in quotes"
+        )
     if prompt is not None and completion is not None:
         return replace(source, prompt_column=prompt, completion_column=completion)
     text = next((by_name[name] for name in TEXTS if name in by_name), None)
@@ -119,8 +131,13 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource, ask: Ask | None)
 
 
 def _ask_column(question: str, row: Mapping[str, Any], ask: Ask) -> str:
-    while (column := ask(question, "")) and column not in row:
-        print(f"{column}: no such column; there are {list_columns(row)}")
+    while column := ask(question, ""):
+        if column not in row:
+            print(f"{column}: no such column; there are {list_columns(row)}")
+        elif isinstance(row[column], int | float):
+            print(f"{column}: text is expected, found {describe_value(row[column])}; write it as text, in quotes")
+        else:
+            break
     return column
 
 
@@ -128,18 +145,68 @@ def _parse(row: Mapping[str, Any], source: DatasetSource) -> Document:
     try:
         return parse_row(row, source).document
     except BadRow as error:
-        raise UserError(f"{source.path}: {error}") from None
+        raise UserError(f"{source.path}: {name_flags(str(error))}") from None
 
 
-def count_characters(document: Document) -> int:
+def name_flags(text: str) -> str:
+    """A message on a recipe's keys in the words of `finetune init`.
+
+    >>> name_flags("to train on the chosen answers alone, set completion_column: chosen")
+    'to train on the chosen answers alone, pass --completion-column chosen'
+    """
+    text = re.sub(rf"(?:set )?\b{COLUMN_KEY}: (\w+)", r"pass --\1-column \2", text)
+    return re.sub(rf"\b{COLUMN_KEY}\b", r"--\1-column", text)
+
+
+def count_tokens(documents: Sequence[Document], model: Path) -> tuple[list[float], bool]:
+    """(the tokens of each document from the shortest on, whether the tokenizer in the folder `model` has counted them).
+
+    Without one they are guessed from the characters. What a chat template adds is not counted.
+    """
+    texts = [join_text(document) for document in documents]
+    try:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        counts = [len(encoding.ids) for encoding in tokenizer.encode_batch(texts, add_special_tokens=False)]
+    except Exception:  # tokenizers raises no class of its own; launch says what is wrong with the file
+        return sorted(len(text) / CHARACTERS_A_TOKEN for text in texts), False
+    return sorted(map(float, counts)), True
+
+
+def join_text(document: Document) -> str:
+    """About the text that a model reads of a document."""
     match document:
         case Text(text):
-            return len(text)
+            return text
         case Completion(prompt, completion):
-            return len(prompt) + len(completion)
+            return prompt + completion
         case Conversation(messages, _, tools):
-            parts: Sequence[object] = [*messages, *tools]
-            return sum(len(json.dumps(part, ensure_ascii=False, default=str)) for part in parts)
+            parts = [_describe_message(message) for message in messages]
+            return "\n".join([*parts, *(json.dumps(tool, ensure_ascii=False, default=str) for tool in tools)])
+
+
+def _describe_message(message: Mapping[str, Any]) -> str:
+    if message.keys() <= {"role", "content", "input"} and isinstance(message.get("content"), str):
+        return f"{message['role']}\n{message['content']}\n"
+    return json.dumps(message, ensure_ascii=False, default=str)
+
+
+def list_unread_files(source: DatasetSource) -> list[str]:
+    """The data files in the folder that `source` names which are none of its split's, by their paths in the folder."""
+    folder = Path(source.path)
+    if not folder.is_dir():
+        return []
+    read = {Path(file).resolve() for file in list_files(source)}
+    unread = (file.relative_to(folder) for file in folder.rglob("*") if file.is_file() and file.resolve() not in read)
+    return sorted(str(path) for path in unread if _is_data(path))
+
+
+def _is_data(path: Path) -> bool:
+    is_hidden = any(part.startswith((".", "__")) for part in path.parts)
+    return file_kind(str(path)) is not None and not is_hidden and path.name not in SAVED_BESIDE_DATA
 
 
 def _count_rows(source: DatasetSource, taken: int) -> int:

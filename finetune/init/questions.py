@@ -3,9 +3,17 @@
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from finetune.errors import UserError
+
+T = TypeVar("T")
+
+
+class EndOfInput(UserError):
+    """The person has closed the input: there is nobody left to ask again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +29,7 @@ def is_interactive() -> bool:
 
 
 def ask(question: str, default: str) -> str:
-    """The answer that is typed, or `default` for an empty one. Raises `UserError` at the end of the input."""
+    """The answer that is typed, or `default` for an empty one. Raises `EndOfInput` at the end of the input."""
     try:
         answer = input(f"{question} [{default}]: " if default else f"{question}: ").strip()
     except KeyboardInterrupt:
@@ -29,21 +37,34 @@ def ask(question: str, default: str) -> str:
         raise
     except EOFError:
         print()
-        raise UserError("ended before all questions were answered; nothing was written") from None
+        raise EndOfInput("ended before all questions were answered; nothing was written") from None
     return answer or default
 
 
-def require(given: str | None, flag: str, question: str, default: str = "") -> str:
-    """`given`, else the answer to `question`. Raises `UserError` naming `flag` where nobody can be asked."""
+def require(given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]) -> T:
+    """What `read` makes of `given`, else of the answer to `question`, which is asked again where `read` raises `UserError`.
+
+    Raises `UserError`: that of `read` for what the flag gave, or naming `flag` where nobody can be asked.
+    """
     if given is not None:
-        return given
+        if not given.strip():
+            raise UserError(f"{flag}: empty; leave the flag out to be asked, or give a value")
+        return read(given)
     if not is_interactive():
         if default:
-            return default
+            return read(default)
         raise UserError(f"{flag}: needed, since there is no terminal to ask at")
-    while not (answer := ask(question, default)):
-        print("an answer is needed; Ctrl-C ends without writing anything")
-    return answer
+    while True:
+        answer = ask(question, default)
+        if not answer:
+            print("an answer is needed; Ctrl-C ends without writing anything")
+            continue
+        try:
+            return read(answer)
+        except EndOfInput:
+            raise
+        except UserError as error:
+            print(error)
 
 
 def find_gpus() -> FoundGpus | None:

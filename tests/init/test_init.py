@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from finetune.cli import main
+from finetune.init.data_columns import TEMPLATE_TOKENS
 from finetune.recipe.reader import read_recipe, to_dict
 from tests.conftest import make_chat
 from tests.plan.run_specs import LLAMA_31_8B
@@ -132,6 +133,9 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
     rated = write_rows(tmp_path / "rated.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     empty = write_rows(tmp_path / "empty.jsonl")
+    counts = write_rows(tmp_path / "counts.jsonl", {"question": "1+2", "answer": 3})
+    table = tmp_path / "table.csv"
+    table.write_text("question;answer\nWhy?;So.\n")
     gpu = ("--gpus", 1, "--gpu-memory", "80GiB")
     (tmp_path / "r.yaml").touch()
     taken = init("--model", llama, "--data", rows, *gpu, code=2)
@@ -144,7 +148,14 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         (("--model", llama, "--data", "./gone.jsonl"), "./gone.jsonl: no such file or folder"),
         (("--model", llama, "--data", empty), f"{empty}: has no rows"),
         (("--model", llama, "--data", rows), f"{rows}: its columns are u, v; say which to read with --prompt-column"),
-        (("--model", llama, "--data", rated), f"{rated}: rejected: preference training (DPO) is not supported"),
+        (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
+        (
+            ("--model", llama, "--data", rated),
+            f"{rated}: rejected: preference training (DPO) is not supported; to train on the chosen answers alone, pass "
+            "--completion-column chosen\n",
+        ),
+        (("--model", llama, "--data", counts), f"{counts}: answer: text is expected, found 3 (int); write it as text"),
+        (("--model", llama, "--data", table), f"{table}: its columns are separated by semicolons, where commas are"),
         (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}: w: text is expected, found "),
         (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "two"), "--gpus: two: a number of GPUs"),
         (
@@ -158,6 +169,58 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
     ):
         assert init(*arguments, code=2).startswith(message), arguments
     assert not (tmp_path / "r.yaml").exists()
+
+
+def test_it_says_what_it_guesses_and_what_it_does_not_read(
+    llama: Path, tiny_llama: Callable[..., Path], tmp_path: Path, init: Callable[..., str]
+) -> None:
+    from transformers import AutoTokenizer
+
+    folder, model = tmp_path / "folder", tiny_llama()
+    folder.mkdir()
+    texts = ["Once upon a time there was a dog. " * n for n in range(1, 40)]
+    write_rows(folder / "train.jsonl", *({"text": text} for text in texts))
+    write_rows(folder / "test.jsonl", {"text": "a"})
+    (folder / "README.md").touch()
+    printed = init("--model", llama, "--data", folder, "--gpus", 1, "--gpu-memory", "80GiB").splitlines()
+    assert printed[0].endswith(" tokens each (a guess from their characters)")
+    assert printed[1] == "        not read: test.jsonl; name a file or a glob as --data to choose"
+    printed = init("--model", model, "--data", folder / "train.jsonl", "--gpus", 0).splitlines()
+    tokens = AutoTokenizer.from_pretrained(model)(texts, add_special_tokens=False).input_ids
+    mean = sum(map(len, tokens)) / len(tokens) + TEMPLATE_TOKENS
+    assert printed[0].endswith(f", read as text, about {mean:,.0f} tokens each")
+    assert printed[1].startswith("wrote ")
+
+
+def test_a_wrong_answer_is_asked_again(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b", "n": 3})
+    answers = ["./gone", str(llama), "./gone.jsonl", str(rows), "u", "n", "v", "two", "2", "80", "80GiB"]
+    monkeypatch.setattr("finetune.init.questions.is_interactive", lambda: True)
+    monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda _: answers.pop(0))
+    assert main(["init", "--output", str(tmp_path / "r.yaml")]) == 0
+    said = [
+        line
+        for line in capsys.readouterr().out.splitlines()
+        if not line.startswith(("data", "wrote", "look", "plan", "train"))
+    ]
+    assert [line.partition(" ")[0] for line in said] == [
+        "./gone:",
+        "./gone.jsonl:",
+        f"{rows}:",
+        "n:",
+        "--gpus:",
+        "--gpu-memory:",
+    ]
+
+    def end(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("builtins.input", end)
+    assert main(["init", "--output", str(tmp_path / "other.yaml")]) == 2
+    assert capsys.readouterr().err == "ended before all questions were answered; nothing was written\n"
 
 
 def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
