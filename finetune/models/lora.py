@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
-from finetune.recipe.module_patterns import is_saved_whole, refuse_unadapted, refuse_unmatched
+from finetune.recipe.module_patterns import is_saved_whole, refuse_adapted_head, refuse_unadapted, refuse_unmatched
 from finetune.recipe.schema import Lora
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
@@ -20,10 +20,12 @@ ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     """Freezes `model` (still on meta) in `base_dtype`, but for `modules_to_save`, and injects fp32 adapters.
 
-    Raises `UserError` where `lora_target_modules`, `modules_to_save` or a pattern names no part of the model.
+    Raises `UserError` where `lora_target_modules`, `modules_to_save` or a pattern names no part of the model, and where an adapter
+    is asked of the output head.
     """
     from peft import inject_adapter_in_model
 
+    head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())  # type: ignore[operator]
     known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     wrong = (
         []
@@ -37,9 +39,10 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     model.to(base_dtype)
     model.requires_grad_(False)
     whole = _find_saved_whole(model, lora)
+    refuse_adapted_head(head, whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora)
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        inject_adapter_in_model(peft_config(lora, known, whole), model)
+        inject_adapter_in_model(peft_config(lora, known, head, whole), model)
     for name, parameter in model.named_parameters():
         if parameter in whole:
             parameter.requires_grad_(True)
@@ -64,12 +67,13 @@ def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[s
     return {parameter: its for parameter, its in names.items() if is_saved_whole(its, lora)}
 
 
-def peft_config(lora: Lora, linear_layers: set[str], whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
-    """The recipe's adapter in peft's terms. `all-linear` is all of `linear_layers` but the head and what is trained whole."""
+def peft_config(lora: Lora, linear_layers: set[str], head: str, whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
+    """The recipe's adapter in peft's terms. `all-linear` is all of `linear_layers` but `head` and what is trained whole."""
     from peft import LoraConfig
 
     saved = sorted({name.rpartition(".")[0] for names in whole.values() for name in names})
-    targets = linear_layers - {"lm_head"} if lora.lora_target_modules == "all-linear" else set(lora.lora_target_modules)
+    is_all = lora.lora_target_modules == "all-linear"
+    targets = linear_layers - {head.rpartition(".")[2]} if is_all else set(lora.lora_target_modules)
     return LoraConfig(
         r=lora.lora_r,
         lora_alpha=lora.lora_alpha,

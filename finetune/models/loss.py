@@ -259,7 +259,7 @@ def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
     if type(head) is not nn.Linear:
         raise UserError(
             f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and cannot be "
-            "trained here; remove it from lora_target_modules, or name another model"
+            "trained here; name another model"
         )
     head.__class__ = CrossEntropyHead
     head.logits = LogitTransform.from_config(model.config)  # type: ignore[assignment]

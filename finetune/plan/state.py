@@ -8,7 +8,14 @@ from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
 from finetune.quantization import quantized_bytes
-from finetune.recipe.module_patterns import find_trained, find_value, is_saved_whole, refuse_unadapted, refuse_unmatched
+from finetune.recipe.module_patterns import (
+    find_trained,
+    find_value,
+    is_saved_whole,
+    refuse_adapted_head,
+    refuse_unadapted,
+    refuse_unmatched,
+)
 from finetune.recipe.schema import Lora, Model, Quantization
 
 FP32 = 4  # bytes
@@ -53,7 +60,7 @@ def list_state_tensors(
     """Every parameter of the model: trained but for what the recipe freezes, or a frozen base, which may be quantized, with fp32 adapters
     and the modules that are trained whole beside them.
 
-    Raises `UserError` where a pattern of the recipe names nothing.
+    Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the output head.
     """
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     units: list[tuple[str, tuple[TensorShape, ...]]] = [("embedding", (architecture.embedding,))]
@@ -66,9 +73,11 @@ def list_state_tensors(
         for t in ts
     }
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
+    if lora.use_peft:
+        refuse_adapted_head("lm_head", next(its for its in names.values() if HEAD in its), lora)
     trained = set() if lora.use_peft else find_trained(list(names.values()), model)
     found: list[StateTensor] = []
-    adapted = [HEAD.removesuffix(".weight")] if "lm_head" in lora.lora_target_modules else []
+    adapted: list[str] = []
     for unit, tensors in units:
         for tensor in tensors:
             whole = is_saved_whole(names[tensor.name], lora)

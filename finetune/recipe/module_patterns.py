@@ -92,6 +92,21 @@ def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
                 raise UserError(f"{key}: {pattern}: names no adapted layer of the model; see lora_target_modules")
 
 
+def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
+    """Raises `UserError` where `lora_target_modules` names the output head, the module `head`, whose weight has `names`.
+
+    One that is trained whole gets no adapter, and so may be named.
+    """
+    if lora.lora_target_modules == "all-linear" or is_saved_whole(names, lora):
+        return
+    for target in lora.lora_target_modules:
+        if f".{head}".endswith(f".{target}"):
+            raise UserError(
+                f"lora_target_modules: {target}: names the output head, which cannot have an adapter: its product is computed "
+                f"with the loss, in chunks; remove it, or train the head whole with modules_to_save: [{target}]"
+            )
+
+
 def refuse_unmatched(key: str, patterns: Iterable[str], tensors: Iterable[Sequence[str]]) -> None:
     """Raises `UserError` where one of `patterns` names nothing among the parameters."""
     parameters = [name for names in tensors for name in names]

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,15 @@ import pytest
 import torch
 
 from finetune.cli import main
+from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
+from finetune.models.build import build_on_meta
 from finetune.models.lora import add_adapters
+from finetune.plan.plan import make_plan
+from finetune.pretrained_config import load_config
 from finetune.recipe.module_patterns import find_trained, is_named, is_within, refuse_unmatched
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Model
+from finetune.recipe.schema import Lora, Model
 
 LAYERS = [f"model.layers.{i}.{part}.weight" for i in range(12) for part in ("self_attn.q_proj", "mlp.up_proj")]
 TIED = [["model.embed_tokens.weight", "lm_head.weight"], *([name] for name in LAYERS), ["model.norm.weight"]]
@@ -85,9 +90,9 @@ def test_plan_and_training_refuse_a_pattern_without_a_layer_alike(
         assert capsys.readouterr().err == f"{sentence}\n"
         with pytest.raises(UserError, match=sentence):
             add_adapters(copy.deepcopy(model), read_recipe(path, [override]).lora, torch.float32)
-    head = ["lora_target_modules=[q_proj, lm_head]", "alpha_pattern={lm_head: 8}"]
-    assert main(["plan", "--recipe", path, "--num-processes", "1", *head]) == 0
-    add_adapters(model, read_recipe(path, head).lora, torch.float32)
+    named = ["lora_target_modules=[q_proj, down_proj]", "alpha_pattern={down_proj: 8}"]
+    assert main(["plan", "--recipe", path, "--num-processes", "1", *named]) == 0
+    add_adapters(model, read_recipe(path, named).lora, torch.float32)
 
 
 def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> None:
@@ -95,3 +100,58 @@ def test_freezing_is_for_full_fine_tuning(tiny_recipe: Callable[..., Path]) -> N
         UserError, match="frozen_modules is for full fine-tuning; LoRA freezes the base but for modules_to"
     ):
         read_recipe(str(tiny_recipe(use_peft=True)), ["frozen_modules=[embed_tokens]"])
+
+
+ADAPTED_HEAD = (
+    "lora_target_modules: lm_head: names the output head, which cannot have an adapter: .*modules_to_save: .lm_head."
+)
+HEADS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "named": ({"lora_target_modules": ["q_proj", "lm_head"]}, ADAPTED_HEAD),
+    "all-linear": ({}, None),
+    "trained whole": ({"modules_to_save": ["lm_head"]}, None),
+    "named and trained whole": ({"lora_target_modules": ["q_proj", "lm_head"], "modules_to_save": ["lm_head"]}, None),
+}
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("case", HEADS)
+def test_the_head_gets_no_adapter(case: str, tied: bool, tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    """Where the recipe asks for one, the plan says so and the loading does; `all-linear` is all layers but the head."""
+    keys, refusal = HEADS[case]
+    recipe = read_recipe(str(tiny_recipe(use_peft=True, **keys)), [])
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = Model(model_config={"model_type": "llama", "tie_word_embeddings": tied, **sizes})
+    built = build_on_meta(load_config(model), torch.float32)
+    if refusal is not None:
+        with pytest.raises(UserError, match=refusal):
+            add_adapters(built, recipe.lora, torch.float32)
+        with pytest.raises(UserError, match=refusal):
+            make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1)
+        return
+    add_adapters(built, recipe.lora, torch.float32)
+    adapted = {name.partition(".lora_")[0] for name, _ in built.named_parameters() if ".lora_" in name}
+    assert "lm_head" not in adapted
+    assert len(adapted) == (7 if recipe.lora.lora_target_modules == "all-linear" else 1)
+    assert built.get_submodule("lm_head").weight.requires_grad == bool(recipe.lora.modules_to_save)
+    make_plan(replace(recipe, model=model), Sharding(layout="fsdp2"), 1)
+
+
+def test_a_head_of_another_name_is_no_part_of_all_linear() -> None:
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    model = Model(model_config={"model_type": "biogpt", "max_position_embeddings": 32, **sizes})
+    built = build_on_meta(load_config(model), torch.float32)
+    add_adapters(built, Lora(use_peft=True), torch.float32)
+    assert not [name for name, _ in built.named_parameters() if name.startswith("output_projection.lora_")]
+    assert [name for name, _ in built.named_parameters() if ".q_proj.lora_" in name]
