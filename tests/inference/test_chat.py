@@ -182,6 +182,17 @@ def test_a_prompt_that_is_not_utf8_is_refused_before_loading(
         assert chat(tmp_path, code=2) == f"stdin: {reason}"
 
 
+def test_a_line_that_is_not_utf8_is_typed_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from finetune.inference.conversation import read_turn
+
+    for errors in ("strict", "surrogateescape"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9 \xff\n"), "utf-8", errors))
+        assert read_turn() is None
+        assert capsys.readouterr().err.startswith("this line: not UTF-8: invalid continuation byte")
+
+
 def test_options_that_contradict_each_other_are_refused(chat: Callable[..., str]) -> None:
     for options in (("--prompt", "a", "--prompts", "b.txt"), ("--chat-template", "plain", "--no-chat-template")):
         with pytest.raises(SystemExit, match="2"):

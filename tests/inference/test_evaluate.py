@@ -17,7 +17,10 @@ from finetune.benchmark_results import (
     write_benchmarks,
 )
 from finetune.cli import main
+from finetune.errors import UserError
 from finetune.export.model_card import add_evaluation
+from finetune.inference.cli import keep_results
+from finetune.inference.find_model import ModelReference
 
 PROMPTS = ["What is 3 plus 3?", "What is 4 plus 4?", "And 5?", "One more"]
 
@@ -119,6 +122,15 @@ def test_a_mistake_is_one_sentence(
     ):
         assert main(["evaluate", *arguments]) == 2
         assert capsys.readouterr().err.splitlines()[-1].startswith(message)
+
+
+def test_the_run_keeps_its_results_where_output_cannot_be_written(tmp_path: Path) -> None:
+    reference = ModelReference(name=str(tmp_path), kind="model", run=tmp_path)
+    result = BenchmarkResult(task="a", metric="acc", trained=0.5)
+    gone = tmp_path / "gone" / "x.json"  # removed while the model was measured
+    with pytest.raises(UserError, match=f"{gone}: cannot be written: No such file or directory; the results are above"):
+        list(keep_results([result], reference, str(gone)))
+    assert read_benchmarks(tmp_path) == [result]
 
 
 def test_results_are_merged_and_shown(tmp_path: Path) -> None:
