@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
@@ -21,6 +22,7 @@ LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
+OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
 
 EXPORT, ADAPTER = "export", "adapter"  # in a run's folder
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
@@ -53,8 +55,13 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
 
 @cache
 def read_versions() -> Mapping[str, str]:
-    """The installed version of each of PACKAGES, which a run and its checkpoints record. Reading one takes 10 ms."""
-    return {name: metadata.version(name) for name in PACKAGES}
+    """The installed version of each of PACKAGES, and of OPTIONAL_PACKAGES where installed, which a run and its checkpoints record.
+    Reading one takes 10 ms."""
+    versions = {name: metadata.version(name) for name in PACKAGES}
+    for name in OPTIONAL_PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
 
 
 def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:

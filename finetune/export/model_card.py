@@ -48,6 +48,7 @@ RECIPE_KEYS = (
 FOUR_BIT_KEYS = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 LICENSE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
 UNKNOWN_LICENSE = "unknown"
+OTHER_BASE = "**These are not the weights that the adapter was trained on**: `--base-model` named them for the export."
 
 
 def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: MergeChoice | None = None) -> str:
@@ -59,11 +60,12 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: Me
         f"---\n{front}---",
         f"# {name}",
         f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{_origin(source)}.",
+        OTHER_BASE if source.base_differs else "",
         _section("Training", _training(source)),
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
         _section("Data", _data(source)),
         _section("Recipe", _table(("Key", "Value"), _recipe_rows(source))),
-        _section("Use", _use(is_adapter, source.quantization)),
+        _section("Use", _use(source, is_adapter)),
     ]
     return "\n\n".join(filter(None, sections)) + "\n"
 
@@ -222,17 +224,25 @@ def _recipe_rows(source: Source) -> list[tuple[str, str]]:
     return [(f"`{key}`", f"`{json.dumps(recipe[key])}`") for key in shown if recipe.get(key) not in (None, [], {})]
 
 
-def _use(is_adapter: bool, quantization: Quantization) -> str:
+def _use(source: Source, is_adapter: bool) -> str:
+    quantization = source.quantization
     if is_adapter and quantization.bits is not None:
         settings = f"load_in_{quantization.bits}bit=True"
         if quantization.bits == 4:
-            settings += f', bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}"'
-            settings += f", bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant}"
+            compute_dtype = str(source.compute_dtype).removeprefix("torch.")
+            settings += f',\n    bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}",\n'
+            settings += f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},\n"
+            settings += f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
+            settings = f"\n    {settings}"
         return (
-            "The adapter was trained on the base in this quantization:\n\n"
+            "The adapter was trained on the base in this quantization, made from the numbers as the base's files hold them "
+            '(`dtype="auto"`):\n\n'
             "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import BitsAndBytesConfig\n\n"
             f"quantization = BitsAndBytesConfig({settings})\n"
-            'model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME", quantization_config=quantization)\n```'
+            "model = AutoPeftModelForCausalLM.from_pretrained(\n"
+            '    "PATH_OR_NAME", dtype="auto", quantization_config=quantization\n)\n```\n\n'
+            "On a CPU call `model.train()` before the forward: outside of training bitsandbytes multiplies in bf16 on some CPUs, "
+            "and fails there where a layer's output width is no multiple of 32."
         )
     if is_adapter:
         return (

@@ -28,6 +28,7 @@ from finetune.export.dcp_metadata import METADATA
 from finetune.hub import download_file, download_folder, find_local_folder
 from finetune.models.quantized_base import StoredQuantized, split_quantized
 from finetune.recipe.schema import Quantization
+from finetune.recipe.stored_quantization import read_recipe_quantization
 from finetune.safetensors_io.header import read_json
 from finetune.safetensors_io.tensors import StoredTensor, read_folder
 from finetune.terminal import progress_bar
@@ -59,6 +60,7 @@ class Source:
     adapter: Adapter | None = None
     base_model: str | None = None  # a hub name or a folder
     base: Path | None = None  # its folder, where it is on this machine
+    base_differs: bool = False  # known not to have the weights that the adapter was trained on
     state: Mapping[str, Any] = field(default_factory=dict)  # state.json of a checkpoint of this project
     run: Path | None = None  # the run's folder, where the source belongs to one
     quantized: Mapping[str, StoredQuantized] = field(default_factory=dict)  # of `tensors`, those stored in 4 or 8 bits
@@ -71,13 +73,7 @@ class Source:
     @property
     def quantization(self) -> Quantization:
         """How the base was quantized in the training."""
-        given = self.recipe
-        return Quantization(
-            load_in_4bit=given.get("load_in_4bit") is True,
-            load_in_8bit=given.get("load_in_8bit") is True,
-            bnb_4bit_quant_type="fp4" if given.get("bnb_4bit_quant_type") == "fp4" else "nf4",
-            bnb_4bit_use_double_quant=given.get("bnb_4bit_use_double_quant") is True,
-        )
+        return read_recipe_quantization(self.recipe)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -93,8 +89,7 @@ def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str
     checkpoint = _find_checkpoint(path, log)
     if checkpoint is not None:
         source = _open_checkpoint(checkpoint, base_model)
-        _check_base_is_the_trained_one(source, base_model, log)
-        return source
+        return replace(source, base_differs=not _is_base_the_trained_one(source, base_model, log))
     if (path / ADAPTER_CONFIG).exists():
         return _open_adapter(path, base_model)
     tensors, prefixed = _read_foreign_tensors(path)
@@ -162,20 +157,21 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     return replace(source, base=find_local_folder(name, revision) if name else None)
 
 
-def _check_base_is_the_trained_one(source: Source, given: str | None, log: Callable[[str], object]) -> None:
-    """Raises `UserError` unless the base has the weights that the adapter was trained on; reads every byte of it.
+def _is_base_the_trained_one(source: Source, given: str | None, log: Callable[[str], object]) -> bool:
+    """Whether the base has the weights that the adapter was trained on, as far as that is known; reads every byte of it.
 
-    Where the user named that base with --base-model, the difference is logged.
+    Raises `UserError` where it has others, unless the user named that base with --base-model: then the difference is logged.
     """
     from finetune.checkpoint.inputs import hash_base  # imports the data libraries
 
     trained_on = source.state.get("inputs", {}).get("base")
     if source.adapter is None or source.base is None or trained_on is None or hash_base(source.base) == trained_on:
-        return
+        return True
     problem = f"{source.base}: not the weights that the adapter of {source.path} was trained on"
     if given is None:
         raise UserError(f"{problem}; restore them, or name a folder with --base-model")
-    log(f"{problem}; merged with them, since --base-model names them")
+    log(f"warning: {problem}; used all the same, since --base-model names them")
+    return False
 
 
 def _open_adapter(path: Path, base_model: str | None) -> Source:

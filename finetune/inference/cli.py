@@ -192,7 +192,7 @@ def _load_speakers(
     import torch
 
     from finetune.inference.conversation import Speaker
-    from finetune.inference.inference_model import LoadOptions, load_base, load_model
+    from finetune.inference.inference_model import LoadOptions, describe_base, load_base, load_model
 
     if options.seed is not None:
         torch.manual_seed(options.seed)
@@ -205,7 +205,7 @@ def _load_speakers(
     for notice in reference.notices:
         _log(notice)
     model = load_model(reference, load_options, _log)
-    _log(f"model   {model.name} on {model.model.device}")
+    _log(f"model   {model.name} on {model.model.device}{describe_base(model, reference)}")
     if other is None:
         return [Speaker("", model)]
     if options.compare_with is not None:

@@ -11,6 +11,8 @@ from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.durable import restore_exports, restore_folder
 from finetune.errors import UserError
+from finetune.recipe.schema import Quantization
+from finetune.recipe.stored_quantization import read_recipe_quantization
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 
@@ -76,6 +78,11 @@ def trained_formats(run: Path | None) -> set[str]:
         [source.get("formats") for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
     )
     return {str(name) for names in formats if isinstance(names, list) for name in names}
+
+
+def trained_quantization(run: Path | None) -> Quantization:
+    """How the base of a run was quantized while training."""
+    return read_recipe_quantization(_read_recipe(run))
 
 
 def _find_model_of_run(run: Path) -> ModelReference:

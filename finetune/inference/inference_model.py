@@ -24,7 +24,8 @@ from finetune.export.source import Source, find_base, open_source, peft_name
 from finetune.export.target import describe_target
 from finetune.export.writing import plan_weights
 from finetune.hub import hub_error
-from finetune.inference.find_model import ModelReference, trained_formats
+from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
+from finetune.recipe.stored_quantization import describe_quantization
 from finetune.safetensors_io.header import read_header, read_json
 from finetune.safetensors_io.tensors import read_folder
 
@@ -95,6 +96,17 @@ def load_base(
     if model.has_adapter:
         return replace(model, name=base.name, without_adapter=True)
     return load_model(base, options, log, default_template=model.template)
+
+
+def describe_base(model: InferenceModel, reference: ModelReference) -> str:
+    """The form in which the base under an adapter is loaded, where the training quantized it; empty otherwise."""
+    quantization = trained_quantization(reference.run)
+    if not model.has_adapter or quantization.bits is None:
+        return ""
+    trained = describe_quantization(quantization)
+    if getattr(model.model.config, "quantization_config", None) is not None:
+        return f"; base loaded in {trained}, as trained on"
+    return f"; base loaded in {str(model.model.dtype).removeprefix('torch.')}, trained on in {trained}"
 
 
 def choose_template(

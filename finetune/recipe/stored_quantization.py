@@ -1,5 +1,6 @@
-"""A model whose files are quantized already, as its config.json says: with which settings of a recipe. Imports no torch."""
+"""How a base was quantized, by the config.json of its files or by the recipe of a run. Imports no torch."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from finetune.errors import UserError
@@ -17,6 +18,16 @@ def describe_quantization(quantization: Quantization) -> str:
     kind = quantization.bnb_4bit_quant_type if quantization.bits == 4 else "int8"
     double = ", double quantization" if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant else ""
     return f"{quantization.bits} bits ({kind}{double})"
+
+
+def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
+    """How a run's base was quantized, by its recipe as files hold it."""
+    return Quantization(
+        load_in_4bit=recipe.get("load_in_4bit") is True,
+        load_in_8bit=recipe.get("load_in_8bit") is True,
+        bnb_4bit_quant_type="fp4" if recipe.get("bnb_4bit_quant_type") == "fp4" else "nf4",
+        bnb_4bit_use_double_quant=recipe.get("bnb_4bit_use_double_quant") is True,
+    )
 
 
 def read_stored_quantization(config: Any, name: str) -> Quantization | None:

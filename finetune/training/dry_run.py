@@ -6,19 +6,26 @@ from contextlib import contextmanager
 import torch
 
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.tokenizer import load_tokenizer
+from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.distributed.world import World, leave
 from finetune.errors import UserError
 from finetune.plan.advice import list_changes
 from finetune.plan.memory import find_peak
 from finetune.plan.plan import format_plan, make_plan
+from finetune.pretrained_config import check_config, complete_quantization, load_config
 from finetune.recipe.schema import Recipe
 from finetune.units import gib
 
 
 def print_dry_run(recipe: Recipe, world: World) -> None:
-    """Reads the data and prints the plan of the run with its real steps and tokens. Loads no model, writes no folder."""
+    """Reads the data and prints the plan of the run with its real steps and tokens. Loads no model, writes no folder.
+
+    Raises `UserError` where the run itself would be refused before its data is read.
+    """
     tokenizer = load_tokenizer(recipe.model, recipe.data)
+    config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
+    check_config(config, recipe.model, recipe.data, len(tokenizer))
+    recipe = complete_quantization(recipe, config, world.sharding)
     data = prepare_data(recipe, tokenizer, world)
     if world.is_main:
         print_plan(recipe, world, data)

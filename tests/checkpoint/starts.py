@@ -161,7 +161,7 @@ def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
         is_refused(export(checkpoint), f"{MODEL}: not the weights that the adapter of {checkpoint} was")
         is_refused(export(ROOT / "lora"), "restore them, or name a folder with --base-model")
         text = succeeds(export(checkpoint, "--base-model", OTHER))
-        assert "merged with them, since --base-model names them" in text
+        assert "used all the same, since --base-model names them" in text
     shutil.copytree(MODEL, ROOT / "moved")
     assert "all the same" not in succeeds(export(checkpoint, "--base-model", ROOT / "moved"))
     succeeds(export(checkpoint / manifest.MODEL))

@@ -150,7 +150,16 @@ def test_merge_onto_decides_otherwise(
     )
     config = json.loads((out / "adapter" / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(run.parent / "model")
-    assert "BitsAndBytesConfig(load_in_4bit=True" in (out / "adapter" / "README.md").read_text()
+    assert "not the weights" not in said + (out / "README.md").read_text()
+
+
+def test_the_adapters_card_opens_it_with_the_logits_that_were_trained(run: Path, references: dict[str, Scored]) -> None:
+    card = (run / "adapter" / "README.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    assert 'bnb_4bit_compute_dtype="float32"' in code and "call `model.train()`" in card
+    found: dict[str, Any] = {}
+    exec(code.replace("PATH_OR_NAME", str(run / "adapter")), found)
+    torch.testing.assert_close(scored(found["model"], run)[1], references["trained"][1], atol=1e-5, rtol=1e-5)
 
 
 def test_without_rows_it_is_the_base_that_was_trained(run: Path, tmp_path: Path, capsys: Any) -> None:
@@ -186,6 +195,9 @@ def test_a_base_that_is_stored_in_four_bits_is_merged_onto_as_it_is(
     said = capsys.readouterr().out
     assert "exported: onto the dequantized base, for the base is stored quantized" in said
     assert "onto the original base" not in said and "verified: every value" in said
+    assert f"warning: {tmp_path / 'base'}: not the weights that the adapter of {run}" in said
+    for card in ("README.md", "adapter/README.md"):
+        assert "**These are not the weights that the adapter was trained on**" in (tmp_path / "out" / card).read_text()
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     torch.testing.assert_close(scored(model, run)[1], references["dequantized"][1], atol=1e-4, rtol=1e-4)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from finetune.cli import main
 from finetune.inference.find_model import find_model
@@ -110,6 +111,20 @@ def test_a_lora_run_needs_neither_export_nor_merge(lora_run: Path, tmp_path: Pat
         assert answers == {str(moved): untrained, str(adapter): trained}
     finally:
         moved.rename(base)
+
+
+def test_a_qlora_run_says_in_which_form_its_base_is_loaded(
+    lora_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(lora_run, tmp_path / "run")
+    command = ["chat", str(run), "--prompt", QUESTION, "--max-new-tokens", "1"]
+    assert main(command) == 0
+    assert f"model   {run / 'adapter'} on cpu\n" in capsys.readouterr().err
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe | {"load_in_4bit": True}))
+    assert main(command) == 0
+    loaded = f"model   {run / 'adapter'} on cpu; base loaded in float32, trained on in 4 bits (nf4)\n"
+    assert loaded in capsys.readouterr().err
 
 
 def test_an_adapter_that_added_tokens(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:

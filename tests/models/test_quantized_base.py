@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune import quantization
 from finetune.distributed.accelerate_config import Sharding
-from finetune.distributed.world import join, leave
+from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.quantized_base import split_quantized
@@ -22,8 +23,10 @@ from finetune.models.quantized_layers import quantize_layers
 from finetune.models.weights import refuse_mismatch
 from finetune.pretrained_config import check_config, complete_quantization, load_config
 from finetune.quantization import check_quantization
+from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Lora, Model, Quantization, Recipe
 from finetune.safetensors_io.tensors import read_folder
+from finetune.training.dry_run import print_dry_run
 from tests.models.families import build
 from tests.models.test_quantize import by_bitsandbytes
 
@@ -33,6 +36,7 @@ NF4 = BITSANDBYTES | {"bnb_4bit_quant_type": "nf4"}
 INT8 = {"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}
 FSDP2 = Sharding(layout="fsdp2")
 UNQUANTIZED = Quantization()
+NOTHING_INSTALLED = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: None))
 
 
 def adopted(
@@ -101,12 +105,23 @@ def test_fsdp1_is_refused(asked: Quantization) -> None:
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(quantization, "importlib", NOTHING_INSTALLED)
     with pytest.raises(
         UserError, match="load_in_4bit needs bitsandbytes; pip install bitsandbytes, or leave load_in_4bit out"
     ):
         adopted(NF4)
     adopted(None)
+
+
+def test_a_dry_run_names_a_missing_package_too(
+    monkeypatch: pytest.MonkeyPatch, tiny_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = read_recipe(str(tiny_recipe(use_peft=True, load_in_4bit=True)), [])
+    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
+    monkeypatch.setattr(quantization, "importlib", NOTHING_INSTALLED)
+    with pytest.raises(UserError, match="load_in_4bit needs bitsandbytes; pip install bitsandbytes"):
+        print_dry_run(recipe, world)
+    assert capsys.readouterr().out == ""
 
 
 Tensors = dict[str, torch.Tensor]

@@ -2,18 +2,21 @@
 
 import json
 from collections.abc import Callable
+from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 
+from finetune.constants import read_versions
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.trackers import PACKAGES
 from finetune.training.dry_run import explain_out_of_memory
+from finetune.training.run_folder import environment
 from tests.ranks import ROOT, launch_ranks
 
 RUN = ROOT / "finetune" / "run.py"
@@ -87,3 +90,20 @@ def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe
     assert said[0] == "rank 0: out of memory: CUDA out of memory"
     assert "activations" in said[-2]
     assert said[-1].startswith("next       per_device_train_batch_size=1")
+
+
+def test_the_environment_names_the_optional_packages_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name == "torchao":
+            raise metadata.PackageNotFoundError(name)
+        return f"{name} 1"
+
+    monkeypatch.setattr(metadata, "version", version)
+    read_versions.cache_clear()
+    try:
+        world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
+        packages = environment(world)["packages"]
+    finally:
+        read_versions.cache_clear()
+    assert packages["bitsandbytes"] == "bitsandbytes 1" and packages["torch"] == "torch 1"
+    assert "torchao" not in packages
