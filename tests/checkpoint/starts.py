@@ -25,7 +25,7 @@ from finetune.export import publish as publishing
 from tests.conftest import CHAT_TEMPLATE, make_chat, make_model
 from tests.forked_ranks import fork_ranks, import_all, run_main, wait
 
-ROOT = Path(sys.argv[1])
+ROOT = Path(sys.argv[-1])
 MODEL, OTHER, CHAT, TEMPLATE = ROOT / "model", ROOT / "other", ROOT / "chat.jsonl", ROOT / "template.jinja"
 STEPS = 4
 

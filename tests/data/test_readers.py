@@ -104,7 +104,7 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 10_000)[:-20], "the file is truncated"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 10_000, mtime=0)[:-20], "the file is truncated"),
         ("none.jsonl.gz", b'{"text": "a"}', "not a valid gzip file"),
         ("cut.json", b'[{"text": "a"}, {"text": "b"', ", row 2: not JSON"),
         ("open.json", b'[{"text": "a"}, {"text": "b"}', ", row 3: the array is never closed"),
@@ -119,7 +119,7 @@ def test_a_line_of_100_mb_is_skipped_without_being_held(tmp_path: Path) -> None:
         ("rows.xlsx", b"", "unknown kind of file"),
         ("utf16.jsonl", '{"text": "a"}\n'.encode("utf-16"), "text in UTF-16; save it as UTF-8"),
         ("bare.jsonl", '{"text": "a"}\n'.encode("utf-16-le"), "as in UTF-16 or a binary file; save it as UTF-8"),
-        ("packed.jsonl", gzip.compress(b'{"text": "a"}\n'), "a gzip file; end its name with .gz"),
+        ("packed.jsonl", gzip.compress(b'{"text": "a"}\n', mtime=0), "a gzip file; end its name with .gz"),
         (
             "a.csv",
             b"question;answer\na;b\n",
