@@ -172,7 +172,10 @@ def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> Non
         ),
         ({"messages": [USER]}, "no assistant turn to train on; the roles are user"),
         ({"messages": [USER, {**ASSISTANT, "train": "maybe"}]}, "message 2: train: true or false is expected"),
-        ({"messages": [USER, ASSISTANT], "tools": "hammer"}, "tools: a list of JSON schemas, each with its name, is expected"),
+        (
+            {"messages": [USER, ASSISTANT], "tools": "hammer"},
+            "tools: a list of JSON schemas, each with its name, is expected",
+        ),
         ({"prompt": 5, "completion": "A"}, "prompt: text is expected, found 5 (int)"),
         ({"prompt": "Q", "completion": ""}, "completion: empty"),
         ({"text": ""}, "text: empty"),
