@@ -75,6 +75,8 @@ class StreamedBatches:
 
         `on_report` is called before the first batch of each block.
         """
+        if from_step >= self.steps:  # local rank 0 would remove a block that the others still look for
+            return
         report = StreamReport(self.report.max_length, self.report.eval_sources, self.report.first_rows, from_step)
         block, step, examples = self._find_block(from_step)
         canceled = Event()

@@ -112,6 +112,10 @@ def test_only_notes_are_left_when_it_ends_or_is_closed_early(stream: Stream, tmp
     assert left and all(name.startswith("block-") and name.endswith(".json") for name in left)
 
 
+def test_a_rank_that_resumes_at_the_end_waits_for_nothing(stream: Stream) -> None:
+    assert list(stream(1, 2).batches(40)) == []  # rank 0, which would write the block, is not here
+
+
 def test_sources_are_drawn_by_weight(stream: Stream) -> None:
     drawn = Counter(
         Path(source.path).stem for source, _, _ in islice(interleave_sources(stream().data.datasets, 0), 3000)
