@@ -2,4 +2,6 @@
 
 from importlib.util import find_spec
 
-collect_ignore = [] if find_spec("torchao") else ["finetune/optim/adamw_8bit.py"]
+NEEDS = {"finetune/optim/adamw_8bit.py": "torchao", "finetune/inference/harness.py": "lm_eval"}
+
+collect_ignore = [module for module, package in NEEDS.items() if not find_spec(package)]

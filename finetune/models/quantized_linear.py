@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Linear):
 
 
 # An operator of its own, into which torch.compile does not look: it cannot follow bytes that are seen as other numbers.
-@torch.library.custom_op("finetune::dequantize", mutates_args=())
+@torch.library.custom_op("finetune_ops::restore_weight", mutates_args=())
 def _dequantize(
     codes: Tensor,
     scales: Tensor,
