@@ -16,8 +16,8 @@ from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
 from finetune.recipe.module_patterns import find_problem
+from finetune.recipe.optimization_schema import find_schedule_problems
 from finetune.recipe.overrides import COMMAND_LINE, read_override
-from finetune.recipe.schedules import find_schedule_problems
 from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Quantization, Recipe
 from finetune.recipe.wording import what_is_wrong
 from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries
