@@ -10,7 +10,8 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from finetune.recipe.dataset_schema import DatasetSource as DatasetSource
+from finetune.recipe.data_schema import Data as Data
+from finetune.recipe.data_schema import DatasetSource as DatasetSource
 from finetune.recipe.lora_schema import Lora as Lora
 from finetune.recipe.lora_schema import Quantization as Quantization
 from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, StepsOrShare
@@ -98,45 +99,6 @@ class Model:
         SameOnResume,
         "The weight of a mixture's auxiliary loss; null leaves it to the model's config.",
     ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """From files to rows of tokens."""
-
-    datasets: Annotated[tuple[DatasetSource, ...], SameOnResume, "What is trained on."] = ()
-    eval_datasets: Annotated[tuple[DatasetSource, ...], "What the held-out loss is measured on."] = ()
-    eval_split_size: Annotated[
-        float | None,
-        Gt(0),
-        SameOnResume,
-        "Held out from datasets where no eval_datasets are named: a share below 1, else a count of rows.",
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        FileOrName,
-        SameOnResume,
-        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or alpaca "
-        "(all are in docs/data.md), a file, or inline Jinja.",
-    ] = None
-    max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
-    packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True
-    overlength: Annotated[
-        Literal["truncate", "drop", "split", "error"] | None,
-        SameOnResume,
-        "What is done with an example of more than max_length tokens; always reported. null: plain text is split and "
-        "anything else truncated.",
-    ] = None
-    assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on the assistant's turns."] = True
-    on_bad_row: Annotated[
-        Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
-    ] = "error"
-    streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
-    dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
-    dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None
-    dataloader_num_workers: Annotated[
-        int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
-    ] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
