@@ -11,8 +11,8 @@ from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.durable import restore_exports, restore_folder
 from finetune.errors import UserError
+from finetune.recipe.quantization import read_recipe_quantization
 from finetune.recipe.schema import Quantization
-from finetune.recipe.stored_quantization import read_recipe_quantization
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 

@@ -12,7 +12,7 @@ from typing_extensions import TypedDict
 
 from finetune.errors import UserError
 from finetune.models.quantize import QuantizedTensor, four_bit_values, join_nested_scales, nested_values
-from finetune.quantization import BLOCK, NESTED_BLOCK
+from finetune.recipe.quantization import BLOCK, NESTED_BLOCK
 from finetune.recipe.schema import Quantization
 from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 

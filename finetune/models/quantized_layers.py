@@ -14,7 +14,7 @@ from finetune.models.lora import base_name
 from finetune.models.quantize import dequantize_tensor, linear_layers, pack_scales, quantize_blocks, quantize_tensor
 from finetune.models.quantized_base import StoredQuantized
 from finetune.models.quantized_linear import CODES, SCALES, QuantizedLinear
-from finetune.quantization import BLOCK
+from finetune.recipe.quantization import BLOCK
 from finetune.recipe.schema import Quantization
 
 

@@ -7,7 +7,6 @@ from math import prod
 from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture, TensorShape
-from finetune.quantization import quantized_bytes
 from finetune.recipe.module_patterns import (
     find_trained,
     find_value,
@@ -16,6 +15,7 @@ from finetune.recipe.module_patterns import (
     refuse_unadapted,
     refuse_unmatched,
 )
+from finetune.recipe.quantization import quantized_bytes
 from finetune.recipe.schema import Lora, Model, Quantization
 
 FP32 = 4  # bytes

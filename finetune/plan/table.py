@@ -10,7 +10,7 @@ from finetune.plan.disk import Disk, Host
 from finetune.plan.memory import Phase, Snapshot
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
-from finetune.recipe.stored_quantization import describe_quantization
+from finetune.recipe.quantization import describe_quantization
 from finetune.units import GIB, MIB, count, counted, gib
 
 PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")

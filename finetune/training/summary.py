@@ -16,8 +16,8 @@ from finetune.models.load import ModelSize
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
 from finetune.progress import Progress
+from finetune.recipe.quantization import describe_quantization
 from finetune.recipe.schema import Quantization, Recipe
-from finetune.recipe.stored_quantization import describe_quantization
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun
 from finetune.units import counted, disk_size
