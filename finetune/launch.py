@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune.constants import count_cores
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
-from finetune.distributed.cores import count_cores
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.recipe.reader import find_file, read_recipe
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from finetune.constants import IGNORE_INDEX
+from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.chat import RenderedText, render
 from finetune.data.checks import Tally
 from finetune.data.formats import parse_row
@@ -23,7 +23,6 @@ from finetune.data.renderer import Renderer, make_renderer
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import Encoder, make_encoder
-from finetune.distributed.cores import count_cores
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, DatasetSource
 from finetune.units import name_place

@@ -12,10 +12,9 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
-from finetune.constants import read_versions
+from finetune.constants import count_cores, read_versions
 from finetune.distributed.accelerate_config import to_accelerate_config
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.cores import count_cores
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
