@@ -109,7 +109,7 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     """Trains `steps` steps after `warm_up`; the clock is the device's own."""
     import torch
 
-    from finetune.distributed.parallelize import clip_gradients
+    from finetune.distributed.gradients import clip_gradients
     from finetune.training.loop import accumulate_gradients
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 

@@ -1,8 +1,8 @@
 """One optimizer step, whole, and the loop round it.
 
 The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; models/attention.py and
-models/loss.py are its forward; distributed/parallelize.py synchronizes and clips the gradients; training/nonfinite.py checks
-them; distributed/grad_scaler.py updates; optim/optimizer.py has made the optimizer. training/schedule.py says what is due next.
+models/loss.py are its forward; distributed/gradients.py synchronizes and clips the gradients, and updates;
+training/nonfinite.py checks them; optim/optimizer.py has made the optimizer. training/schedule.py says what is due next.
 """
 
 import hashlib
@@ -18,8 +18,8 @@ from torch import nn
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.grad_scaler import unscale, update
-from finetune.distributed.parallelize import clip_gradients, unwrap, without_gradient_sync
+from finetune.distributed.gradients import clip_gradients, unscale, update, without_gradient_sync
+from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.models.embedding_noise import NoisyDocuments
 from finetune.models.experts import Routing, find_routing
