@@ -10,6 +10,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.distributed.accelerate_config import Sharding, read_sharding
 from finetune.errors import end_process, exit_code
+from finetune.recipe.method_schema import refuse_untrained_method
 from finetune.recipe.overrides import read_overrides
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
@@ -29,6 +30,7 @@ def main() -> None:
 
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
+    refuse_untrained_method(recipe)
     silence_libraries()
     from finetune.checkpoint.inputs import fingerprint_inputs
     from finetune.checkpoint.resume import resume

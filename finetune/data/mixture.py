@@ -18,10 +18,12 @@ from finetune.recipe.schema import Data, DatasetSource
 def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
     """The source's examples that hold something to train on, and a report of all of its rows."""
     examples, cuts = cut(store, data.max_length, data.overlength)
-    kept = examples.take(np.flatnonzero(examples.trained > 0))
+    kept = examples.take_groups(np.flatnonzero((examples.trained > 0).reshape(-1, examples.group_size).all(1)))
     stats = SourceStats.from_json(store.facts)
     # In a block of a stream, a small source that is read again would count as its own duplicate.
-    duplicates = np.zeros(0, np.int64) if stats.stream else _find_repeated(store.hashes)
+    duplicates = (
+        np.zeros(0, np.int64) if stats.stream else _find_repeated(store.hashes[:: store.group_size]) * store.group_size
+    )
     tally = stats.tally
     _add_lengths(tally, store, examples, cuts)
     _add_documents(tally, "duplicates", store, duplicates)
@@ -55,7 +57,8 @@ def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts
 
 
 def _add_documents(tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]) -> None:
-    tally.add(name, [store.where(int(document)) for document in documents[:MAX_SHOWN_ROWS]], len(documents))
+    groups = np.unique(documents // store.group_size)
+    tally.add(name, [store.where(int(group) * store.group_size) for group in groups[:MAX_SHOWN_ROWS]], len(groups))
 
 
 def _find_repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -75,18 +78,19 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
     if weight == 1:
         return examples
     whole, rest = divmod(weight, 1.0)
-    count = len(examples)
+    count = examples.groups
     drawn = make_generator(seed, "weights", number).permutation(count)[: round(rest * count)]
-    return examples.take(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
+    return examples.take_groups(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
-    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of documents.
+    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of documents, or of groups.
 
-    The stretches of a document and its repetitions stay on one side. Raises `UserError` where a side would be empty.
+    The stretches of a document, its group and their repetitions stay on one side. Raises `UserError` where a side would be
+    empty.
     """
-    documents, of = np.unique(_number(examples.store, examples.document), return_inverse=True)
-    total = len(documents)
+    rows, of = np.unique(_number(examples.store, examples.document // examples.group_size), return_inverse=True)
+    total = len(rows)
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
         raise UserError(
@@ -114,13 +118,15 @@ def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Fi
     """A finding where the text of a held-out example is trained on too."""
     leaked = np.flatnonzero(np.isin(_collect_hashes(held_out), np.unique(_collect_hashes(training))))
     tally = Tally()
-    tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked])
-    return tally.list_findings(of=len(held_out))
+    tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size])
+    return tally.list_findings(of=held_out.groups)
 
 
 def _collect_hashes(examples: Examples) -> NDArray[np.uint64]:
-    hashes = np.zeros(len(examples), np.uint64)
+    """uint64[groups]"""
+    first = slice(None, None, examples.group_size)
+    of, documents = examples.store[first], examples.document[first]
+    hashes = np.zeros(len(of), np.uint64)
     for number, store in enumerate(examples.stores):
-        of_store = examples.store == number
-        hashes[of_store] = store.hashes[examples.document[of_store]]
+        hashes[of == number] = store.hashes[documents[of == number]]
     return hashes

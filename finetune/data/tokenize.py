@@ -47,6 +47,7 @@ class SourceStats:
     unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
     structured_files: list[int] = field(default_factory=list)  # indexes of the files with rows that are not plain text
     tally: Tally = field(default_factory=Tally)
+    group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
 
     def as_json(self) -> dict[str, Any]:

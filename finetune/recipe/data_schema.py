@@ -59,7 +59,12 @@ class Data:
         "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or alpaca "
         "(all are in docs/data.md), a file, or inline Jinja.",
     ] = None
-    max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
+    max_length: Annotated[
+        int,
+        Gt(1),
+        SameOnResume,
+        "Tokens in a row, and at most in an example; of a pair at most in each side, and a row holds twice as many.",
+    ] = 2048
     packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True
     overlength: Annotated[
         Literal["truncate", "drop", "split", "error"] | None,

@@ -15,6 +15,7 @@ from finetune.durable import replace_file
 from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
+from finetune.recipe.method_schema import find_method_problems
 from finetune.recipe.module_patterns import find_problem
 from finetune.recipe.optimization_schema import find_schedule_problems
 from finetune.recipe.overrides import COMMAND_LINE, read_override
@@ -237,6 +238,9 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
         yield f"{file}: no data; set datasets, a list with at least `- path: FILE`"
     if has("eval_datasets") and has("eval_split_size"):
         yield f"{at('eval_split_size')}: eval_datasets and eval_split_size both name the held-out rows; keep one"
+    for key, problem in [] if "method" in checked.unusable else find_method_problems(values):
+        if key not in checked.unusable:
+            yield f"{at(key)}: {problem}"
     for problem in find_schedule_problems(values):
         key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
         yield f"{at(key)}: {problem}"

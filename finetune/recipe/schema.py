@@ -17,6 +17,8 @@ from finetune.recipe.lora_schema import Quantization as Quantization
 from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, StepsOrShare
 from finetune.recipe.markers import FileOrName as FileOrName
 from finetune.recipe.markers import SameOnResume as SameOnResume
+from finetune.recipe.method_schema import METHODS, MethodFacts
+from finetune.recipe.method_schema import Method as Method
 from finetune.recipe.optimization_schema import Optimization as Optimization
 
 
@@ -203,6 +205,7 @@ class Recipe:
     path: str
     given: frozenset[str]
     model: Model = field(default_factory=Model)
+    method: Method = field(default_factory=Method)
     lora: Lora = field(default_factory=Lora)
     quantization: Quantization = field(default_factory=Quantization)
     data: Data = field(default_factory=Data)
@@ -210,6 +213,16 @@ class Recipe:
     optimization: Optimization = field(default_factory=Optimization)
     run: Run = field(default_factory=Run)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    @property
+    def method_facts(self) -> MethodFacts:
+        """What data, training and plan must know of the recipe's method."""
+        return METHODS[self.method.method]
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row: max_length for each document of a group, so that any pair fits."""
+        return self.data.max_length * self.method_facts.documents
 
 
 SECTIONS: dict[str, type] = {
