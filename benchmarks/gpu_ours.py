@@ -56,9 +56,8 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     from finetune.distributed.world import join
     from finetune.flops import flop_per_token_of
     from finetune.models.attention import install_attention
-    from finetune.models.build import build_on_meta
     from finetune.models.layers import checkpoint_activations, compile_layers
-    from finetune.models.load import count_parameters
+    from finetune.models.load import build_on_meta, count_parameters
     from finetune.models.lora import add_adapters, is_adapter, with_adapters
     from finetune.models.loss import install_loss
     from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
