@@ -47,7 +47,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
-    from finetune.training.run_folder import open_run_folder
+    from finetune.training.run_folder import fix_template_date, open_run_folder
     from finetune.training.signals import SignalListener
     from finetune.training.start import start_run
 
@@ -56,6 +56,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
         return print_dry_run(recipe, world)
     folder = open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
+    recipe = fix_template_date(recipe, folder, tokenizer, world)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
     config = load_config(recipe.model, vocabulary)
     check_config(config, recipe.model, recipe.data, len(tokenizer))

@@ -19,6 +19,7 @@ from typing import Any
 import psutil
 
 from finetune.data.chat_templates import PLAIN
+from finetune.data.renderer import asks_for_date
 from finetune.data.sources import draw_rows, hash_content
 from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, write_store
 from finetune.data.tokenize import SourceStats, tokenize_rows
@@ -85,7 +86,9 @@ def cache_key(source: DatasetSource, content: dict[str, str], data: Data, tokeni
 
 def hash_inputs(data: Data, tokenizer: Any, *rows: Any) -> str:
     """A name for the tokens of `rows` (whatever describes them) under the tokenizer and the options."""
-    options = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+    options: dict[str, Any] = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+    if data.chat_template_date is not None and asks_for_date(tokenizer):
+        options["date"] = data.chat_template_date
     template = tokenizer.chat_template or PLAIN
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)

@@ -67,7 +67,7 @@ def tokenize_rows(
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    renderer = make_renderer(tokenizer, data.assistant_only_loss)
+    renderer = make_renderer(tokenizer, data.assistant_only_loss, data.chat_template_date)
     encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()

@@ -4,6 +4,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -216,6 +217,13 @@ def _matches(pattern: Path) -> bool:
     return any(anchor.glob(str(pattern.relative_to(anchor))))
 
 
+def _is_day(text: str | None) -> bool:
+    try:
+        return text is None or bool(date.fromisoformat(text))
+    except ValueError:
+        return False
+
+
 def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) -> Iterable[str]:
     """What each key alone allows, but all of them together do not. Silent about keys that are wrong in themselves."""
     values = checked.values
@@ -241,6 +249,8 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
     for key, problem in [] if "method" in checked.unusable else find_method_problems(values):
         if key not in checked.unusable:
             yield f"{at(key)}: {problem}"
+    if not _is_day(values.get("chat_template_date")):
+        yield f"{at('chat_template_date')}: chat_template_date: {values['chat_template_date']}: no day; write it as 2026-01-31"
     for problem in find_schedule_problems(values):
         key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
         yield f"{at(key)}: {problem}"

@@ -3,6 +3,8 @@
 import json
 import platform
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
 from finetune.constants import count_cores, read_versions
+from finetune.data.renderer import asks_for_date
 from finetune.distributed.accelerate_config import to_accelerate_config
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
@@ -24,6 +27,7 @@ from finetune.recipe.schema import Recipe
 from finetune.trackers import refuse_missing
 
 METRICS = "metrics.jsonl"
+RECIPE = "recipe.yaml"
 
 
 def choose_run_name(recipe: Recipe) -> str:
@@ -56,6 +60,28 @@ def _open(folder: Path, recipe: Recipe) -> None:
     refuse_damaged_model(recipe)
 
 
+def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
+    """The recipe with the day that its chat template writes, where that asks for one: the day on which the run began.
+
+    Else ranks that tokenize around midnight would differ, and a run resumed the next day would train on another text.
+    """
+    if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
+        return recipe
+    day = RankGroup(world).main(lambda: _first_day(folder / RECIPE))
+    return replace(recipe, data=replace(recipe.data, chat_template_date=day))
+
+
+def _first_day(recipe_of_run: Path) -> str | None:
+    """The day in the run's own recipe; today where there is none yet. None in a run of a version that fixed no day."""
+    if not recipe_of_run.is_file():
+        return date.today().isoformat()
+    try:
+        known: str | None = yaml.safe_load(recipe_of_run.read_text(encoding="utf-8")).get("chat_template_date")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"{recipe_of_run}: cannot be read ({error}); set chat_template_date to the run's day") from None
+    return known
+
+
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     """Writes what is enough to repeat the run. On the main rank, once the run is sure to start: a start that is refused
     does not change the files of the run before it.
@@ -63,7 +89,7 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     Raises `UserError` where it cannot be written.
     """
     try:
-        write_recipe(recipe, folder / "recipe.yaml")
+        write_recipe(recipe, folder / RECIPE)
         accelerate_config = to_accelerate_config(world.sharding, world.size)
         replace_file(folder / "accelerate.yaml", yaml.safe_dump(accelerate_config, sort_keys=False))
         replace_file(folder / "environment.json", json.dumps(environment(world), indent=2) + "\n")
