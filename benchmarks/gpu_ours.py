@@ -119,7 +119,7 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
 
     def step(index: int) -> torch.Tensor:
         batch = batches[index % len(batches)]
-        loss_sum = accumulate_gradients(model, batch, world)
+        loss_sum = accumulate_gradients(model, batch, world).loss_sum
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

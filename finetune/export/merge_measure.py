@@ -15,7 +15,7 @@ from finetune.export.logits import Rows, stream
 from finetune.export.merging import find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
-from finetune.models.loss import LogitTransform
+from finetune.models.head_chunks import LogitTransform
 
 TRAINED = "trained"  # the quantized base with the adapter beside it
 

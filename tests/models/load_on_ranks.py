@@ -56,7 +56,7 @@ def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.
     losses, norms = [], []
     for _ in range(steps):
         batch = step_batch(world)
-        losses.append(float(world.sum(accumulate_gradients(model, batch, world))) / batch.trained_tokens)
+        losses.append(float(world.sum(accumulate_gradients(model, batch, world).loss_sum)) / batch.trained_tokens)
         norms.append(float(clip_gradients(model, 1.0)))
         optimizer.step()
         optimizer.zero_grad()
