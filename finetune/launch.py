@@ -11,6 +11,7 @@ from pathlib import Path
 
 from finetune.constants import count_cores
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
+from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.recipe.method_schema import refuse_untrained_method
 from finetune.recipe.reader import find_file, read_recipe
@@ -29,6 +30,7 @@ def launch_command(options: argparse.Namespace) -> int:
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks)
     if ranks < sharding.num_machines:
         raise UserError(
             f"{sharding.source}: num_machines: {sharding.num_machines}, but --num-processes {ranks}: each machine runs at "
@@ -64,7 +66,7 @@ def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
 
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // ranks))
     given = ["--num_processes", str(ranks), "--num_cpu_threads_per_process", threads, "--main_process_port", "0"]
-    given += ["--config_file", str(config)] if config else []
+    given += ["--config_file", str(config)] if config and config.suffix != ".json" else []  # DeepSpeed's own is not its
     try:
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args([*given, *script]))
         arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun ends the ranks on these; ours are in FORWARDED

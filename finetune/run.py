@@ -9,6 +9,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.distributed.accelerate_config import Sharding, read_sharding
+from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import end_process, exit_code
 from finetune.recipe.method_schema import refuse_untrained_method
 from finetune.recipe.overrides import read_overrides
@@ -25,7 +26,9 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and stop")
     options, rest = parser.parse_known_args()
     recipe = read_recipe(options.recipe, read_overrides(rest, vars(options)))
-    fine_tune(recipe, read_sharding(options.config, recipe.run.accelerate_config, os.environ), options.dry_run)
+    sharding = read_sharding(options.config, recipe.run.accelerate_config, os.environ)
+    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, int(os.environ.get("WORLD_SIZE", "1")))
+    fine_tune(recipe, sharding, options.dry_run)
 
 
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:

@@ -56,6 +56,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
+            *(f"           {line}" for line in sharding.translated),
             f"precision  parameters {parameters}, compute {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
             f"batch      {spec.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "

@@ -41,6 +41,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
+        *(f"        {line}" for line in sharding.translated),
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
         f"{_steps_an_epoch(run.data)} steps an epoch, {run.data.train.steps:,} in all",
     ]
