@@ -201,15 +201,8 @@ def _located(value: str, folder: Path) -> str | None:
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
-            return _inside_checkpoint(str(candidate))
+            return _model_folder(str(candidate))
     return None if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS) else value
-
-
-def _inside_checkpoint(located: str) -> str:
-    """A checkpoint of a run is a model to begin with: the folder in it that holds weights, config and tokenizer."""
-    inside = Path(located) / "model"
-    is_checkpoint = (Path(located) / "manifest.json").is_file() and (inside / "config.json").is_file()
-    return str(inside) if is_checkpoint else located
 
 
 def _matches(pattern: Path) -> bool:
