@@ -1,6 +1,7 @@
 """The tensors of the result as values: as they are stored, or with an adapter merged onto its base, dequantized or not."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -83,13 +84,10 @@ def plan_values(
         stored_dtype = source.compute_dtype if name in quantized else stored[name].dtype
         value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, dtype))
         if name in quantized:
-            value = _dequantized_value(stored[name], value, read_dequantized)
+            value = replace(value, rows=_dequantized_rows(stored[name], read_dequantized))
         found[name] = lora.merged_value(updates[name], value) if name in updates else value
     return found
 
 
-def _dequantized_value(stored: StoredTensor, value: Value, read_dequantized: ReadDequantized) -> Value:
-    def rows(start: int, stop: int) -> torch.Tensor:
-        return read_dequantized(stored)[start:stop].float()
-
-    return Value(value.name, value.shape, value.dtype, rows)
+def _dequantized_rows(stored: StoredTensor, read_dequantized: ReadDequantized) -> Callable[[int, int], torch.Tensor]:
+    return lambda start, stop: read_dequantized(stored)[start:stop].float()
