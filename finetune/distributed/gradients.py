@@ -4,10 +4,12 @@ Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler s
 the scale: that is how it finds the right scale, not an error.
 """
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor
 
@@ -17,15 +19,24 @@ from finetune.errors import UserError
 LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does not fit in fp16 at all
 
 
-def without_gradient_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """For the micro-batches before the last of a step: DDP does not reduce their gradients.
+@contextmanager
+def without_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """For the micro-batches before the last of a step: no replica's gradients are summed with another's.
 
-    FSDP reduces at every micro-batch, since unsharded gradients would take the memory that it saves.
+    DDP does not reduce them. FSDP does at every micro-batch, since unsharded gradients would take the memory that it saves;
+    hybrid FSDP2 within the shards of a replica only.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        context: AbstractContextManager[None] = model.no_sync()
-        return context
-    return nullcontext()
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            model.set_requires_all_reduce(True)
+    else:
+        yield
 
 
 def is_scaled(world: World) -> bool:
