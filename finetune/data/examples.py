@@ -68,6 +68,10 @@ class Examples:
         """The examples of `groups`, numbered in that order; a group may come more than once."""
         return self.take(expand_groups(groups, self.group_size))
 
+    def answers(self) -> "Examples":
+        """What is worth imitating, each by itself: every example, or the chosen sides of pairs."""
+        return replace(self.take(np.arange(0, len(self), self.group_size)), group_size=1)
+
     def where(self, example_id: int) -> str:
         """The file and the line or row that an example comes from: `data/math.jsonl:17`."""
         store = self.stores[int(self.store[example_id])]
@@ -148,7 +152,9 @@ class Prompt:
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
-    """At most `count` of the examples, each cut where its last trained stretch begins; those that ask nothing are skipped."""
+    """At most `count` of the examples (of pairs, the chosen sides), each cut where its last trained stretch begins; those that
+    ask nothing are skipped."""
+    examples = examples.answers()
     prompts: list[Prompt] = []
     for example_id in range(len(examples)):
         if len(prompts) == count:

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.checks import MAX_SHOWN_ROWS, Finding, Tally
-from finetune.data.data_report import SourceReport
+from finetune.data.data_report import SourceReport, count_pairs
 from finetune.data.examples import Cuts, Examples, cut, join
 from finetune.data.sampler import make_generator
 from finetune.data.token_store import TokenStore
@@ -18,7 +18,9 @@ from finetune.recipe.schema import Data, DatasetSource
 def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
     """The source's examples that hold something to train on, and a report of all of its rows."""
     examples, cuts = cut(store, data.max_length, data.overlength)
-    kept = examples.take_groups(np.flatnonzero((examples.trained > 0).reshape(-1, examples.group_size).all(1)))
+    equal = _find_cut_equal(examples, cuts)
+    is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1)
+    kept = examples.take_groups(np.flatnonzero(is_trained & ~np.isin(np.arange(examples.groups), equal)))
     stats = SourceStats.from_json(store.facts)
     # In a block of a stream, a small source that is read again would count as its own duplicate.
     duplicates = (
@@ -26,6 +28,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
     )
     tally = stats.tally
     _add_lengths(tally, store, examples, cuts)
+    _add_documents(tally, "truncated_equal", store, examples.document[equal * examples.group_size])
     _add_documents(tally, "duplicates", store, duplicates)
     report = SourceReport(
         path=source.path,
@@ -39,6 +42,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         tokens=len(store.input_ids),
         trained_tokens=int(store.trained.sum(dtype=np.int64)),
         examples=len(kept),
+        pairs=count_pairs(kept),
         overlong=len(cuts.truncated) + len(cuts.dropped) + len(cuts.split),
         tokens_lost=cuts.tokens_lost,
         trained_tokens_lost=cuts.trained_tokens_lost,
@@ -46,6 +50,22 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         findings=tuple(tally.list_findings(of=stats.rows_read)),
     )
     return kept, report
+
+
+def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
+    """The groups of two documents that differ only in what was cut off, but still hold something to train on."""
+    if examples.group_size == 1:
+        return np.zeros(0, np.int64)
+    is_cut = np.isin(examples.document, cuts.truncated).reshape(-1, 2).any(1)
+    is_trained = (examples.trained > 0).reshape(-1, 2).all(1)
+    groups = np.flatnonzero(is_cut & is_trained).tolist()
+    pairs = ((group, examples[2 * group], examples[2 * group + 1]) for group in groups)
+    equal = [
+        group
+        for group, chosen, rejected in pairs
+        if np.array_equal(chosen.input_ids, rejected.input_ids) and np.array_equal(chosen.labels, rejected.labels)
+    ]
+    return np.array(equal, np.int64)
 
 
 def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:

@@ -97,8 +97,8 @@ def _read_sources(
     sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: RankInfo
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
     """(the examples of all sources, a report of each); None where there is no source."""
-    seed = recipe.run.seed
-    stores = (open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed) for source in sources)
+    seed, kind = recipe.run.seed, recipe.method_facts.rows
+    stores = (open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind) for source in sources)
     selected = [select_examples(store, source, recipe.data) for store, source in zip(stores, sources, strict=True)]
     parts = [examples for examples, _ in selected]
     return mix_sources(parts, sources, seed) if parts else None, tuple(report for _, report in selected)

@@ -33,6 +33,10 @@ class DatasetSource:
     prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
     completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
     text_column: Annotated[str | None, "The column that holds plain text."] = None
+    chosen_column: Annotated[
+        str | None, "The column that holds the better answer of a pair, or the conversation that ends in it."
+    ] = None
+    rejected_column: Annotated[str | None, "The column that holds the worse one."] = None
     alpaca_prompt: Annotated[
         bool,
         "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), inside the "

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from finetune.recipe.schema import Recipe
 
 RowKind = Literal["answers", "pairs", "ratings"]
+# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
+GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,8 +84,8 @@ class MethodFacts:
 
     @property
     def documents(self) -> int:
-        """Documents in a group, which no batch takes apart: chosen and rejected; kto: the answer and a mismatched one."""
-        return 1 if self.rows == "answers" else 2
+        """Documents in a group, which no batch takes apart."""
+        return GROUP_SIZES[self.rows]
 
 
 METHODS: Mapping[str, MethodFacts] = {
@@ -129,6 +131,11 @@ def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             "label_smoothing",
             f"label_smoothing: {smoothing:g}: under dpo it is the share of pairs whose order is wrong; a number below 0.5 is expected",
         )
+    for entry in ("datasets", "eval_datasets"):
+        for key in ("chosen_column", "rejected_column"):
+            if facts.rows == "answers" and any(getattr(source, key) for source in values.get(entry) or ()):
+                users = [name for name, other in METHODS.items() if other.rows != "answers"]
+                yield entry, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
     if method == "distill" and not values.get("teacher_model_name_or_path"):
         yield "teacher_model_name_or_path", "method: distill learns from a teacher; set teacher_model_name_or_path"
     if facts.rows != "answers" and values.get("overlength") == "split":
