@@ -50,11 +50,12 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
-    from finetune.training.run_folder import fix_template_date, open_run_folder
+    from finetune.training.run_folder import check_packages, fix_template_date, open_run_folder
     from finetune.training.signals import SignalListener
     from finetune.training.start import start_run
 
     world = join(sharding, recipe.run.timeout_seconds)
+    check_packages(recipe, sharding)
     if dry_run:
         return print_dry_run(recipe, world)
     folder = open_run_folder(recipe, world)

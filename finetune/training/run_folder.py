@@ -16,7 +16,7 @@ from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
 from finetune.constants import count_cores, read_versions
 from finetune.data.renderer import asks_for_date
-from finetune.distributed.accelerate_config import to_accelerate_config
+from finetune.distributed.accelerate_config import Sharding, to_accelerate_config
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
@@ -35,14 +35,18 @@ def choose_run_name(recipe: Recipe) -> str:
     return recipe.run.run_name or Path(recipe.path).stem
 
 
+def check_packages(recipe: Recipe, sharding: Sharding) -> None:
+    """Raises `UserError` where the tracker or the optimizer needs a package that is not installed, or not this layout."""
+    refuse_missing(recipe.run.report_to)
+    check_optimizer(recipe.optimization, sharding)
+
+
 def open_run_folder(recipe: Recipe, world: World) -> Path:
     """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
 
     Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has locked it,
-    where the recipe asks for a package that is not installed, and where it names a checkpoint that is damaged.
+    and where the recipe names a checkpoint that is damaged.
     """
-    refuse_missing(recipe.run.report_to)
-    check_optimizer(recipe.optimization, world.sharding)
     folder = Path(recipe.run.output_dir or Path("runs") / choose_run_name(recipe))
     RankGroup(world).main(lambda: _open(folder, recipe))
     return folder
