@@ -57,13 +57,20 @@ def explain_out_of_memory(recipe: Recipe, world: World) -> Iterator[None]:
 
 def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemoryError) -> str:
     """The message: what was measured, where the memory went by the plan, what to change."""
-    plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
-    planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
     lines = [f"rank {world.rank}: out of memory: {str(error).split('. ')[0]}"]
     if world.device.type == "cuda":
         total = torch.cuda.get_device_properties(world.device).total_memory
         measured = torch.cuda.max_memory_allocated(world.device)
         lines.append(f"measured   {gib(measured)} GiB allocated at most, of {gib(total)} GiB on the device")
+    try:
+        plan = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu")
+    except UserError as refusal:  # a family that trains, but cannot be planned
+        lines.append(f"planned    not known: {refusal}")
+        lines.append(
+            "next       more ranks, activation checkpointing, or a smaller max_length or per_device_train_batch_size"
+        )
+        return "\n".join(lines)
+    planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
     lines.append(
         f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, at {planned.name}: "
         f"weights {gib(planned.parameters)}, gradients {gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, "

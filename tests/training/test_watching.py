@@ -75,11 +75,10 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_load
     missing = next((name for name, package in PACKAGES.items() if find_spec(package) is None), None)
     if missing is None:
         pytest.skip("every tracker is installed")
-    for options in ([], ["--dry-run"]):
-        ended = launch_ranks(RUN, ["--recipe", str(tiny_recipe(report_to=missing)), *options], ranks=1, timeout=120)
-        assert ended.returncodes == (2,)
-        assert f'pip install "finetune[{missing}]"' in ended.outputs[0]
-        assert "Traceback" not in ended.outputs[0]
+    ended = launch_ranks(RUN, ["--recipe", str(tiny_recipe(report_to=missing))], ranks=1, timeout=120)
+    assert ended.returncodes == (2,)
+    assert f'pip install "finetune[{missing}]"' in ended.outputs[0]
+    assert "Traceback" not in ended.outputs[0]
 
 
 def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe: Callable[..., Path]) -> None:
@@ -91,6 +90,20 @@ def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe
     assert said[0] == "rank 0: out of memory: CUDA out of memory"
     assert "activations" in said[-2]
     assert said[-1].startswith("next       per_device_train_batch_size=1")
+
+
+def test_out_of_memory_of_a_family_without_a_plan_is_still_out_of_memory(tiny_recipe: Callable[..., Path]) -> None:
+    """It was answered with the plan's refusal alone, as if the family could not be trained."""
+    recipe = read_recipe(str(tiny_recipe()))
+    config = Path(str(recipe.model.model_name_or_path)) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"model_type": "cohere"}))
+    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="fsdp2"), None)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as answered, explain_out_of_memory(recipe, world):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    first, planned, after = str(answered.value).splitlines()
+    assert first == "rank 0: out of memory: CUDA out of memory"
+    assert planned.startswith("planned    not known: ") and "model_type 'cohere' cannot be planned" in planned
+    assert after.startswith("next       more ranks")
 
 
 def test_the_environment_names_the_optional_packages_that_are_installed(monkeypatch: pytest.MonkeyPatch) -> None:
