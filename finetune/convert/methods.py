@@ -129,10 +129,6 @@ def _axolotl(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield "qat", "quantization-aware training", True
     if theirs.get("use_onebitllms"):
         yield "use_onebitllms: true", "1-bit training", True
-    if any(
-        isinstance(entry, dict) and "experts" in str(entry) for entry in [{"k": theirs.get("lora_target_parameters")}]
-    ):
-        yield "lora_target_parameters: experts", "LoRA on experts", True
 
 
 def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:

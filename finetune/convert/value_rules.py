@@ -83,6 +83,9 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return number if is_share else LEAVE if not number or number < 0 else int(number)
         case "names":
             return convert_names(value)
+        case "parameters":
+            names = convert_names(value)  # a tool's wrapper, which has no place in a parameter's name
+            return names and [name.replace("_checkpoint_wrapped_module.", "") for name in names]
         case "module-patterns":
             return _convert_patterns(value)
         case "strategy":

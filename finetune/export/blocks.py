@@ -12,7 +12,6 @@ import torch
 from finetune.errors import UserError
 from finetune.export.target import TargetModel
 from finetune.models.weight_conversions import Box, Slices, convert_to_parameters
-from finetune.models.weights import find_mismatches
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
 # In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator keeps
@@ -83,22 +82,20 @@ def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
     """`stored` under another name and dtype."""
 
     def rows(start: int, stop: int) -> torch.Tensor:
-        return _floating(read_rows(stored, start, stop))
+        return as_floating(read_rows(stored, start, stop))
 
     return Value(name, stored.shape, dtype, rows)
 
 
-def _floating(block: torch.Tensor) -> torch.Tensor:
+def as_floating(block: torch.Tensor) -> torch.Tensor:
+    """`block` as values are computed with: in float32, or as stored if not floating."""
     # float64 is kept: rounding it to float32 first would round twice
     return block.float() if block.is_floating_point() and block.dtype != torch.float64 else block
 
 
-def boxed_value(name: str, box: Box, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> Value:
-    """A tensor of the files that is made of parts of the parameters `stored` (an expert's, of all experts of its layer)."""
-
-    def read(parameter: str, slices: Slices) -> torch.Tensor:
-        return _floating(read_slice(stored[parameter], slices))
-
+def boxed_value(name: str, box: Box, read: Callable[[str, Slices], torch.Tensor], dtype: torch.dtype) -> Value:
+    """A tensor of the files that is made of parts of parameters (an expert's, of all experts of its layer), which
+    `read(parameter, slices)` reads."""
     return Value(name, box.shape, dtype, lambda start, stop: box.read((slice(start, stop),), read))
 
 
@@ -140,7 +137,20 @@ def match_tensors(
         if tied in named:
             twin = named.pop(tied)
             _check_equal(tied, twin, named.setdefault(source, twin), where)
-    problems = find_mismatches(target.model, named, target.shapes, where)
+    ignored = [*(getattr(target.model, "_keys_to_ignore_on_load_unexpected", None) or ()), "rotary_emb.inv_freq"]
+    unexpected = [n for n in named if n not in target.shapes and not any(part in n for part in ignored)]
+    missing = [name for name in target.shapes if name not in named]
+    problems = [
+        f"{named[name].parts[0].path}: {name}: has the shape {list(named[name].shape)}, but {target.class_name} of this config needs {list(shape)}"
+        for name, shape in target.shapes.items()
+        if name in named and named[name].shape != shape
+    ]
+    if missing:
+        problems.append(f"{where}: {_list_some(missing)}: missing; {target.class_name} of this config needs it")
+    if unexpected:
+        problems.append(
+            f"{named[unexpected[0]].parts[0].path}: {_list_some(unexpected)}: unexpected; {target.class_name} of this config has no such tensor"
+        )
     if problems:
         raise UserError.of(problems[:20])
     return {name: named[name] for name in target.shapes}
@@ -177,3 +187,8 @@ def _check_equal(tied: str, twin: StoredTensor, source: StoredTensor, where: str
             f"{where}: {tied} differs from {source.name}, which the config says it is tied to; set tie_word_embeddings to "
             "false in config.json if it was trained on its own"
         )
+
+
+def _list_some(names: list[str]) -> str:
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more

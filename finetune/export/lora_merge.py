@@ -1,7 +1,8 @@
 """LoRA adapters merged into their base model, a few rows at a time.
 
 W' = W + scale · B A, with scale = alpha / r, or alpha / sqrt(r) where rank-stabilized (Hu et al. 2021; Kalajdzievski
-2023). DoRA (Liu et al. 2024) then gives every row of W' the trained length m: W'' = m · W' / ‖W'‖. All in float32.
+2023). DoRA (Liu et al. 2024) then gives every row of W' the trained length m: W'' = m · W' / ‖W'‖. All in float32. An
+adapter of a parameter that holds all experts of a layer has such factors for each of them (models/expert_adapters.py).
 """
 
 import math
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-from finetune.export.blocks import Value, stored_value
+from finetune.export.blocks import Value, as_floating
 from finetune.export.source import Adapter
 from finetune.export.target import TargetModel
+from finetune.models.expert_adapters import AdaptedParameter, find_adapted_parameters
+from finetune.models.weight_conversions import Slices
 from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 
 BASE_LAYER = ".base_layer."
@@ -27,7 +30,6 @@ UNMERGEABLE = (
     "alora_invocation_tokens",
     "use_qalora",
     "layer_replication",
-    "target_parameters",
     "use_bdlora",
     "arrow_config",
     "kasa_config",
@@ -40,15 +42,20 @@ INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogona
 class Update:
     """What an adapter does to one tensor of its base, a few rows at a time, in float32."""
 
-    apply: Callable[[torch.Tensor, int, int], torch.Tensor]  # (rows of the base, start, stop) -> the same rows, updated
+    apply: Callable[[torch.Tensor, Slices], torch.Tensor]  # (elements of the base, where they are) -> the same, updated
     shape: tuple[int, ...]  # of the tensor that it fits
     used: frozenset[str]  # the adapter's tensors in it
     is_whole: bool = False  # whether the tensor is replaced
+    needs_whole_rows: bool = False  # whether the slices must be rows
 
 
 def find_own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
     """Base tensor -> the copy of it that PEFT saved with the adapter, as it does for an adapted embedding."""
-    return {name.replace(BASE_LAYER, "."): t for name, t in adapter.tensors.items() if BASE_LAYER in name}
+    return {name.replace(BASE_LAYER, "."): t for name, t in adapter.tensors.items() if _is_own_base(name)}
+
+
+def _is_own_base(name: str) -> bool:
+    return BASE_LAYER in name and ".lora_" not in name
 
 
 def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, Update]:
@@ -57,17 +64,20 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
     """
     found: dict[str, Update] = {}
+    parameters = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
     for name in sorted(adapter.tensors):
         module = name.rpartition(".lora_")[0]
-        if name.endswith(".lora_A.weight"):
-            found[f"{module}.weight"] = _linear_update(adapter, module, where)
+        if name.endswith(".lora_A.weight") and module in parameters:
+            found[parameters[module].name] = _parameter_update(adapter, module, parameters[module], where)
+        elif name.endswith(".lora_A.weight"):
+            found[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
         elif name.endswith(".lora_B.bias"):
             found[f"{module}.bias"] = _bias_update(adapter, module, where)
         elif name.endswith(".lora_embedding_A"):
             found[f"{module}.weight"] = _embedding_update(adapter, module, where)
         elif name in target.shapes or (name in target.tied and not _repeats(adapter, name, target.tied[name])):
             found[name] = _replacement(adapter.tensors[name], name)
-    used = frozenset(name for name in adapter.tensors if BASE_LAYER in name)
+    used = frozenset(filter(_is_own_base, adapter.tensors))
     used |= {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
     used = used.union(*(update.used for update in found.values()))
     problems = [
@@ -81,11 +91,18 @@ def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str,
     return found
 
 
+def find_parameter_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, Update]:
+    """Those of `find_updates` that peft's target_parameters name."""
+    named = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
+    updates = find_updates(adapter, target, where) if named else {}
+    return {parameter.name: updates[parameter.name] for parameter in named.values() if parameter.name in updates}
+
+
 def merged_value(update: Update, base: Value) -> Value:
     """The base tensor with its update merged."""
 
     def rows(start: int, stop: int) -> torch.Tensor:
-        return update.apply(base.rows(start, stop).float(), start, stop)
+        return update.apply(base.rows(start, stop).float(), (slice(start, stop),))
 
     return Value(base.name, base.shape, base.dtype, rows)
 
@@ -130,8 +147,30 @@ def check_mergeable(adapter: Adapter, updates: Mapping[str, Update], target: Tar
         raise UserError(f"{where}: {reason}; --adapter-only exports the adapter as it is")
 
 
-def _linear_update(adapter: Adapter, module: str, where: str) -> Update:
-    a, b, scale = _factors(adapter, f"{module}.lora_A.weight", f"{module}.lora_B.weight", where)
+def _parameter_update(adapter: Adapter, module: str, parameter: AdaptedParameter, where: str) -> Update:
+    """The update of a parameter that is adapted as such: that of a layer's experts, or the weight of a linear layer."""
+    if len(parameter.shape) == 2:
+        return _linear_update(adapter, module, parameter.name, where)
+    a, b, scale, rank = _factors(adapter, module, parameter.name, where, pairs=parameter.shape[0])
+    experts, last, inner = parameter.shape[0], a.shape[1], b.shape[0]
+    shape = (experts, last, inner) if parameter.is_transposed else (experts, inner, last)
+
+    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+        chosen, first, second = (*slices, *(slice(None),) * (3 - len(slices)))
+        outputs, inputs = (second, first) if parameter.is_transposed else (first, second)
+        rows = read_slice(b, (outputs,)).float()
+        updated = weight.clone()
+        for place, expert in enumerate(range(*chosen.indices(experts))):
+            columns = read_slice(a, (slice(expert * rank, (expert + 1) * rank), inputs)).float()
+            product = rows[:, expert::experts] @ columns
+            updated[place] += (product.T if parameter.is_transposed else product) * scale
+        return updated
+
+    return Update(apply, shape, frozenset({a.name, b.name}))
+
+
+def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) -> Update:
+    a, b, scale, _ = _factors(adapter, module, weight_name, where)
     name = f"{module}.lora_magnitude_vector"
     magnitude = adapter.tensors.get(name)
     if (magnitude is not None) != bool(adapter.config.get("use_dora")):
@@ -139,34 +178,35 @@ def _linear_update(adapter: Adapter, module: str, where: str) -> Update:
     if magnitude is not None and magnitude.shape != b.shape[:1]:
         raise UserError(f"{where}: {name}: has the shape {list(magnitude.shape)}, but B has {b.shape[0]} rows")
 
-    def apply(weight: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        weight = weight + (read_slice(b, (slice(start, stop),)).float() @ read(a).float()) * scale
+    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+        rows, columns = slices[:1], slices[1:]
+        weight = weight + (read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()) * scale
         if magnitude is None:
             return weight
         lengths: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
-        return (read_slice(magnitude, (slice(start, stop),)).float() / lengths)[:, None] * weight
+        return (read_slice(magnitude, rows).float() / lengths)[:, None] * weight
 
     used = {a.name, b.name} | ({magnitude.name} if magnitude else set())
-    return Update(apply, (b.shape[0], a.shape[1]), frozenset(used))
+    return Update(apply, (b.shape[0], a.shape[1]), frozenset(used), needs_whole_rows=magnitude is not None)
 
 
 def _embedding_update(adapter: Adapter, module: str, where: str) -> Update:
     """The update of an embedding is (B A)ᵀ: A has a column, the result a row for each token."""
-    a, b, scale = _factors(adapter, f"{module}.lora_embedding_A", f"{module}.lora_embedding_B", where)
+    a, b, scale, _ = _factors(adapter, module, f"{module}.weight", where, kind="lora_embedding_{}")
     if adapter.config.get("use_dora"):
         raise UserError(f"{where}: {a.name}: DoRA is not merged into embeddings; --adapter-only exports the adapter")
 
-    def apply(weight: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return weight + (read(b).float() @ read_slice(a, (slice(None), slice(start, stop))).float()).T * scale
+    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+        return weight + (read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()).T * scale
 
-    return Update(apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}))
+    return Update(apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}), needs_whole_rows=True)
 
 
 def _bias_update(adapter: Adapter, module: str, where: str) -> Update:
     bias = adapter.tensors[f"{module}.lora_B.bias"]
     scale, _ = scale_of(adapter.config, module, where)
     return Update(
-        lambda base, start, stop: base + scale * read_slice(bias, (slice(start, stop),)).float(),
+        lambda base, slices: base + scale * read_slice(bias, slices).float(),
         bias.shape,
         frozenset({bias.name}),
     )
@@ -174,8 +214,9 @@ def _bias_update(adapter: Adapter, module: str, where: str) -> Update:
 
 def _replacement(tensor: StoredTensor, name: str) -> Update:
     """A tensor that was trained whole (modules_to_save, or a bias)."""
-    rows = stored_value(tensor, name, tensor.dtype).rows
-    return Update(lambda _, start, stop: rows(start, stop), tensor.shape, frozenset({tensor.name}), is_whole=True)
+    return Update(
+        lambda _, slices: as_floating(read_slice(tensor, slices)), tensor.shape, frozenset({tensor.name}), is_whole=True
+    )
 
 
 def _repeats(adapter: Adapter, name: str, first: str) -> bool:
@@ -184,17 +225,24 @@ def _repeats(adapter: Adapter, name: str, first: str) -> bool:
     return second is not None and original is not None and torch.equal(read(second), read(original))
 
 
-def _factors(adapter: Adapter, a: str, b: str, where: str) -> tuple[StoredTensor, StoredTensor, float]:
-    """A [r, in], B [out, r] and the scale of one module, of one rank."""
+def _factors(
+    adapter: Adapter, module: str, weight: str, where: str, *, pairs: int = 1, kind: str = "lora_{}.weight"
+) -> tuple[StoredTensor, StoredTensor, float, int]:
+    """A [pairs r, in], B [out, pairs r], the scale and the rank r of the adapter with the names of `module`, for `weight`."""
+    a, b = (f"{module}.{kind.format(letter)}" for letter in "AB")
     if b not in adapter.tensors:
         raise UserError(f"{where}: {b}: missing, although {a} exists")
     one, other = adapter.tensors[a], adapter.tensors[b]
-    scale, rank = scale_of(adapter.config, a.rpartition(".lora_")[0], where)
-    if len(one.shape) != 2 or len(other.shape) != 2 or one.shape[0] != rank or other.shape[1] != rank:
+    # peft's patterns name a module; where target_parameters names the parameter, that.
+    is_parameter = any(f".{weight}".endswith(f".{target}") for target in adapter.config.get("target_parameters") or ())
+    scale, rank = scale_of(adapter.config, weight if is_parameter else module, where)
+    width = pairs * rank
+    if len(one.shape) != 2 or len(other.shape) != 2 or one.shape[0] != width or other.shape[1] != width:
+        of_experts = f" of {pairs} experts" if pairs > 1 else ""
         raise UserError(
-            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not the config's rank {rank}"
+            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not the config's rank {rank}{of_experts}"
         )
-    return one, other, scale
+    return one, other, scale, rank
 
 
 def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: str) -> str | None:

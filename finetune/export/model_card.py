@@ -39,6 +39,7 @@ RECIPE_KEYS = (
     "lora_r",
     "lora_alpha",
     "lora_target_modules",
+    "lora_target_parameters",
     "rank_pattern",
     "alpha_pattern",
     "modules_to_save",
@@ -55,12 +56,11 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: Me
     """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized base."""
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
-    base = _shown_path(source.base_model) if source.base_model else None
-    origin = ", trained from random weights" if source.recipe.get("model_config") else ""
+    base = _base_name(source)
     sections = [
         f"---\n{front}---",
         f"# {name}",
-        f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{origin}.",
+        f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{_origin(source)}.",
         OTHER_BASE if source.base_differs else "",
         _section("Training", _training(source)),
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
@@ -97,6 +97,10 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
         "datasets": datasets,
     }
     return {key: value for key, value in front.items() if value}
+
+
+def _origin(source: Source) -> str:
+    return ", trained from random weights" if source.recipe.get("model_config") else ""
 
 
 def _license(source: Source) -> dict[str, Any]:
@@ -267,6 +271,10 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     entries = recipe.get(key) or []
     return [entry for entry in entries if isinstance(entry, dict) and entry.get("path")]
+
+
+def _base_name(source: Source) -> str | None:
+    return _shown_path(source.base_model) if source.base_model else None
 
 
 def _shown_path(path: str) -> str:

@@ -14,13 +14,15 @@ import xxhash
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import Value, raw_bytes, read_rows, row_blocks
+from finetune.export.dequantized import make_dequantizer
 from finetune.export.logits import stream_logits
-from finetune.export.merging import find_quantized, make_dequantizer
+from finetune.export.merging import find_quantized
 from finetune.export.options import ExportOptions
 from finetune.export.reload_check import read_with_safetensors, start_reload
 from finetune.export.source import Source, peft_name
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.writing import Weights, WrittenWeights
+from finetune.models.expert_adapters import inject_adapters
 from finetune.safetensors_io.tensors import read_files
 from finetune.terminal import progress_bar
 
@@ -110,14 +112,16 @@ def _start_logits(
 ) -> Iterator[Future[torch.Tensor]]:
     """The logits of the stored values, in float32, computed in a thread that ends with the block.
 
-    An adapter is run by PEFT, beside the base that it is merged onto, and not merged.
+    An adapter is run by PEFT, beside the base that it is merged onto, and not merged; but that of a parameter is, as the
+    parameter is read: one expert at a time, where PEFT would make a copy of them all.
     """
     is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
     quantized = find_quantized(source, target) if is_dequantized else frozenset()
     read_dequantized = make_dequantizer(source)
-    model, adapter, ended = target.model, source.adapter, Event()
+    model, adapter, ended, merged = target.model, source.adapter, Event(), dict[str, lora.Update]()
     if adapter is not None:
         other = describe_target(source.description, trust_remote_code=trust_remote_code)
+        merged = lora.find_parameter_updates(adapter, target, str(source.path))
         model = _add_adapter(other.model, adapter.config)
 
     def rows(name: str, start: int, stop: int) -> torch.Tensor:
@@ -131,6 +135,8 @@ def _start_logits(
                     return read_rows(adapter.tensors[known], start, stop)
         name = name.replace(lora.BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
         base = weights.stored[target.tied.get(name, name)]
+        if name in merged:
+            return merged[name].apply(read_rows(base, start, stop).float(), (slice(start, stop),))
         return read_dequantized(base)[start:stop] if name in quantized else read_rows(base, start, stop)
 
     with ThreadPoolExecutor(max_workers=1) as pool:
@@ -141,14 +147,17 @@ def _start_logits(
 
 
 def _add_adapter(model: torch.nn.Module, config: Mapping[str, Any]) -> torch.nn.Module:
-    """`model`, on meta, with PEFT's adapter layers in it, on meta too."""
+    """`model`, on meta, with PEFT's adapter layers in it, on meta too; without those of parameters."""
     from accelerate import init_empty_weights
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import LoraConfig
 
     known = {key: config[key] for key in LoraConfig.__dataclass_fields__ if key in config}
+    known |= {"target_parameters": None, "inference_mode": True}
+    if known.get("target_modules") in ([], None):
+        return model.eval()
     with init_empty_weights(include_buffers=False), warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # of tied weights, which `rows` reads as one tensor
-        inject_adapter_in_model(LoraConfig(**known | {"inference_mode": True}), model)
+        inject_adapters(model, LoraConfig(**known))
     return model.eval()
 
 

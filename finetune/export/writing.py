@@ -12,15 +12,24 @@ from finetune.constants import ADAPTER
 from finetune.durable import write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
-from finetune.export.blocks import Value, boxed_value, cast_rows, prefetch, raw_bytes, row_blocks, stored_value
+from finetune.export.blocks import (
+    Value,
+    as_floating,
+    boxed_value,
+    cast_rows,
+    prefetch,
+    raw_bytes,
+    row_blocks,
+    stored_value,
+)
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.merging import choose_written_dtype, find_stored, plan_values
 from finetune.export.options import ExportOptions
 from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
 from finetune.export.target import TargetModel
-from finetune.models.weight_conversions import Box
+from finetune.models.weight_conversions import Box, Slices
 from finetune.safetensors_io.header import header_bytes
-from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor
+from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, read_slice
 from finetune.terminal import progress_bar
 from finetune.units import read_size
 
@@ -95,18 +104,25 @@ def _plan_files(
     source: Source, target: TargetModel, stored: Mapping[str, StoredTensor], planned: Mapping[str, Value]
 ) -> Iterator[Value]:
     """The tensors of the files, of those that the model holds: an expert's is a part of all experts' of its layer."""
-    adapted = lora.find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
+    updates = lora.find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
+
+    def read(parameter: str, slices: Slices) -> torch.Tensor:
+        values = as_floating(read_slice(stored[parameter], slices))
+        return updates[parameter].apply(values, slices) if parameter in updates else values
+
     for name, box in target.files.items():
         first, parameters = box.parts[0].name, {part.name for part in box.parts}
         if box.parts == Box.whole(first, box.shape).parts:
             yield replace(planned[first], name=name)
-        elif parameters & (adapted.keys() | source.quantized.keys()):
+        elif parameters & source.quantized.keys() or any(
+            updates[parameter].needs_whole_rows for parameter in parameters & updates.keys()
+        ):
             raise UserError(
                 f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in its files; --adapter-only "
                 "exports the adapter as it is"
             )
         else:
-            yield boxed_value(name, box, stored, planned[first].dtype)
+            yield boxed_value(name, box, read, planned[first].dtype)
 
 
 def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:

@@ -50,11 +50,16 @@ def is_experts(module: nn.Module) -> bool:
 def count_active(model: Any) -> dict[nn.Parameter, int]:
     """How many numbers of each parameter work on one token: of routed experts, those of the ones that it chooses."""
     config = model.config.get_text_config()
-    routed = {parameter for module in expert_modules(model) for parameter in module.parameters()}
+    routed = {p for module in model.modules() if is_experts(_without_adapters(module)) for p in module.parameters()}
     experts, chosen = count_experts(config), count_chosen(config)
     if not experts or not chosen:
         routed = set()
     return {p: p.numel() * chosen // experts if p in routed else p.numel() for p in model.parameters()}
+
+
+def _without_adapters(module: Any) -> nn.Module:
+    """What peft's adapters of parameters are wrapped around."""
+    return module.get_base_layer() if hasattr(module, "get_base_layer") else module  # type: ignore[no-any-return]
 
 
 def install_routing(model: Any, coefficient: float | None) -> None:

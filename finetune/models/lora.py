@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import re
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,8 +11,20 @@ import torch
 from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
-from finetune.errors import UserError
-from finetune.recipe.module_patterns import is_saved_whole, refuse_adapted_head, refuse_unadapted, refuse_unmatched
+from finetune.models.expert_adapters import (
+    config_for_peft,
+    find_adapted_parameters,
+    inject_adapters,
+    refuse_unadaptable,
+)
+from finetune.models.experts import expert_modules
+from finetune.recipe.module_patterns import (
+    is_saved_whole,
+    refuse_adapted_head,
+    refuse_unadapted,
+    refuse_unknown_layers,
+    refuse_unmatched,
+)
 from finetune.recipe.schema import Lora
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
@@ -20,29 +33,23 @@ ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     """Freezes `model` (still on meta) in `base_dtype`, but for `modules_to_save`, and injects fp32 adapters.
 
-    Raises `UserError` where `lora_target_modules`, `modules_to_save` or a pattern names no part of the model, and where an adapter
-    is asked of the output head.
+    Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a pattern names no part of the
+    model, and where an adapter is asked of the output head.
     """
-    from peft import inject_adapter_in_model
-
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())  # type: ignore[operator]
-    known = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    wrong = (
-        []
-        if lora.lora_target_modules == "all-linear"
-        else [m for m in lora.lora_target_modules if m.rpartition(".")[2] not in known]
-    )
-    if wrong:
-        raise UserError(
-            f"lora_target_modules: {', '.join(wrong)}: no such linear layer in {type(model).__name__}; it has {', '.join(sorted(known))}"
-        )
+    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    known = {name.rpartition(".")[2] for name in layers}
+    refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
+    refuse_unadaptable(model, lora)
+    parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     model.to(base_dtype)
     model.requires_grad_(False)
     whole = _find_saved_whole(model, lora)
     refuse_adapted_head(head, whole.get(model.get_parameter(f"{head}.weight"), [f"{head}.weight"]), lora)
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
-        inject_adapter_in_model(peft_config(lora, known, head, whole), model)
+        config = peft_config(lora, known, head, whole)
+        inject_adapters(model, config)
     for name, parameter in model.named_parameters():
         if parameter in whole:
             parameter.requires_grad_(True)
@@ -50,12 +57,14 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(torch.float32)
         is_trained = is_adapter(name) or parameter in whole
         assert parameter.requires_grad == is_trained, f"{name}: requires_grad is {parameter.requires_grad}"
-    adapted = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
-    assert adapted, "the adapter is empty"
-    refuse_unadapted(lora, adapted)
+    places = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
+    assert places, "the adapter is empty"
+    refuse_unadapted(lora, {parameters[place].name if place in parameters else place for place in places})
+    config = config_for_peft(model, config, places - parameters.keys())
+    model.peft_config["default"] = config  # type: ignore[index]
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
     saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
-    model.peft_config["default"].modules_to_save = sorted(saved) or None  # type: ignore[union-attr,index]
+    config.modules_to_save = sorted(saved) or None
 
 
 def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
@@ -79,6 +88,7 @@ def peft_config(lora: Lora, linear_layers: set[str], head: str, whole: Mapping[n
         lora_alpha=lora.lora_alpha,
         lora_dropout=lora.lora_dropout,
         target_modules=sorted(targets),
+        target_parameters=list(lora.lora_target_parameters) or None,
         use_rslora=lora.use_rslora,
         use_dora=lora.use_dora,
         rank_pattern=dict(lora.rank_pattern or {}),
@@ -123,8 +133,12 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the base model's files: peft moves an adapted layer's own into `base_layer`."""
-    return name.replace(".base_layer.", ".")
+    """A parameter's name in the base model's files: peft moves an adapted layer's own into `base_layer`, or several of them.
+
+    >>> base_name("layers.0.mlp.experts.base_layer.base_layer.down_proj")
+    'layers.0.mlp.experts.down_proj'
+    """
+    return re.sub(r"(\.base_layer)+\.", ".", name)
 
 
 def seed_of(seed: int, name: str) -> int:

@@ -15,8 +15,10 @@ from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
-from finetune.recipe.quantization import check_quantization, read_stored_quantization
+from finetune.quantization import check_quantization
+from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.schema import Recipe
+from finetune.recipe.stored_quantization import read_stored_quantization
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
@@ -53,8 +55,8 @@ def make_plan(
 ) -> Plan:
     """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already.
 
-    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and where the base cannot be
-    quantized in this layout.
+    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and where the layout cannot hold
+    the base quantized, or its adapters.
     """
     config, where = find_config(recipe.model)
     stored = read_stored_quantization(SimpleNamespace(quantization_config=config.get("quantization_config")), where)
@@ -62,6 +64,7 @@ def make_plan(
         recipe = replace(recipe, quantization=stored)
     if sharding.layout == "fsdp1":  # elsewhere a plan needs no bitsandbytes
         check_quantization(recipe.quantization, sharding)
+    check_lora_layout(recipe.lora, sharding)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     spec = RunSpec(
         architecture=architecture,

@@ -7,7 +7,7 @@ from typing import Literal
 Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
-    "names", "module-patterns", "bits", "quantizer", "schedule-argument",
+    "names", "parameters", "module-patterns", "bits", "quantizer", "schedule-argument",
     "by-code",
 ]  # fmt: skip
 

@@ -83,9 +83,58 @@ def is_saved_whole(names: Iterable[str], lora: Lora) -> bool:
     return lora.use_peft and any(is_within(name, lora.modules_to_save) for name in names)
 
 
+def is_parameter_named(name: str, targets: Iterable[str]) -> bool:
+    """Whether one of `targets` is the end of a parameter's name, in whole parts of it: peft's rule for target_parameters.
+
+    >>> is_parameter_named("layers.0.mlp.experts.down_proj", ["experts.down_proj"]), is_parameter_named("mlp.x_proj", ["proj"])
+    (True, False)
+    """
+    return any(name == target or name.endswith(f".{target}") for target in targets)
+
+
+def refuse_unknown_layers(lora: Lora, layers: Sequence[str], model: str, *, has_experts: bool) -> None:
+    """Raises `UserError` where `lora_target_modules` names none of the linear `layers` of the model, which messages call `model`."""
+    targets = () if lora.lora_target_modules == "all-linear" else lora.lora_target_modules
+    wrong = [target for target in targets if not any(is_parameter_named(layer, [target]) for layer in layers)]
+    if wrong:
+        known = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+        experts = "; routed experts are adapted with lora_target_parameters" if has_experts else ""
+        raise UserError(
+            f"lora_target_modules: {', '.join(wrong)}: no such linear layer in {model}; it has {known}{experts}"
+        )
+
+
+def refuse_other_parameters(targets: Iterable[str], experts: Sequence[str], parameters: Sequence[str]) -> None:
+    """Raises `UserError` where one of `lora_target_parameters` names anything but `experts`, parameters that each hold all
+    experts of a layer. `parameters`: all names of the model's."""
+    known = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts}))
+    for target in targets:
+        named = [name for name in parameters if is_parameter_named(name, [target])]
+        if not experts:
+            raise UserError(
+                f"lora_target_parameters: {target}: the model has no parameters that hold a layer's experts; leave the key out, and "
+                "name linear layers in lora_target_modules"
+            )
+        if not named:
+            raise UserError(
+                f"lora_target_parameters: {target}: names no parameter of the model; those of its experts are {known}"
+            )
+        if others := [name for name in named if name not in experts]:
+            raise UserError(
+                f"lora_target_parameters: {target}: {others[0]} does not hold a layer's experts, as {known} do; adapt linear "
+                "layers with lora_target_modules, and train others whole with modules_to_save"
+            )
+
+
 def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
-    """Raises `UserError` where a pattern of rank_pattern or alpha_pattern names none of the `adapted` layers."""
+    """Raises `UserError` where a pattern of rank_pattern or alpha_pattern names none of the `adapted` layers and parameters, and
+    where one of these is trained whole as well."""
     layers = list(adapted)
+    for layer in layers:
+        if is_saved_whole([layer], lora):
+            raise UserError(
+                f"modules_to_save: trains {layer} whole, and lora_target_parameters adapts it; remove one of the two"
+            )
     for key, values in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
         for pattern in values or {}:
             if not any(is_named(layer, pattern) for layer in layers):

@@ -1,9 +1,8 @@
 """One optimizer step, whole, and the loop round it.
 
-The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; training/objective.py says
-what is minimized; models/attention.py and models/loss.py are its forward; distributed/gradients.py synchronizes and clips the
-gradients, and updates; training/nonfinite.py checks them; optim/optimizer.py has made the optimizer. training/schedule.py says
-what is due next.
+The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; models/attention.py and
+models/loss.py are its forward; distributed/parallelize.py synchronizes and clips the gradients; training/nonfinite.py checks
+them; distributed/grad_scaler.py updates; optim/optimizer.py has made the optimizer. training/schedule.py says what is due next.
 """
 
 import hashlib
@@ -19,8 +18,8 @@ from torch import nn
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.gradients import clip_gradients, unscale, update, without_gradient_sync
-from finetune.distributed.parallelize import unwrap
+from finetune.distributed.grad_scaler import unscale, update
+from finetune.distributed.parallelize import clip_gradients, unwrap, without_gradient_sync
 from finetune.distributed.world import World
 from finetune.models.embedding_noise import NoisyDocuments
 from finetune.models.experts import Routing, find_routing
@@ -29,7 +28,6 @@ from finetune.progress import Progress
 from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, handle_nonfinite, make_guard
-from finetune.training.objective import SFT, Measured, Objective
 from finetune.training.profiler import collect_garbage, garbage_collected_between_lines
 from finetune.training.schedule import find_due, find_due_after_evaluation, is_out_of_patience
 from finetune.training.signals import SignalListener
@@ -41,7 +39,7 @@ from finetune.training.training_run import TrainingRun
 class StepResult:
     """What one optimizer step did. The tensors are 0-dim, on the device: to read one is to wait for it."""
 
-    measured: Measured  # on this rank
+    loss_sum: torch.Tensor  # of this rank, in nats
     grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
     failed_check: StepCheck | None  # where the loss or gradient was not finite, and nothing was updated
 
@@ -51,7 +49,6 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     *,
-    objective: Objective,
     recipe: Recipe,
     world: World,
     guard: HostGuard | DeviceGuard,
@@ -66,17 +63,17 @@ def train_step(
     set_learning_rate(optimizer, learning_rate)
     seed_dropout(recipe.run.seed, batch.step, world.rank)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
-    measured = accumulate_gradients(model, batch, world, objective, noise_seed=seed)
+    loss_sum = accumulate_gradients(model, batch, world, noise_seed=seed)
     unscale(optimizer, world)
     grad_norm = clip_gradients(model, recipe.optimization.max_grad_norm)
-    check = StepCheck.of(batch, measured.loss_sum, grad_norm)
+    check = StepCheck.of(batch, loss_sum, grad_norm)
     is_skipped = guard.must_skip(check)
     if not is_skipped:
         before_update()
         seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
         update(optimizer, world)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(measured, grad_norm, check if is_skipped else None)
+    return StepResult(loss_sum, grad_norm, check if is_skipped else None)
 
 
 def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
@@ -90,14 +87,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
     step = partial(
-        train_step,
-        run.model,
-        run.optimizer,
-        objective=run.objective,
-        recipe=recipe,
-        world=world,
-        guard=guard,
-        before_update=saver.before_update,
+        train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, before_update=saver.before_update
     )
     with run.watchdog, saver, garbage_collected_between_lines():
         saver.check_save(last_step, run.data.train.steps_per_epoch)
@@ -108,7 +98,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             rate = compute_learning_rate(batch.step, run.schedule)
             result = step(batch, learning_rate=rate)
             if result.failed_check is None:
-                window.add(result.measured, run.objective.count(batch), batch, waited)
+                window.add(result.loss_sum, batch, waited)
             else:
                 run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
             before, progress = progress, progress.after_step(batch, is_skipped=result.failed_check is not None)
@@ -143,20 +133,19 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
 
 def accumulate_gradients(
-    model: nn.Module, batch: StepBatch, world: World, objective: Objective = SFT, *, noise_seed: int | None = None
-) -> Measured:
-    """Forward and backward over this rank's micro-batches; returns what the objective has measured in them.
+    model: nn.Module, batch: StepBatch, world: World, noise_seed: int | None = None
+) -> torch.Tensor:
+    """Forward and backward over this rank's micro-batches; returns their summed loss (0-dim fp32, on the device).
 
-    The step's loss is the sum of the objective's over all ranks, divided by what it counts there (sft: trained tokens):
+    The step's loss is its sum over every trained token of every rank, over their number:
 
-        loss = sum over ranks and micro-batches of loss_sum / count
+        loss = sum over ranks and micro-batches of loss_sum / trained_tokens
 
     FSDP and DDP average gradients over ranks, hence the factor world.size. It is the same number for every split.
     `noise_seed`: seeds the noise on embeddings; None: there is none.
     A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
     """
-    total, routing = Measured(torch.zeros((), device=world.device)), find_routing(unwrap(model))
-    count = max(1, objective.count(batch))
+    total, routing = torch.zeros((), device=world.device), find_routing(unwrap(model))
 
     def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
         inputs = micro_batch.to(world.device).inputs
@@ -169,11 +158,10 @@ def accumulate_gradients(
     for index, micro_batch in enumerate(batch.micro_batches):
         is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else without_gradient_sync(model):
-            on_device = micro_batch.to(world.device)
-            measured = objective.measure(model, on_device, inputs_of(on_device), batch)
-            loss = measured.loss_sum * (world.size / count)
+            loss_sum = model(**inputs_of(micro_batch))
+            loss = loss_sum * (world.size / max(1, batch.trained_tokens))
             world.accelerator.backward(add_auxiliary(loss))
-        total += measured.detach()
+        total += loss_sum.detach()
     if routing is not None:
         routing.end_step()
     return total

@@ -112,7 +112,8 @@ def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:
         LoraConfig(
             r=lora.lora_r,
             lora_alpha=lora.lora_alpha,
-            target_modules="all-linear",
+            target_modules="all-linear" if lora.lora_target_modules == "all-linear" else list(lora.lora_target_modules),
+            target_parameters=list(lora.lora_target_parameters) or None,
             use_dora=lora.use_dora,
             use_rslora=lora.use_rslora,
             rank_pattern=lora.rank_pattern or {},

@@ -1,0 +1,185 @@
+"""LoRA on the experts of a mixture, from a folder with a tensor for each expert: the losses are those of transformers and peft
+alone under every layout, `adapter/` opens with plain peft, and the export has the adapters merged into each expert's tensor."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from finetune.errors import UserError
+from finetune.export.export import export
+from finetune.recipe.reader import read_recipe
+from finetune.run import fine_tune
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import steps_of, train_all, write_config
+from tests.training.test_experts import FAMILIES, SMALL
+
+STEPS = 3
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+RECIPES: dict[str, dict[str, Any]] = {
+    "mixtral": {
+        "modules_to_save": ["layers.1.mlp.gate"],
+        "rank_pattern": {"experts.down_proj": 3},
+        "alpha_pattern": {"layers.0.mlp.experts.gate_up_proj": 16},
+    },
+    "qwen3_moe": {"lora_target_modules": [], "use_rslora": True},
+    "gpt_oss": {"lora_target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
+    # Shared experts and a dense layer, whose names peft would take for a routed expert's.
+    "deepseek_v3": {"lora_target_modules": "all-linear", "rank_pattern": {"shared_experts.down_proj": 2}},
+    "glm4_moe": {"lora_target_modules": "all-linear", "lora_target_parameters": [], "lora_dropout": 0.25},
+}
+VERIFIED = ("mixtral", "deepseek_v3")  # exported by the run itself
+# (family, layout, ranks)
+WANTED = [
+    *((family, "full_shard", 2) for family in RECIPES),
+    ("mixtral", "ddp", 2),
+    ("gpt_oss", "ddp", 2),
+    ("mixtral", "single", 1),
+    ("deepseek_v3", "full_shard", 1),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("expert-adapters")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    data = make_chat(folder / "chat.jsonl", rows=26)
+    paths = {}
+    for family, keys in RECIPES.items():
+        model = make_model(folder / family / "model", model_type=family, **SMALL | FAMILIES[family])
+        paths[family] = folder / f"{family}.yaml"
+        recipe = {
+            "model_name_or_path": str(model),
+            "datasets": [{"path": str(data)}],
+            "dataset_cache_dir": str(folder / "cache"),
+            "max_length": 64,
+            "packing": False,
+            "global_batch_size": 5,
+            "max_steps": STEPS,
+            "learning_rate": 1e-2,
+            "logging_steps": 1,
+            "save_steps": STEPS,
+            "export_at_end": False,
+            "use_peft": True,
+            "lora_r": 4,
+            "lora_target_modules": ATTENTION,
+            "lora_target_parameters": EXPERTS,
+        }
+        paths[family].write_text(yaml.safe_dump(recipe | keys))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+    """(family, layout, ranks) -> the run's folder; each set of ranks is started once and walks all its runs."""
+    for ranks in (1, 2):
+        wanted = [
+            (
+                recipes[family],
+                write_config(folder, layout, checkpointing=layout == "full_shard"),
+                [f"output_dir={folder}/{family}/{layout}-{of}", f"export_at_end={family in VERIFIED and of == 2}"],
+            )
+            for family, layout, of in WANTED
+            if of == ranks
+        ]
+        train_all(folder, wanted, ranks=ranks, timeout=400)
+    return lambda family, layout, ranks: folder / family / f"{layout}-{ranks}"
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "ranks"), [each for each in WANTED if each[0] not in ("deepseek_v3", "glm4_moe")]
+)
+def test_losses_and_gradients_are_those_of_transformers_and_peft(
+    family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
+) -> None:
+    expected = reference.train(recipes[family])
+    for line, (loss, norm) in zip(steps_of(runs(family, layout, ranks)), expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_one_rank_and_two_agree(runs: Callable[..., Path]) -> None:
+    one, two = (steps_of(runs("deepseek_v3", "full_shard", ranks)) for ranks in (1, 2))
+    assert [line["loss"] for line in one] == pytest.approx([line["loss"] for line in two], rel=1e-5)
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_plain_peft_opens_the_adapter_with_the_logits_of_the_merged_export(
+    family: str, runs: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The adapter is on what was asked for, and not merged; the export has the names and shapes of the folder it came from."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = runs(family, "full_shard", 2)
+    if family not in VERIFIED:
+        export(run, run / "export", verify=family == "gpt_oss", log=lambda _: None)
+        export(run, run / "adapter", adapter_only=True, log=lambda _: None)
+    ids = torch.arange(3, 40)[None]
+    base = AutoModelForCausalLM.from_pretrained(run.parent / "model", dtype=torch.float32).eval()
+    before = base(ids).logits
+    adapted = PeftModel.from_pretrained(base, run / "adapter").eval()
+    merged = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
+    found, expected = adapted(ids).logits, merged(ids).logits
+    assert (found - before).norm() > 1e-2 * before.norm()
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+    stored, written = (load_file(path / "model.safetensors") for path in (run.parent / "model", run / "export"))
+    assert {n: t.shape for n, t in stored.items()} == {n: t.shape for n, t in written.items()}
+    moved = {name for name in stored if not torch.equal(stored[name], written[name])}
+    expected_parts = {
+        "mixtral": ("q_proj", "experts"),
+        "qwen3_moe": ("experts",),
+        "gpt_oss": ("q_proj", "layers.1.mlp.experts.gate_up_proj"),
+        "deepseek_v3": ("kv_a_proj", "layers.1.mlp.experts", "shared_experts.up_proj", "layers.0.mlp.gate_proj"),
+        "glm4_moe": ("q_proj", "shared_experts.down_proj", "layers.0.mlp.gate_proj"),
+    }[family]
+    for part in expected_parts:
+        assert any(part in name for name in moved), part
+    assert family != "glm4_moe" or not any(".experts." in name for name in moved)
+
+
+REFUSED = {
+    "experts.w1": "lora_target_parameters: experts.w1: names no parameter of the model; those of its experts are "
+    "experts.down_proj, experts.gate_up_proj",
+    "gate_up_proj, gate.weight": r"lora_target_parameters: gate.weight: model.layers.0.mlp.gate.weight does not hold a layer's experts",
+}
+
+
+@pytest.mark.parametrize("target", REFUSED)
+def test_what_is_no_parameter_of_experts_is_refused(
+    target: str, recipes: dict[str, Path], folder: Path, tmp_path: Path
+) -> None:
+    _refuse(recipes["mixtral"], [f"lora_target_parameters=[{target}]", f"output_dir={tmp_path}"], REFUSED[target])
+
+
+def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_path: Path) -> None:
+    from finetune.distributed.accelerate_config import Sharding
+
+    with pytest.raises(UserError, match=r"lora_target_parameters: FSDP1 flattens .*; set fsdp_version: 2"):
+        fine_tune(read_recipe(str(recipes["mixtral"])), Sharding(layout="fsdp1"))
+    for key, sentence in (
+        ("use_dora=true", "use_dora: peft has no DoRA for lora_target_parameters"),
+        ("lora_dropout=0.1", "set lora_dropout: 0"),
+        ("target_parameters=[a]", "target_parameters: no such key; did you mean lora_target_parameters?"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            read_recipe(str(recipes["mixtral"]), [key])
+
+
+def _refuse(recipe: Path, keys: list[str], sentence: str) -> None:
+    from finetune.models.build import build_on_meta
+    from finetune.models.lora import add_adapters
+    from finetune.pretrained_config import load_config
+
+    read = read_recipe(str(recipe), keys)
+    with pytest.raises(UserError, match=sentence):
+        add_adapters(build_on_meta(load_config(read.model), torch.float32), read.lora, torch.float32)
