@@ -1,8 +1,8 @@
 """Floating-point operations of training and peaks of devices, for the plan and for MFU. Imports no torch.
 
 FLOP to train on one token: 6N + 12 L H Q T, less 2 for each weight without a gradient: 4N + 12 L H Q T under LoRA. N
-counts no untied input embedding, which multiplies nothing; L layers, H heads, Q head size, T tokens in a row. Recomputed
-activations are not counted. Source: Chowdhery et al. 2022 (PaLM), appendix B.
+counts no untied input embedding, which multiplies nothing, and of routed experts those that a token chooses; L layers, H
+heads, Q head size (the mean of a key's and a value's), T tokens in a row. Recomputed activations are not counted. Source: Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
 import re
@@ -46,7 +46,9 @@ PEAK_FLOPS = {
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
-def flop_per_token(*, parameters: int, layers: int, heads: int, head_size: int, length: int, frozen: int = 0) -> float:
+def flop_per_token(
+    *, parameters: int, layers: int, heads: int, head_size: float, length: int, frozen: int = 0
+) -> float:
     """FLOP to train on one token. `parameters`: N, of which `frozen` get no gradient; `length`: T, the row's, as the field
     counts it.
 
@@ -58,15 +60,23 @@ def flop_per_token(*, parameters: int, layers: int, heads: int, head_size: int, 
 
 def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen: int = 0) -> float:
     """The same, with L, H and Q from a transformers config."""
-    heads = config.num_attention_heads
     return flop_per_token(
         parameters=parameters,
         layers=config.num_hidden_layers,
-        heads=heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
+        heads=config.num_attention_heads,
+        head_size=_read_head_size(config),
         length=length,
         frozen=frozen,
     )
+
+
+def _read_head_size(config: Any) -> float:
+    """Q by a transformers config. Where keys and values come out of latents (DeepSeek's MLA), `head_dim` is only the part of
+    a key that is rotated."""
+    plain, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
+    if plain and value:
+        return float(plain + config.qk_rope_head_dim + value) / 2
+    return getattr(config, "head_dim", None) or float(config.hidden_size // config.num_attention_heads)
 
 
 def peak_flops_of(device_name: str) -> float | None:

@@ -61,7 +61,8 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     assert places, "the adapter is empty"
     refuse_unadapted(lora, {parameters[place].name if place in parameters else place for place in places})
     config = config_for_peft(model, config, places - parameters.keys())
-    model.peft_config["default"] = config  # type: ignore[index]
+    configs: Any = model.peft_config
+    configs["default"] = config
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
     saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None

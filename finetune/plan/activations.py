@@ -7,9 +7,10 @@ Counted from the forward of transformers' models and tested against torch's save
 from dataclasses import dataclass
 
 from finetune.constants import loss_chunk_tokens
-from finetune.plan.architecture import Architecture, Mixture
+from finetune.plan.architecture import Architecture
+from finetune.plan.parts import LatentAttention, Mixture
 from finetune.plan.state import FP32, is_adapted
-from finetune.recipe.module_patterns import find_value
+from finetune.recipe.module_patterns import find_value, is_parameter_named
 from finetune.recipe.schema import Lora
 
 TOKEN_ID = 8  # bytes of an int64
@@ -43,28 +44,52 @@ class Computation:
         return FP32 if self.autocast else self.itemsize
 
 
-def layer_bytes(a: Architecture, run: Computation) -> dict[str, int]:
-    """Bytes per token that one decoder layer saves, by module."""
+def layer_bytes(a: Architecture, run: Computation, *, is_dense: bool = False) -> dict[str, int]:
+    """Bytes per token that one decoder layer saves, by module. `is_dense`: one without experts, of a mixture."""
+    mixture = None if is_dense else a.mixture
     return {
-        "norms": _norms(a, run),
+        "norms": _norms(a, mixture, run),
         "attention": _attention(a, run),
-        "mlp": _mlp(a, run),
-        "adapters": _adapters(a, run),
+        "mlp": _mlp(a, mixture, run),
+        "adapters": _adapters(a, a.dense_layer if is_dense else a.widest_layer, run),
     }
 
 
 def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
     """Bytes per token that the model without its head saves between forward and backward."""
-    layer = sum(layer_bytes(a, run).values())
     every = run.checkpoint_every
-    recomputed = 0 if every is None else -(-a.layers // every)
-    rotary = 2 * a.head_size * run.residual_itemsize
+    kept = [index for index in range(a.layers) if every is None or index % every]
+    dense = sum(a.mixture is not None and not a.has_experts(index) for index in kept)
+    layers = (len(kept) - dense) * sum(layer_bytes(a, run).values())
+    layers += dense * sum(layer_bytes(a, run, is_dense=True).values())
+    rotary = 2 * a.rotated_size * run.residual_itemsize
     final_norm = _norm(a.hidden, a, run) + a.hidden * run.residual_itemsize
     return {
-        "layers": (a.layers - recomputed) * layer,
-        "checkpoints": recomputed * a.hidden * run.residual_itemsize,
+        "layers": layers,
+        "checkpoints": (a.layers - len(kept)) * a.hidden * run.residual_itemsize,
         "ends": TOKEN_ID + rotary + final_norm,
     }
+
+
+@dataclass(frozen=True, slots=True)
+class MergedExperts:
+    """Bytes, whatever the number of tokens, of expert weights with their adapters added, which peft computes in each forward."""
+
+    kept: int = 0  # between forward and backward
+    layer: int = 0  # of the layer with the most
+    largest: int = 0  # of one parameter
+
+
+def merged_expert_bytes(a: Architecture, run: Computation) -> MergedExperts:
+    """The merged experts of a model with adapters on them; nothing without."""
+    if run.lora is None or not run.lora.lora_target_parameters:
+        return MergedExperts()
+    targets, sizes = run.lora.lora_target_parameters, []
+    for layer in range(a.layers):
+        sizes.append([run.itemsize * t.numel for t in a.experts(layer) if is_parameter_named(t.name, targets)])
+    every = run.checkpoint_every
+    kept = sum(sum(layer) for index, layer in enumerate(sizes) if every is None or index % every)
+    return MergedExperts(kept, max(map(sum, sizes)), max((size for layer in sizes for size in layer), default=0))
 
 
 def recomputed_bytes(a: Architecture, run: Computation) -> int:
@@ -97,57 +122,103 @@ def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None
     return FP32 * width + FP32 * heads + (normalized * width if run.lora is None else 0)
 
 
-def _norms(a: Architecture, run: Computation) -> int:
+def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
     # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual stream. Autocast
-    # casts an fp32 input separately for each of q, k, v, gate and up; in a mixture the router, and the shared expert with
-    # its own gate, stand for the last two.
-    readers = 2 if a.mixture is None else 4 if a.mixture.shared else 1
-    inputs = 0 if run.drops_inputs else 3 + readers if run.autocast and not a.family.fused else 2
-    return len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
+    # casts an fp32 input separately for each layer that reads it.
+    inputs = 0 if run.drops_inputs else 2
+    if run.autocast and not a.family.fused and not run.drops_inputs:
+        inputs = (3 if a.latent is None else 2) + _count_readers(mixture)
+    total = len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
+    if mixture is not None and mixture.keys.routes_in_fp32 and run.lora is None and run.residual_itemsize < FP32:
+        total += FP32 * a.hidden  # the router's own copy of its input
+    return total
+
+
+def _count_readers(mixture: Mixture | None) -> int:
+    """Layers that read the MLP's input: gate and up; in a mixture the router, and those of the shared expert with its own gate."""
+    if mixture is None:
+        return 2
+    return 1 + (0 if not mixture.shared else 2 if mixture.keys.shared is None else 3)
 
 
 def _attention(a: Architecture, run: Computation) -> int:
     query, key_value, size = a.query_width, a.key_value_width, run.itemsize
     inside = max(size, FP32) if run.cpu else size  # of the scores: on a CPU the kernel works in fp32
-    attended = query + 2 * (key_value if run.grouped_attention else query)
-    total = inside * (attended + query) + FP32 * a.heads
-    if run.cpu and not run.drops_inputs:
-        total += size * query  # the concatenated documents, the input of the output projection
-    if a.family.query_key_norm is not None:
+    repeats = not run.grouped_attention or a.family.caps_scores or a.family.sinks
+    keys_and_values = 2 * (query if repeats else key_value)
+    output = query
+    if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
+        value = a.heads * a.latent.value
+        keys_and_values, output = query + (value if run.cpu else query), value if run.cpu else query
+    total = inside * (query + keys_and_values + output) + FP32 * a.heads
+    # torch's kernel for a CPU wants one head size.
+    is_written_out = a.family.caps_scores or a.family.sinks or (run.cpu and output != query)
+    # The documents' outputs, concatenated: the input of the output projection.
+    if (run.cpu or is_written_out) and not run.drops_inputs:
+        total += size * (a.heads * a.latent.value if a.latent is not None else query)
+    if a.latent is not None:
+        total += _latents(a, a.latent, run)
+    if a.query_key_norm:
         by_head = a.family.query_key_norm == "head"
         total += _norm(query, a, run, itemsize=size, heads=a.heads if by_head else 1)
         total += _norm(key_value, a, run, itemsize=size, heads=a.key_value_heads if by_head else 1)
-    if a.family.caps_scores:  # key and value repeated for each head; tanh, softmax in fp32, and its cast
-        total += 2 * inside * (query - key_value) + a.heads * run.document_length * (
-            inside + FP32 + (inside if inside < FP32 else 0)
-        )
-        total -= FP32 * a.heads  # the log-sum-exp of a fused kernel
+    if is_written_out:
+        total -= inside * output + FP32 * a.heads  # of a fused kernel: its output and the log-sum-exp
+        total += a.heads * run.document_length * _score_bytes(a, inside)
     if a.family.fused and inside == size:
         total += size * (query + key_value)  # value is a view of the whole fused output, which no cast frees
     return total
 
 
-def _mlp(a: Architecture, run: Computation) -> int:
+def _score_bytes(a: Architecture, inside: int) -> int:
+    """Bytes of one materialized score: tanh, where scores are capped; softmax in fp32, and its cast."""
+    return (inside if a.family.caps_scores else 0) + FP32 + (inside if inside < FP32 else 0)
+
+
+def _latents(a: Architecture, latent: LatentAttention, run: Computation) -> int:
+    """The norms of the latents, and what reads these."""
+    ranks = [rank for rank in (latent.query_rank, latent.key_value_rank) if rank is not None]
+    read = 0 if run.drops_inputs else run.itemsize * sum(ranks)
+    total = read + sum(_norm(rank, a, run, itemsize=run.itemsize) for rank in ranks)
+    if run.cpu and run.itemsize == FP32:
+        total += FP32 * a.heads * latent.plain  # value is a view of the keys' and values' common product
+    return total
+
+
+def _mlp(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
     """down(act(gate) * up): gate, act(gate), up, and their product."""
     saved = 3 if run.drops_inputs else 4
-    if a.mixture is None:
+    if mixture is None:
         return saved * a.intermediate * run.itemsize
-    return saved * a.mixture.shared * run.itemsize + _experts(a, a.mixture, run)
+    return saved * mixture.shared * run.itemsize + _experts(a, mixture, run)
 
 
 def _experts(a: Architecture, mixture: Mixture, run: Computation) -> int:
-    """For each expert of a token: its input, gathered; the same four; its output, which the router weighs; and where it
-    belongs. A frozen expert does not save what it multiplies. The router: logits, and probabilities in fp32."""
-    trained = run.lora is None
-    states = (2 if trained else 1) * a.hidden + (4 if trained else 3) * mixture.intermediate
-    return mixture.chosen * (states * run.itemsize + PLACES) + mixture.experts * (run.itemsize + FP32)
+    """For each expert of a token: its input, gathered; what its gating saves, and the product; its output, which the router
+    weighs; and where it belongs. A frozen expert does not save what it multiplies. The router: logits, and probabilities in
+    fp32."""
+    inputs, products = _read_by_trained_experts(run)
+    # A bias in fp32 makes fp32 of what autocast has multiplied.
+    added = FP32 if run.autocast and mixture.keys.has_biases else run.itemsize
+    states = run.itemsize * (inputs * a.hidden + products * mixture.intermediate)
+    states += added * (a.hidden + mixture.keys.gate_tensors * mixture.intermediate)
+    return mixture.chosen * (states + PLACES) + mixture.experts * (run.itemsize + FP32)
 
 
-def _adapters(a: Architecture, run: Computation) -> int:
+def _read_by_trained_experts(run: Computation) -> tuple[int, int]:
+    """Whether the inputs of gate and up, and of down, are saved (1): for the gradients of the weights or their adapters."""
+    if run.lora is None:
+        return 1, 1
+    targets = run.lora.lora_target_parameters
+    gate_up, down = (any(t.endswith(name) for t in targets) for name in ("gate_up_proj", "down_proj"))
+    return int(gate_up), int(down)
+
+
+def _adapters(a: Architecture, layer: int, run: Computation) -> int:
     """What lies between A and B; with dropout also the dropped input and its mask, for each adapted layer."""
     if run.lora is None:
         return 0
-    adapted = [linear for linear in a.linears(a.widest_layer) if is_adapted(linear, run.lora)]
+    adapted = [linear for linear in a.linears(layer) if is_adapted(linear, run.lora)]
     dropped = run.itemsize + (run.itemsize if run.cpu else 1) if run.drops_inputs else 0
     return sum(_largest_rank(linear.name, a, run.lora) * run.itemsize + linear.shape[1] * dropped for linear in adapted)
 

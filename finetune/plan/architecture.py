@@ -3,40 +3,17 @@
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
 from finetune.hub import download_file
-from finetune.plan.families import FAMILIES, Family
+from finetune.plan.families import FAMILIES
+from finetune.plan.family_facts import Family
+from finetune.plan.parts import LatentAttention, Mixture, TensorShape, read_latent_attention, read_mixture
 from finetune.recipe.schema import Model
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-
-
-@dataclass(frozen=True, slots=True)
-class TensorShape:
-    """One parameter: transformers' name and its shape."""
-
-    name: str
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """Numbers in it."""
-        return prod(self.shape)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mixture:
-    """The sizes of a layer's routed experts."""
-
-    experts: int
-    chosen: int  # of a token
-    intermediate: int  # of one expert
-    shared: int  # of the expert that every token passes; 0: none
-    layers: frozenset[int]  # the decoder layers that have them; the others are dense
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,11 +34,23 @@ class Architecture:
     mlp_bias: bool
     family: Family
     mixture: Mixture | None = None
+    latent: LatentAttention | None = None
+    query_key_norm: bool = False  # of the kind that the family has
 
     @property
     def query_width(self) -> int:
-        """Width of all query heads together, which is also that of the attention's output."""
-        return self.heads * self.head_size
+        """Width of all query heads together; but for latent attention also that of the attention's output."""
+        return self.heads * (self.latent.query_key_size if self.latent is not None else self.head_size)
+
+    @property
+    def mean_head_size(self) -> float:
+        """The mean of a head's key and value."""
+        return (self.latent.query_key_size + self.latent.value) / 2 if self.latent is not None else self.head_size
+
+    @property
+    def rotated_size(self) -> int:
+        """Numbers of a head's query that are rotated, at most."""
+        return self.latent.rotated if self.latent is not None else self.head_size
 
     @property
     def key_value_width(self) -> int:
@@ -82,24 +71,34 @@ class Architecture:
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
         attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        attended = (
+            self.latent.linears(attention, self.hidden, self.heads)
+            if self.latent
+            else self._attention_linears(attention)
+        )
+        if self.mixture is not None and self.has_experts(layer):
+            passed = self.mixture.shared_linears(mlp, self.hidden)
+        elif self.family.fused:
+            passed = {f"{mlp}.gate_up_proj": (2 * self.intermediate, self.hidden)}
+            passed |= {f"{mlp}.down_proj": (self.hidden, self.intermediate)}
+        else:
+            passed = {
+                f"{mlp}.gate_proj": (self.intermediate, self.hidden),
+                f"{mlp}.up_proj": (self.intermediate, self.hidden),
+                f"{mlp}.down_proj": (self.hidden, self.intermediate),
+            }
+        return tuple(TensorShape(f"{name}.weight", shape) for name, shape in (attended | passed).items())
+
+    def _attention_linears(self, attention: str) -> dict[str, tuple[int, int]]:
         if self.family.fused:
             qkv = {f"{attention}.qkv_proj": (self.query_width + 2 * self.key_value_width, self.hidden)}
-            gate_up = {f"{mlp}.gate_up_proj": (2 * self.intermediate, self.hidden)}
         else:
             qkv = {
                 f"{attention}.q_proj": (self.query_width, self.hidden),
                 f"{attention}.k_proj": (self.key_value_width, self.hidden),
                 f"{attention}.v_proj": (self.key_value_width, self.hidden),
             }
-            gate_up = {
-                f"{mlp}.gate_proj": (self.intermediate, self.hidden),
-                f"{mlp}.up_proj": (self.intermediate, self.hidden),
-            }
-        output = {f"{attention}.o_proj": (self.hidden, self.query_width)}
-        down = {f"{mlp}.down_proj": (self.hidden, self.intermediate)}
-        if self.has_experts(layer):
-            gate_up, down = self._shared_expert(mlp), {}
-        return tuple(TensorShape(f"{name}.weight", shape) for name, shape in (qkv | output | gate_up | down).items())
+        return qkv | {f"{attention}.o_proj": (self.hidden, self.query_width)}
 
     def has_experts(self, layer: int) -> bool:
         """Whether decoder layer `layer` routes its tokens to experts."""
@@ -110,29 +109,27 @@ class Architecture:
         """A decoder layer with as many parameters as any."""
         return min(self.mixture.layers, default=0) if self.mixture is not None else 0
 
+    @property
+    def dense_layer(self) -> int:
+        """The first decoder layer without experts, of a mixture that has one; else the first."""
+        return next((index for index in range(self.layers) if not self.has_experts(index)), 0)
+
     def experts(self, layer: int) -> tuple[TensorShape, ...]:
         """The weights of all routed experts of decoder layer `layer`."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
-        experts, width = self.mixture.experts, self.mixture.intermediate
-        name = f"model.layers.{layer}.mlp.experts"
-        return (
-            TensorShape(f"{name}.gate_up_proj", (experts, 2 * width, self.hidden)),
-            TensorShape(f"{name}.down_proj", (experts, self.hidden, width)),
-        )
+        return self.mixture.expert_weights(f"model.layers.{layer}.mlp", self.hidden)
 
-    def _router(self, layer: int) -> tuple[TensorShape, ...]:
+    def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
+        """(out, in) of one expert's part of `weights`."""
+        first, second = weights.shape[1:]
+        return (second, first) if self.mixture is not None and self.mixture.keys.has_biases else (first, second)
+
+    def _routed(self, layer: int) -> tuple[TensorShape, ...]:
+        """All that belongs to the routed experts of decoder layer `layer`, biases too."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
-        return (TensorShape(f"model.layers.{layer}.mlp.gate.weight", (self.mixture.experts, self.hidden)),)
-
-    def _shared_expert(self, mlp: str) -> dict[str, tuple[int, int]]:
-        if self.mixture is None or not self.mixture.shared:
-            return {}
-        into, out = (self.mixture.shared, self.hidden), (self.hidden, self.mixture.shared)
-        expert = f"{mlp}.shared_expert"
-        shapes = {f"{expert}.gate_proj": into, f"{expert}.up_proj": into, f"{expert}.down_proj": out}
-        return shapes | {f"{expert}_gate": (1, self.hidden)}
+        return (*self.experts(layer), *self.mixture.expert_biases(f"model.layers.{layer}.mlp", self.hidden))
 
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
@@ -140,8 +137,9 @@ class Architecture:
             t for linear in self.linears(index) if ".self_attn." in linear.name for t in self._with_bias(linear)
         ]
         mlp = [t for linear in self.linears(index) if ".mlp." in linear.name for t in self._with_bias(linear)]
-        mlp += [*self._router(index), *self.experts(index)]
-        return (*attention, *self._query_key_norms(index), *mlp, *self._norms(index))
+        if self.mixture is not None and self.has_experts(index):
+            mlp += [*self.mixture.router(f"model.layers.{index}.mlp", self.hidden), *self._routed(index)]
+        return (*self._sinks(index), *attention, *self._query_key_norms(index), *mlp, *self._norms(index))
 
     def tensors(self) -> Iterator[TensorShape]:
         """Every parameter once; a tied head is the embedding."""
@@ -152,12 +150,22 @@ class Architecture:
 
     def _with_bias(self, linear: TensorShape) -> Iterator[TensorShape]:
         yield linear
+        if linear.name.endswith(("q_b_proj.weight", "kv_b_proj.weight")) or (
+            self.latent is not None and linear.name.endswith(".q_proj.weight")
+        ):
+            return
         is_output, is_mlp = linear.name.endswith("o_proj.weight"), ".mlp." in linear.name
         if self.output_bias if is_output else self.mlp_bias if is_mlp else self.query_key_value_bias:
             yield TensorShape(linear.name.removesuffix("weight") + "bias", (linear.shape[0],))
 
+    def _sinks(self, index: int) -> Iterator[TensorShape]:
+        if self.family.sinks:
+            yield TensorShape(f"model.layers.{index}.self_attn.sinks", (self.heads,))
+
     def _query_key_norms(self, index: int) -> Iterator[TensorShape]:
-        if self.family.query_key_norm is None:
+        if self.latent is not None:
+            yield from self.latent.norms(f"model.layers.{index}.self_attn")
+        if not self.query_key_norm:
             return
         per_head = self.family.query_key_norm == "head"
         widths = (self.head_size,) * 2 if per_head else (self.query_width, self.key_value_width)
@@ -178,7 +186,7 @@ class Architecture:
         """Numbers of routed experts that do not work on a given token."""
         if self.mixture is None:
             return 0
-        routed = sum(tensor.numel for index in range(self.layers) for tensor in self.experts(index))
+        routed = sum(tensor.numel for index in range(self.layers) for tensor in self._routed(index))
         return routed - routed * self.mixture.chosen // self.mixture.experts
 
     @property
@@ -242,7 +250,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:
-        return bool(config.get(fact, False)) if isinstance(fact, str) else fact
+        return bool(config.get(fact, family.attention_bias)) if isinstance(fact, str) else fact
 
     return Architecture(
         model_type=str(model_type),
@@ -258,24 +266,8 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         output_bias=flag(family.output_bias),
         mlp_bias=flag(family.mlp_bias),
         family=family,
-        mixture=_read_mixture(family, sizes),
-    )
-
-
-def _read_mixture(family: Family, sizes: Mapping[str, Any]) -> Mixture | None:
-    """The routed experts; None where the family is dense, or no layer has any."""
-    if family.mixture is None:
-        return None
-    keys, layers = family.mixture, frozenset(range(sizes["num_hidden_layers"]))
-    if keys.some_are_dense:
-        dense, every = sizes.get("mlp_only_layers") or (), sizes.get("decoder_sparse_step") or 1
-        layers = frozenset(index for index in layers if index not in dense and (index + 1) % every == 0)
-    if not layers or not sizes[keys.experts]:
-        return None
-    return Mixture(
-        experts=sizes[keys.experts],
-        chosen=sizes["num_experts_per_tok"],
-        intermediate=sizes[keys.intermediate],
-        shared=sizes[keys.shared] if keys.shared else 0,
-        layers=layers,
+        mixture=read_mixture(family, sizes),
+        latent=read_latent_attention(family, config, sizes),
+        query_key_norm=family.query_key_norm is not None
+        and (family.query_key_norm_key is None or bool(config.get(family.query_key_norm_key))),
     )

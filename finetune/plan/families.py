@@ -4,38 +4,7 @@ Source: the model and configuration classes of transformers 5; tests/plan builds
 and compares names and shapes, so that a release that changes one is noticed.
 """
 
-from dataclasses import dataclass, field
-from typing import Literal
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MixtureKeys:
-    """Which keys of config.json give the sizes of a family's routed experts."""
-
-    experts: str = "num_experts"
-    intermediate: str = "moe_intermediate_size"
-    shared: str | None = None  # intermediate size of the expert that every token passes
-    some_are_dense: bool = False  # whether mlp_only_layers and decoder_sparse_step make some layers dense
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Family:
-    """The facts of one `model_type` that are not in its config.json."""
-
-    decoder_layer: str  # the class that FSDP wraps
-    defaults: dict[str, int] = field(default_factory=dict)  # sizes that a config.json may omit
-    tied: bool = False  # tie_word_embeddings where the config does not say
-    query_key_value_bias: bool | Literal["attention_bias"] = False
-    output_bias: bool | Literal["attention_bias"] = False
-    mlp_bias: bool | Literal["mlp_bias"] = False
-    query_key_norm: Literal["head", "all"] | None = None  # over each head, or over all heads together
-    caps_scores: bool = False  # attn_logit_softcapping: no fused kernel caps, so the scores are materialized
-    fused: bool = False  # one qkv_proj and one gate_up_proj
-    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
-    norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself
-    mixture: MixtureKeys | None = None  # None: dense
-    norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalized input is kept in fp32
-
+from finetune.plan.family_facts import Family, MixtureKeys
 
 SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
 AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
@@ -56,6 +25,9 @@ SIZES_7B = {
 }
 QWEN_SIZES = SIZES_7B | {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
 QWEN_MOE_SIZES = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
+SHARED_EXPERTS = MixtureKeys(
+    experts="n_routed_experts", shared_count="n_shared_experts", first_are_dense=True, routes_in_fp32=True
+)
 
 FAMILIES: dict[str, Family] = {
     "llama": Family(
@@ -212,5 +184,75 @@ FAMILIES: dict[str, Family] = {
         output_bias="attention_bias",
         query_key_norm="head",
         mixture=MixtureKeys(some_are_dense=True),
+    ),
+    "glm4_moe": Family(
+        decoder_layer="Glm4MoeDecoderLayer",
+        defaults={
+            "hidden_size": 4096,
+            "intermediate_size": 10944,
+            "num_hidden_layers": 46,
+            "num_attention_heads": 96,
+            "num_key_value_heads": 8,
+            "vocab_size": 151552,
+            "n_routed_experts": 128,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1408,
+            "first_k_dense_replace": 1,
+        },
+        query_key_value_bias="attention_bias",
+        query_key_norm="head",
+        query_key_norm_key="use_qk_norm",
+        mixture=SHARED_EXPERTS,
+    ),
+    "deepseek_v3": Family(
+        decoder_layer="DeepseekV3DecoderLayer",
+        defaults={
+            "hidden_size": 7168,
+            "intermediate_size": 18432,
+            "num_hidden_layers": 61,
+            "num_attention_heads": 128,
+            "vocab_size": 129280,
+            "n_routed_experts": 256,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 2048,
+            "first_k_dense_replace": 3,
+            "q_lora_rank": 1536,
+            "kv_lora_rank": 512,
+            "qk_rope_head_dim": 64,
+            "qk_nope_head_dim": 128,
+            "v_head_dim": 128,
+        },
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        latent_attention=True,
+        mixture=SHARED_EXPERTS,
+    ),
+    "gpt_oss": Family(
+        decoder_layer="GptOssDecoderLayer",
+        defaults={
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 36,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "vocab_size": 201088,
+            "num_local_experts": 128,
+            "num_experts_per_tok": 4,
+        },
+        query_key_value_bias="attention_bias",
+        output_bias="attention_bias",
+        attention_bias=True,
+        sinks=True,
+        norm_keeps_fp32=True,
+        mixture=MixtureKeys(
+            experts="num_local_experts",
+            intermediate="intermediate_size",
+            router="router",
+            has_biases=True,
+            gate_tensors=6,
+        ),
     ),
 }

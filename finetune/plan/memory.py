@@ -15,6 +15,7 @@ from finetune.plan.activations import (
     kept_bytes,
     layer_bytes,
     loss_chunk_bytes,
+    merged_expert_bytes,
     recomputed_bytes,
     working_bytes,
 )
@@ -104,15 +105,20 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     """The points of an optimizer step that could be its peak. `full` has the whole state, gradients included."""
     run, tokens, a = spec.computation, spec.tokens, spec.architecture
     kept = kept_bytes(a, run)
-    all_kept, ends = tokens * sum(kept.values()), tokens * (kept["ends"] + a.hidden * run.residual_itemsize)
+    merged = merged_expert_bytes(a, run)
+    all_kept = tokens * sum(kept.values()) + merged.kept
+    ends = tokens * (kept["ends"] + a.hidden * run.residual_itemsize)
     at_work = tokens * (recomputed_bytes(a, run) + working_bytes(a, run))
-    one_layer = tokens * (sum(layer_bytes(a, run).values()) + working_bytes(a, run))
+    at_work += merged.layer if run.checkpoint_every is not None else 0
+    one_layer = tokens * (sum(layer_bytes(a, run).values()) + working_bytes(a, run)) + merged.layer
     held, tail_share = held_by_layout(spec), _tail_share(spec)
     before = full if spec.accumulation > 1 else replace(full, gradients=0)  # of earlier micro-batches
     yield replace(before, name="loss", activations=all_kept, loss=loss_bytes(spec), **held["loss"])
     yield replace(before, name="backward of the head", activations=all_kept, loss=_loss_backward(spec), **held["head"])
     last = replace(before, gradients=max(before.gradients, int(full.gradients * tail_share)))
-    layer = {"temporaries": dequantized_bytes(spec, recomputes_layer=run.checkpoint_every is not None)}
+    # The gradient of the merged experts, and the part of it that is being added (an expert's, in the shape of all).
+    layer = {"temporaries": 2 * merged.largest}
+    layer["temporaries"] += dequantized_bytes(spec, recomputes_layer=run.checkpoint_every is not None)
     yield replace(
         last, name="backward of the last layer", activations=all_kept + at_work, **held["last layer"], **layer
     )
@@ -213,13 +219,13 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
     a, run = spec.architecture, spec.computation
     tokens = (spec.recipe.batch.per_device_eval_batch_size or spec.rows) * spec.recipe.data.max_length
-    rotary = 2 * a.head_size * run.residual_itemsize
+    rotary, merged = 2 * a.rotated_size * run.residual_itemsize, merged_expert_bytes(a, run)
     return replace(
         at_rest,
         name="a held-out batch",
         activations=tokens * (evaluation_bytes(a, run) + rotary),
         loss=loss_chunk_bytes(a.vocabulary, tokens, run),
-        temporaries=dequantized_bytes(spec),
+        temporaries=dequantized_bytes(spec) + merged.layer + merged.largest,
         **held_by_layout(spec)["evaluation"],
     )
 

@@ -6,16 +6,20 @@ from math import prod
 
 from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
-from finetune.plan.architecture import Architecture, TensorShape
+from finetune.plan.architecture import Architecture
+from finetune.plan.parts import TensorShape
+from finetune.quantization import quantized_bytes
 from finetune.recipe.module_patterns import (
     find_trained,
     find_value,
+    is_parameter_named,
     is_saved_whole,
     refuse_adapted_head,
+    refuse_other_parameters,
     refuse_unadapted,
+    refuse_unknown_layers,
     refuse_unmatched,
 )
-from finetune.recipe.quantization import quantized_bytes
 from finetune.recipe.schema import Lora, Model, Quantization
 
 FP32 = 4  # bytes
@@ -75,6 +79,10 @@ def list_state_tensors(
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
     if lora.use_peft:
         refuse_adapted_head("lm_head", next(its for its in names.values() if HEAD in its), lora)
+        experts = [tensor.name for index in range(architecture.layers) for tensor in architecture.experts(index)]
+        layers = ["lm_head", *(t.name.removesuffix(".weight") for ts in linears.values() for t in ts)]
+        refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
+        refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
     trained = set() if lora.use_peft else find_trained(list(names.values()), model)
     found: list[StateTensor] = []
     adapted: list[str] = []
@@ -90,6 +98,9 @@ def list_state_tensors(
             if lora.use_peft and is_linear and is_adapted(tensor, lora):
                 adapted.append(tensor.name.removesuffix(".weight"))
                 found += _list_adapter(tensor, unit, lora)
+        of_experts = [tensor for tensor in tensors if is_parameter_named(tensor.name, lora.lora_target_parameters)]
+        adapted += [tensor.name for tensor in of_experts]
+        found += _list_expert_adapters(of_experts, unit, lora, architecture)
     if lora.use_peft:
         refuse_unadapted(lora, adapted)
     return tuple(found)
@@ -108,7 +119,7 @@ def is_adapted(linear: TensorShape, lora: Lora) -> bool:
     targets = lora.lora_target_modules
     if is_saved_whole([linear.name], lora):
         return False
-    return targets == "all-linear" or linear.name.removesuffix(".weight").endswith(tuple(targets))
+    return targets == "all-linear" or is_parameter_named(linear.name.removesuffix(".weight"), targets)
 
 
 def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateTensor]:
@@ -119,6 +130,19 @@ def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateT
     yield StateTensor(f"{name}.lora_B.default.weight", (width_out, rank), unit, FP32, True)
     if lora.use_dora:
         yield StateTensor(f"{name}.lora_magnitude_vector.default.weight", (width_out,), unit, FP32, True)
+
+
+def _list_expert_adapters(
+    weights: Sequence[TensorShape], unit: str, lora: Lora, architecture: Architecture
+) -> Iterator[StateTensor]:
+    """The same for each expert of one layer: A is [experts * rank, in], B is [out, experts * rank]; peft nests the adapters of
+    several weights, the last one's outermost."""
+    for depth, tensor in enumerate(reversed(weights)):
+        width_out, width_in = architecture.expert_widths(tensor)
+        width = tensor.shape[0] * find_value(tensor.name, lora.rank_pattern, lora.lora_r)
+        place = tensor.name.rpartition(".")[0] + ".base_layer" * depth
+        yield StateTensor(f"{place}.lora_A.default.weight", (width, width_in), unit, FP32, True)
+        yield StateTensor(f"{place}.lora_B.default.weight", (width_out, width), unit, FP32, True)
 
 
 def count_shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:

@@ -50,7 +50,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         parameters=a.parameters - a.idle_parameters - (0 if a.tied else a.embedding.numel),
         layers=a.layers,
         heads=a.heads,
-        head_size=a.head_size,
+        head_size=a.mean_head_size,
         length=spec.recipe.data.max_length,
         frozen=_count_frozen(spec),
     )

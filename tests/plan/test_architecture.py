@@ -17,7 +17,20 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
-VARIANTS = [{}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False, "head_dim": 24}, {"mlp_only_layers": [0]}]
+SMALL_MIXTURE = {
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+    "q_lora_rank": None,
+}
+VARIANTS = [
+    SMALL_MIXTURE,
+    {},
+    {"tie_word_embeddings": True},
+    {"tie_word_embeddings": False, "head_dim": 24},
+    {"mlp_only_layers": [0]},
+]
 BIASES = {"attention_bias": True, "mlp_bias": True}
 
 
@@ -68,6 +81,11 @@ def test_an_unknown_family_is_named_with_those_that_are_known() -> None:
             1.3e9,
         ),  # OLMoE-1B-7B (Muennighoff et al. 2024, arXiv:2409.02060)
         ({"model_type": "qwen2_moe"}, 14.3e9, 2.7e9),  # Qwen1.5-MoE-A2.7B's card
+        # DeepSeek-V3 (arXiv:2412.19437), without the layer that predicts a second token; 37B with one embedding of two
+        ({"model_type": "deepseek_v3"}, 671e9, 37.6e9),
+        # gpt-oss (arXiv:2508.10925), table 1; its active ones are without the input embedding
+        ({"model_type": "gpt_oss"}, 116.83e9, 5.13e9 + 201088 * 2880),
+        ({"model_type": "gpt_oss", "num_hidden_layers": 24, "num_local_experts": 32}, 20.91e9, 3.61e9 + 201088 * 2880),
     ],
 )
 def test_a_mixture_has_its_published_numbers_of_parameters(

@@ -20,7 +20,21 @@ UNEVEN = {
     "num_attention_heads": 6, "num_key_value_heads": 2, "head_dim": 12,
 }  # fmt: skip
 EVEN = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128}  # so that 8-bit moments come in whole blocks
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 36}
+ROUTED = EXPERTS | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+LATENT = {"q_lora_rank": 23, "kv_lora_rank": 17, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 11}
+MIXTURES: dict[str, dict[str, Any]] = {
+    "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 5},
+    "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5},
+    "deepseek_v3": ROUTED | LATENT | {"model_type": "deepseek_v3", "head_dim": 6, "num_key_value_heads": 6},
+    "glm4_moe": ROUTED | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True},
+}
+ON_EXPERTS = {"use_peft": True, "lora_r": 4, "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 RECIPES: dict[str, dict[str, Any]] = {
+    **{family: {"model": family} for family in MIXTURES},
+    "mixtral's experts": ON_EXPERTS | {"model": "mixtral", "rank_pattern": {"experts.down_proj": 3}},
+    "gpt_oss's experts": ON_EXPERTS | {"model": "gpt_oss", "lora_target_modules": []},
+    "deepseek_v3's experts": ON_EXPERTS | {"model": "deepseek_v3"},
     "full": {},
     "tied": {"tied": True},
     "bfloat16": {"dtype": "bfloat16"},
@@ -70,6 +84,8 @@ TWO_RANKS = [
 ] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
 TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
 TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("fsdp2", "sgd")]
+TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
+TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 
@@ -113,10 +129,11 @@ def test_the_planned_state_is_that_of_the_real_tensors(
 
 def _recipe(folder: Path, name: str) -> str:
     keys = dict(RECIPES[name])
-    tied, even = keys.pop("tied", False), keys.pop("even", False)
-    model = folder / f"model-{'tied' if tied else 'untied'}-{'even' if even else 'uneven'}"
+    tied, even, family = keys.pop("tied", False), keys.pop("even", False), keys.pop("model", "llama")
+    model = folder / f"{family}-{'tied' if tied else 'untied'}-{'even' if even else 'uneven'}"
     if not model.exists():
-        make_model(model, **(EVEN if even else UNEVEN), tie_word_embeddings=tied)
+        sizes = (EVEN if even else UNEVEN) | MIXTURES.get(family, {})
+        make_model(model, **sizes, tie_word_embeddings=tied)
     path = folder / f"{name}.yaml"
     data = make_chat(folder / "chat.jsonl", rows=4)
     path.write_text(yaml.safe_dump({"model_name_or_path": str(model), "datasets": [{"path": str(data)}], **keys}))

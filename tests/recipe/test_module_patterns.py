@@ -12,7 +12,7 @@ import torch
 from finetune.cli import main
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
-from finetune.models.load import build_on_meta
+from finetune.models.build import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.plan.plan import make_plan
 from finetune.pretrained_config import load_config
@@ -88,6 +88,18 @@ def test_plan_and_training_refuse_a_pattern_without_a_layer_alike(
         sentence = f"{key}: {pattern}: names no adapted layer of the model; see lora_target_modules"
         assert main(["plan", "--recipe", path, "--num-processes", "1", override]) == 2
         assert capsys.readouterr().err == f"{sentence}\n"
+        with pytest.raises(UserError, match=sentence):
+            add_adapters(copy.deepcopy(model), read_recipe(path, [override]).lora, torch.float32)
+    # A target is whole parts of a name: the plan once took `roj` for every projection, and the loading for none.
+    for override, sentence in (
+        ("lora_target_modules=[q_proj, roj]", "lora_target_modules: roj: no such linear layer in "),
+        (
+            "lora_target_parameters=[experts.down_proj]",
+            "lora_target_parameters: experts.down_proj: the model has no parameters",
+        ),
+    ):
+        assert main(["plan", "--recipe", path, "--num-processes", "1", override]) == 2
+        assert capsys.readouterr().err.startswith(sentence)
         with pytest.raises(UserError, match=sentence):
             add_adapters(copy.deepcopy(model), read_recipe(path, [override]).lora, torch.float32)
     named = ["lora_target_modules=[q_proj, down_proj]", "alpha_pattern={down_proj: 8}"]
