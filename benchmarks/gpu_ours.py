@@ -56,9 +56,8 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     from finetune.distributed.world import join
     from finetune.flops import flop_per_token_of
     from finetune.models.attention import install_attention
-    from finetune.models.build import build_on_meta
     from finetune.models.layers import checkpoint_activations, compile_layers
-    from finetune.models.load import count_parameters
+    from finetune.models.load import build_on_meta, count_parameters
     from finetune.models.lora import add_adapters, is_adapter, with_adapters
     from finetune.models.loss import install_loss
     from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
@@ -109,7 +108,7 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     """Trains `steps` steps after `warm_up`; the clock is the device's own."""
     import torch
 
-    from finetune.distributed.parallelize import clip_gradients
+    from finetune.distributed.gradients import clip_gradients
     from finetune.training.loop import accumulate_gradients
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 
@@ -120,7 +119,7 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
 
     def step(index: int) -> torch.Tensor:
         batch = batches[index % len(batches)]
-        loss_sum = accumulate_gradients(model, batch, world)
+        loss_sum = accumulate_gradients(model, batch, world).loss_sum
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

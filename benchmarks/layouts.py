@@ -33,7 +33,7 @@ from benchmarks.layouts_shown import Measured, plot, table  # noqa: E402
 from finetune.data.batches import StepBatch  # noqa: E402
 from finetune.data.collate import MicroBatch  # noqa: E402
 from finetune.distributed.accelerate_config import Sharding  # noqa: E402
-from finetune.distributed.parallelize import clip_gradients  # noqa: E402
+from finetune.distributed.gradients import clip_gradients  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
 from finetune.errors import exit_code  # noqa: E402
 from finetune.models.load import load_model  # noqa: E402
@@ -52,7 +52,7 @@ MODEL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
-LENGTH, GLOBAL_BATCH_SIZE, WARM_STEPS = 256, 4, 1  # tokens in a row; rows in a step over all ranks; steps not timed
+LENGTH, WARM_STEPS = 256, 1  # tokens in a row; steps not timed
 
 LAYOUTS: dict[str, Sharding] = {
     "single": Sharding(layout="single"),
@@ -82,12 +82,12 @@ def shards(name: str, ranks: int) -> int:
     return 2 if "2 x 2" in name else ranks
 
 
-def measure(name: str, model_config: dict[str, Any], steps: int, world: World) -> Measured | None:
+def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, world: World) -> Measured | None:
     """Trains on this rank; all ranks call it, and rank 0 gets the result."""
     started_at = reset_peak(world.device)
     model, size = load_model(Model(model_config=model_config), Lora(), 0, world)
     optimizer = build_optimizer(model, Optimization())
-    batch = step_batch(world, model_config["vocab_size"])
+    batch = step_batch(world, model_config["vocab_size"], rows)
     gathered = []
     handle = model.register_forward_hook(lambda *_: gathered.append(gathered_bytes(model)))
     for _ in range(WARM_STEPS):
@@ -165,10 +165,10 @@ def communication_calls(model: nn.Module, optimizer: Any, batch: StepBatch, worl
     return dict(counts)
 
 
-def step_batch(world: World, vocabulary: int) -> StepBatch:
-    """This rank's rows of a step of random tokens, the same in every layout."""
-    ids = torch.randint(vocabulary, (GLOBAL_BATCH_SIZE, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    rows = ids[world.rank :: world.size]
+def step_batch(world: World, vocabulary: int, rows: int) -> StepBatch:
+    """This rank's share of a step of `rows` rows of random tokens, the same in every layout."""
+    ids = torch.randint(vocabulary, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    mine = ids[world.rank :: world.size]
     micro_batches = [
         MicroBatch(
             input_ids=row[None, :-1],
@@ -179,9 +179,9 @@ def step_batch(world: World, vocabulary: int) -> StepBatch:
             max_document_length=LENGTH,
             example_ids=(),
         )
-        for row in rows
+        for row in mine
     ]
-    tokens = GLOBAL_BATCH_SIZE * LENGTH
+    tokens = rows * LENGTH
     return StepBatch(step=0, epoch=0.0, micro_batches=tuple(micro_batches), tokens=tokens, trained_tokens=tokens)
 
 
@@ -204,15 +204,15 @@ def _status(key: str) -> int:
     return int(lines[key].split()[0]) * 1024
 
 
-def run(names: list[str], counts: list[int], model_config: dict[str, Any], steps: int) -> Iterator[Measured]:
+def run(names: list[str], counts: list[int], model_config: dict[str, Any], steps: int, rows: int) -> Iterator[Measured]:
     """Every layout on every number of ranks that can make it, each on ranks forked for it."""
     for ranks in counts:
         for name in names:
             if possible_on(name, ranks):
-                yield _on_ranks(name, ranks, model_config, steps)
+                yield _on_ranks(name, ranks, model_config, steps, rows)
 
 
-def _on_ranks(name: str, ranks: int, model_config: dict[str, Any], steps: int) -> Measured:
+def _on_ranks(name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int) -> Measured:
     with tempfile.TemporaryDirectory() as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
@@ -224,7 +224,7 @@ def _on_ranks(name: str, ranks: int, model_config: dict[str, Any], steps: int) -
             if child == 0:
                 os.environ |= _environment(name, rank, ranks, port)
                 os._exit(
-                    exit_code(partial(_rank, name, ranks, model_config, steps, result))
+                    exit_code(partial(_rank, name, ranks, model_config, steps, rows, result))
                 )  # no clean-up of the parent
             children.append(child)
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
@@ -238,10 +238,10 @@ def _environment(name: str, rank: int, ranks: int, port: int) -> dict[str, str]:
     return {key: str(value) for key, value in values.items()} | {"MASTER_ADDR": "127.0.0.1"}
 
 
-def _rank(name: str, ranks: int, model_config: dict[str, Any], steps: int, result: Path) -> None:
+def _rank(name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int, result: Path) -> None:
     torch.set_num_threads(1)  # the same for every number of ranks, and ranks do not spin for each other's cores
     world = join(replace(LAYOUTS[name], use_cpu=not torch.cuda.is_available()))
-    measured = measure(name, model_config, steps, world)
+    measured = measure(name, model_config, steps, rows, world)
     if measured is not None:
         result.write_text(json.dumps(asdict(measured)))
     leave(world)
@@ -252,11 +252,12 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="LAYOUT")
     parser.add_argument("--steps", type=int, default=5, help="timed steps")
+    parser.add_argument("--rows", type=int, default=4, help="rows in a step over all ranks")
     parser.add_argument("--model", type=json.loads, default=MODEL, help="another model_config, as JSON")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results/layouts"))
     options = parser.parse_args()
     results = []
-    for measured in run(options.layouts, options.ranks, options.model, options.steps):
+    for measured in run(options.layouts, options.ranks, options.model, options.steps, options.rows):
         results.append(measured)
         print(f"{measured.ranks} ranks, {measured.layout}: {measured.tokens_per_second:,.0f} tokens/s", flush=True)
     options.output.mkdir(parents=True, exist_ok=True)

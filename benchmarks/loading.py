@@ -68,7 +68,7 @@ def make_checkpoint(folder: Path, parameters: int) -> int:
     """A Llama of about so many random bf16 parameters, in files of SHARD_BYTES; returns their bytes. One file in memory at a time."""
     from transformers import AutoConfig
 
-    from finetune.models.build import build_on_meta
+    from finetune.models.load import build_on_meta
 
     vocabulary, layers = (32000 if parameters > 10**8 else 1024), 16
     per_square = (

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.durable import replace_file
+from finetune.json_lines import read_json_object
 
 BENCHMARKS = "benchmarks.json"
 
@@ -41,14 +42,9 @@ class BenchmarkResult:
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
     """The results in a run's folder; those that cannot be read are skipped, and the page or card lacks them."""
-    try:
-        content = json.loads((run / BENCHMARKS).read_bytes()) if run is not None else []
-    except (OSError, ValueError):
-        return []
-    entries = content.get("results") if isinstance(content, dict) else None
-    return [
-        result for entry in (entries if isinstance(entries, list) else []) if (result := _read_entry(entry)) is not None
-    ]
+    entries = read_json_object(run / BENCHMARKS).get("results") if run is not None else None
+    found = map(_read_entry, entries) if isinstance(entries, list) else ()
+    return [result for result in found if result is not None]
 
 
 def write_benchmarks(path: Path, results: Iterable[BenchmarkResult]) -> None:

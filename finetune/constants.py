@@ -1,6 +1,7 @@
 """The numbers and rules that data, loss, checkpoint and plan must agree on. Imports no torch."""
 
 import math
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,6 +63,11 @@ def read_versions() -> Mapping[str, str]:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
     return versions
+
+
+def count_cores() -> int:
+    """The CPU cores that this process may use: of its affinity mask where the system has one, else the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:

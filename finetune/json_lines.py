@@ -1,4 +1,4 @@
-"""JSON Lines files that a run appends to (metrics.jsonl, samples.jsonl), which may end in the middle of a line.
+"""JSON files that a run leaves: JSON Lines that it appends to, which may end in the middle of a line, and single objects.
 
 A line ends at "\\n" and nowhere else: JSON text may hold U+2028, U+0085 and the other ends that `str.splitlines` knows.
 """
@@ -21,6 +21,14 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
     found = [_parse(line) for line in lines]
     last = _parse(tail)
     return found if last is None else [*found, last]
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no such file, or none in it."""
+    try:
+        return _parse(path.read_bytes()) or {}
+    except OSError:
+        return {}
 
 
 def append_json_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:

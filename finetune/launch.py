@@ -9,9 +9,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune.constants import count_cores
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
-from finetune.distributed.cores import count_cores
+from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
+from finetune.recipe.method_schema import refuse_untrained_method
 from finetune.recipe.reader import find_file, read_recipe
 
 RUN = Path(__file__).resolve().parent / "run.py"
@@ -22,11 +24,13 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own han
 def launch_command(options: argparse.Namespace) -> int:
     """Starts run.py on the ranks and returns its exit code. Raises `UserError` for a wrong recipe or config before torch loads."""
     recipe = read_recipe(options.recipe, options.overrides)
+    refuse_untrained_method(recipe)
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks)
     if ranks < sharding.num_machines:
         raise UserError(
             f"{sharding.source}: num_machines: {sharding.num_machines}, but --num-processes {ranks}: each machine runs at "
@@ -62,7 +66,7 @@ def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
 
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // ranks))
     given = ["--num_processes", str(ranks), "--num_cpu_threads_per_process", threads, "--main_process_port", "0"]
-    given += ["--config_file", str(config)] if config else []
+    given += ["--config_file", str(config)] if config and config.suffix != ".json" else []  # DeepSpeed's own is not its
     try:
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args([*given, *script]))
         arguments.signals_to_handle = "SIGHUP,SIGQUIT"  # torchrun ends the ranks on these; ours are in FORWARDED

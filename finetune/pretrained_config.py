@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.hub import download_file
-from finetune.quantization import check_quantization
+from finetune.recipe.quantization import check_quantization, describe_quantization, read_stored_quantization
 from finetune.recipe.schema import Data, Model, Quantization, Recipe
-from finetune.recipe.stored_quantization import describe_quantization, read_stored_quantization
 
 if TYPE_CHECKING:
     from finetune.distributed.accelerate_config import Sharding

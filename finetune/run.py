@@ -9,8 +9,10 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.distributed.accelerate_config import Sharding, read_sharding
+from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import end_process, exit_code
 from finetune.recipe.lora_schema import check_lora_layout
+from finetune.recipe.method_schema import refuse_untrained_method
 from finetune.recipe.overrides import read_overrides
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
@@ -25,11 +27,14 @@ def main() -> None:
     parser.add_argument("--dry-run", action="store_true", help="print the plan of the run and stop")
     options, rest = parser.parse_known_args()
     recipe = read_recipe(options.recipe, read_overrides(rest, vars(options)))
-    fine_tune(recipe, read_sharding(options.config, recipe.run.accelerate_config, os.environ), options.dry_run)
+    sharding = read_sharding(options.config, recipe.run.accelerate_config, os.environ)
+    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, int(os.environ.get("WORLD_SIZE", "1")))
+    fine_tune(recipe, sharding, options.dry_run)
 
 
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
+    refuse_untrained_method(recipe)
     check_lora_layout(recipe.lora, sharding)
     silence_libraries()
     from finetune.checkpoint.inputs import fingerprint_inputs
@@ -47,15 +52,17 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
-    from finetune.training.run_folder import open_run_folder
+    from finetune.training.run_folder import check_packages, fix_template_date, open_run_folder
     from finetune.training.signals import SignalListener
     from finetune.training.start import start_run
 
     world = join(sharding, recipe.run.timeout_seconds)
+    check_packages(recipe, sharding)
     if dry_run:
         return print_dry_run(recipe, world)
     folder = open_run_folder(recipe, world)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
+    recipe = fix_template_date(recipe, folder, tokenizer, world)
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
     config = load_config(recipe.model, vocabulary)
     check_config(config, recipe.model, recipe.data, len(tokenizer))

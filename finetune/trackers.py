@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
+from finetune.json_lines import read_json_object
 
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
 PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
@@ -63,7 +64,7 @@ def open_tracker(
     """
     if report_to == "none":
         return None
-    identity = _read_identities(folder).get(report_to) if start_step else None
+    identity = read_json_object(folder / IDENTITY).get(report_to) if start_step else None
     try:
         with _quiet():
             inner = _make_tracker(report_to, run_name, folder, identity, start_step)
@@ -139,14 +140,6 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-def _read_identities(folder: Path) -> dict[str, str]:
-    try:
-        found = json.loads((folder / IDENTITY).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
 def _write_identity(folder: Path, report_to: str, identity: str) -> None:
-    text = json.dumps(_read_identities(folder) | {report_to: identity})
+    text = json.dumps(read_json_object(folder / IDENTITY) | {report_to: identity})
     (folder / IDENTITY).write_text(text + "\n", encoding="utf-8")

@@ -36,7 +36,7 @@ FP32 = 4  # bytes
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The benchmark's own output, by layout."""
     folder = tmp_path_factory.mktemp("layouts")
-    command = ["benchmarks/layouts.py", "--ranks", str(RANKS), "--steps", "1", "--output", str(folder)]
+    command = ["benchmarks/layouts.py", "--ranks", str(RANKS), "--steps", "1", "--rows", "8", "--output", str(folder)]
     done = run_python([*command, "--model", json.dumps(MODEL), "--layouts", *SHARDS], timeout=400)
     assert done.returncode == 0, done.stderr
     assert (folder / "layouts.png").stat().st_size > 0
@@ -66,4 +66,10 @@ def test_shard_grad_op_keeps_parameters_whole_until_backward_and_gathers_once(
 def test_replicas_meet_by_all_reduce_alone_and_hybrid_by_both(measured: dict[str, dict[str, Any]]) -> None:
     assert set(measured["DDP"]["calls"]) == {"all-reduce"}
     calls = measured["FSDP2 hybrid 2 x 2"]["calls"]
-    assert calls["all-reduce"] >= calls["reduce-scatter"] > 0
+    assert calls["all-reduce"] > 0 and calls["reduce-scatter"] > 0
+
+
+def test_replicas_meet_in_the_last_micro_batch_alone(measured: dict[str, dict[str, Any]]) -> None:
+    """Each rank has two micro-batches: two reduce-scatters of a unit, and one all-reduce; one more is the gradient norm's."""
+    calls = measured["FSDP2 hybrid 2 x 2"]["calls"]
+    assert calls["reduce-scatter"] == 2 * (calls["all-reduce"] - 1)

@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from finetune.cli import main
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.parallelize import find_wrap_classes
-from finetune.models.build import build_on_meta
+from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.pretrained_config import load_config
 from finetune.recipe.reader import RECIPES, read_recipe, to_dict, write_recipe

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.checkpoint.manifest import MODEL
-from finetune.checkpoint.snapshot import dequantize, is_quantized, quantize_into
+from finetune.checkpoint.snapshot import dequantize, is_quantized
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.parallelize import tied_names, unwrap
@@ -167,10 +167,9 @@ def read_shards(state: Mapping[str, torch.Tensor], part: str, checkpoint: Path) 
     for shard in shards:
         box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))
         values = read_slice(stored[shard.name], box)
-        if is_quantized(shard.tensor):
-            quantize_into(shard.tensor, values)
-        else:
-            shard.tensor.copy_(values)
+        # torchao quantizes what is copied into its tensors, from fp32 on the same device.
+        own = values.to(shard.tensor.device, torch.float32) if is_quantized(shard.tensor) else values
+        shard.tensor.copy_(own)
 
 
 def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:

@@ -32,11 +32,6 @@ def dequantize(tensor: Any) -> torch.Tensor:
     return blocks.view(tensor.shape)
 
 
-def quantize_into(tensor: Any, values: torch.Tensor) -> None:
-    """Fills the 8-bit `tensor` from plain `values` of its shape."""
-    tensor.copy_(values.to(tensor.device, torch.float32))
-
-
 def allocate_on_host(tensor: Any) -> Any:
     """Memory on the host for a copy of `tensor`, quantized or not; pinned where it is on a GPU."""
     if is_quantized(tensor):

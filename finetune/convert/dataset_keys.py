@@ -8,7 +8,7 @@ from typing import Any
 from finetune.convert.tool_keys import Tool
 from finetune.convert.tool_rules import Conversion, shorten
 from finetune.errors import UserError
-from finetune.recipe.counterpart import Counterpart
+from finetune.recipe.counterpart import Counterpart, without_counterpart
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
 FILES = "an entry for each file; the files of a hub data set cannot be picked"
@@ -29,16 +29,11 @@ SLICE = "a split slice, such as split: train[:1000]"
 FOLDER = "path takes a file, glob, folder or hub name"
 SYSTEM = "system turns are read from the rows"
 
-
-def _none(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, None, note) for key in theirs)
-
-
 ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
     "TRL": (
         Counterpart("data_files", "path", FILES),
-        *_none(FOLDER, "data_dir"),
-        *_none(COLUMNS, "columns"),
+        *without_counterpart(FOLDER, "data_dir"),
+        *without_counterpart(COLUMNS, "columns"),
     ),
     "Axolotl": (
         Counterpart("data_files", "path", FILES),
@@ -47,17 +42,17 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("field_instruction", "prompt_column", "of type alpaca, and in a type that names columns"),
         Counterpart("field_output", "completion_column", "of type alpaca, and in a type that names columns"),
         Counterpart("field", "text_column", "of type completion"),
-        *_none(TRAINED, "roles_to_train", "train_on_eos", "train_on_eot", "message_field_training",
+        *without_counterpart(TRAINED, "roles_to_train", "train_on_eos", "train_on_eot", "message_field_training",
                "message_field_training_detail"),
-        *_none(TURNS, "message_field_role", "message_field_content", "message_property_mappings"),
-        *_none(ROLES, "roles"),
-        *_none(PAIR, "field_input", "field_system", "system_prompt", "system_format", "format", "no_input_format"),
-        *_none(SYSTEM, "drop_system_message"),
-        *_none("chat_template is one for all datasets", "chat_template", "chat_template_jinja"),
-        *_none("the kind of file follows from its name", "ds_type"),
-        *_none(FOLDER, "data_dir"),
-        *_none(SLICE, "shards", "shards_idx", "preprocess_shards"),
-        *_none("not supported", "revision", "trust_remote_code", "split_thinking", "field_tools"),
+        *without_counterpart(TURNS, "message_field_role", "message_field_content", "message_property_mappings"),
+        *without_counterpart(ROLES, "roles"),
+        *without_counterpart(PAIR, "field_input", "field_system", "system_prompt", "system_format", "format", "no_input_format"),
+        *without_counterpart(SYSTEM, "drop_system_message"),
+        *without_counterpart("chat_template is one for all datasets", "chat_template", "chat_template_jinja"),
+        *without_counterpart("the kind of file follows from its name", "ds_type"),
+        *without_counterpart(FOLDER, "data_dir"),
+        *without_counterpart(SLICE, "shards", "shards_idx", "preprocess_shards"),
+        *without_counterpart("not supported", "revision", "trust_remote_code", "split_thinking", "field_tools"),
     ),
     "LLaMA-Factory": (
         Counterpart("file_name", "path"),
@@ -67,16 +62,16 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("columns.messages", "messages_column"),
         Counterpart("columns.prompt", "prompt_column"),
         Counterpart("columns.response", "completion_column"),
-        *_none(TURNS, "tags.role_tag", "tags.content_tag"),
-        *_none(ROLES, "tags.user_tag", "tags.assistant_tag", "tags.observation_tag", "tags.function_tag",
+        *without_counterpart(TURNS, "tags.role_tag", "tags.content_tag"),
+        *without_counterpart(ROLES, "tags.user_tag", "tags.assistant_tag", "tags.observation_tag", "tags.function_tag",
                "tags.system_tag"),
-        *_none(PREFERENCE, "ranking", "columns.chosen", "columns.rejected", "columns.kto_tag"),
-        *_none(PAIR, "columns.query"),
-        *_none("type alpaca reads the column of that name", "columns.history"),
-        *_none("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
-        *_none("text only", "columns.images", "columns.videos", "columns.audios"),
+        *without_counterpart(PREFERENCE, "ranking", "columns.chosen", "columns.rejected", "columns.kto_tag"),
+        *without_counterpart(PAIR, "columns.query"),
+        *without_counterpart("type alpaca reads the column of that name", "columns.history"),
+        *without_counterpart("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
+        *without_counterpart("text only", "columns.images", "columns.videos", "columns.audios"),
         Counterpart("num_samples", "max_samples", "drawn by the seed"),
-        *_none(FOLDER, "folder", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
+        *without_counterpart(FOLDER, "folder", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
     ),
     "torchtune": (
         Counterpart("source", "path"),
@@ -85,14 +80,14 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("conversation_column", "messages_column"),
         Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input column is not read"),
         Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
-        *_none("the rows' format is recognized from the columns", "_component_", "conversation_style"),
-        *_none(PAIR, "column_map"),
-        *_none("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),
-        *_none("documents are never split by packing; overlength: split is for those longer than max_length",
+        *without_counterpart("the rows' format is recognized from the columns", "_component_", "conversation_style"),
+        *without_counterpart(PAIR, "column_map"),
+        *without_counterpart("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),
+        *without_counterpart("documents are never split by packing; overlength: split is for those longer than max_length",
                "split_across_pack"),
-        *_none(SYSTEM, "new_system_prompt"),
-        *_none(FOLDER, "data_dir"),
-        *_none("not supported", "filter_fn", "filter_kwargs", "image_dir", "image_tag", "add_eos"),
+        *without_counterpart(SYSTEM, "new_system_prompt"),
+        *without_counterpart(FOLDER, "data_dir"),
+        *without_counterpart("not supported", "filter_fn", "filter_kwargs", "image_dir", "image_tag", "add_eos"),
     ),
     "Automodel": (
         Counterpart("path_or_dataset_id", "path"),
@@ -103,9 +98,9 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("limit_dataset_samples", "split", "a slice, such as split: train[:1000]"),
         Counterpart("num_samples_limit", "split", "a slice, such as split: train[:1000]"),
         Counterpart("chat_template", "chat_template", "one for all datasets"),
-        *_none("rows are drawn in an order of seed", "shuffle_seed"),
-        *_none("the answer is what is trained on", "mask_reasoning_content"),
-        *_none(PAIR, "column_mapping.context"),
+        *without_counterpart("rows are drawn in an order of seed", "shuffle_seed"),
+        *without_counterpart("the answer is what is trained on", "mask_reasoning_content"),
+        *without_counterpart(PAIR, "column_mapping.context"),
     ),
 }  # fmt: skip
 

@@ -7,13 +7,14 @@ Sources: torchtune's recipes and builders; Automodel's `recipes/llm/train_ft.py`
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from finetune.recipe.counterpart import Counterpart, unsupported
+from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported
 from finetune.recipe.other_tools import (
     AXOLOTL,
     BITSANDBYTES,
     COMPUTE,
     INT8,
     LLAMA_FACTORY,
+    ONE_LOSS,
     OPTIMIZER_NAMES,
     TRL,
 )
@@ -23,18 +24,8 @@ Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 
 OWN_FOLDER = "output_dir is the run's folder, for everything"
-ONE_LOSS = "one chunked loss is built in"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
-
-
-def _ignored(note: str, *theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, None, note, has_effect=False) for key in theirs)
-
-
-def _in_accelerate_file(*theirs: str) -> tuple[Counterpart, ...]:
-    return tuple(Counterpart(key, "accelerate_config", LAYOUT, "by-code") for key in theirs)
-
 
 TORCHTUNE = (
     *TORCHTUNE_NAMES,
@@ -63,19 +54,19 @@ TORCHTUNE = (
     *unsupported("context parallelism", "context_parallel_dim"),
     *unsupported("early exit", "early_exit_loss", "layer_dropout"),
     *unsupported("FP8", "enable_fp8_training", "fp8_recipe_name"),
-    *_ignored("the tokenizer of model_name_or_path is used", "tokenizer.path", "tokenizer.merges_file", "tokenizer._component_"),
-    *_ignored("read from the model itself", "model._component_", "checkpointer._component_", "checkpointer.model_type",
+    *ignored("the tokenizer of model_name_or_path is used", "tokenizer.path", "tokenizer.merges_file", "tokenizer._component_"),
+    *ignored("read from the model itself", "model._component_", "checkpointer._component_", "checkpointer.model_type",
                "checkpointer.checkpoint_files", "checkpointer.adapter_checkpoint", "checkpointer.keep_last_n_checkpoints"),
-    *_ignored(ONE_LOSS, "loss", "loss._component_", "loss.num_output_chunks"),
-    *_ignored(OWN_FOLDER, "checkpointer.output_dir", "metric_logger.log_dir", "metric_logger.project"),
-    *_ignored("memory and speed only; the loss is the same", "optimizer.fused", "optimizer_in_bwd",
+    *ignored(ONE_LOSS, "loss", "loss._component_", "loss.num_output_chunks"),
+    *ignored(OWN_FOLDER, "checkpointer.output_dir", "metric_logger.log_dir", "metric_logger.project"),
+    *ignored("memory and speed only; the loss is the same", "optimizer.fused", "optimizer_in_bwd",
                "enable_activation_offloading", "custom_sharded_layers", "tensor_parallel_plan", "low_cpu_ram",
                "ac_mode", "ac_option", "optimizer.foreach", "activation_offloading_use_streams"),
-    *_ignored("always the case here", "shuffle", "log_peak_memory_stats", "checkpointer.recipe_checkpoint", "log_level",
+    *ignored("always the case here", "shuffle", "log_peak_memory_stats", "checkpointer.recipe_checkpoint", "log_level",
                "save_adapter_weights_only", "save_last_epoch_only", "epochs_to_save", "enable_async_checkpointing"),
-    *_ignored("the launch decides: GPUs where there are any", "device"),
-    *_ignored("profile_steps", "profiler"),
-    *_ignored("read where it is used", "base_model_path", "name"),
+    *ignored("the launch decides: GPUs where there are any", "device"),
+    *ignored("profile_steps", "profiler"),
+    *ignored("read where it is used", "base_model_path", "name"),
 )  # fmt: skip
 
 AUTOMODEL = (
@@ -115,7 +106,7 @@ AUTOMODEL = (
     Counterpart("quantization.bnb_4bit_use_double_quant", "bnb_4bit_use_double_quant"),
     Counterpart("compile.enabled", "torch_compile"),
     Counterpart("wandb.name", "run_name"),
-    *_in_accelerate_file("distributed.strategy", "distributed.activation_checkpointing", "distributed.offload_policy",
+    *in_accelerate_file(LAYOUT, "distributed.strategy", "distributed.activation_checkpointing", "distributed.offload_policy",
              "distributed.dp_replicate_size", "distributed._target_", "distributed.mp_policy"),
     *unsupported("tensor parallelism", "distributed.tp_size"),
     *unsupported("context parallelism", "distributed.cp_size"),
@@ -123,14 +114,14 @@ AUTOMODEL = (
     *unsupported("FP8", "fp8.enabled"),
     *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),
     *unsupported("LoRA without some layers", "peft.exclude_modules"),
-    *_ignored("the recipe is fine-tuning", "recipe"),
-    *_ignored("model_name_or_path is loaded by transformers", "model"),
-    *_ignored(ONE_LOSS, "loss_fn", "loss_fn._target_"),
-    *_ignored(COMPUTE, "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage"),
-    *_ignored("the launch decides", "dist_env", "distributed", "ci", "skypilot", "slurm", "benchmark", "nvtx", "prewarm"),
-    *_ignored(OWN_FOLDER, "checkpoint", "wandb", "mlflow", "comet"),
-    *_ignored("batches are built here", "dataloader", "validation_dataloader", "packed_sequence"),
-    *_ignored("speed only; the loss is the same", "compile", "fp8", "optimizer", "peft", "rng", "step_scheduler",
+    *ignored("the recipe is fine-tuning", "recipe"),
+    *ignored("model_name_or_path is loaded by transformers", "model"),
+    *ignored(ONE_LOSS, "loss_fn", "loss_fn._target_"),
+    *ignored(COMPUTE, "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage"),
+    *ignored("the launch decides", "dist_env", "distributed", "ci", "skypilot", "slurm", "benchmark", "nvtx", "prewarm"),
+    *ignored(OWN_FOLDER, "checkpoint", "wandb", "mlflow", "comet"),
+    *ignored("batches are built here", "dataloader", "validation_dataloader", "packed_sequence"),
+    *ignored("speed only; the loss is the same", "compile", "fp8", "optimizer", "peft", "rng", "step_scheduler",
                "quantization", "parallelizer", "lr_scheduler", "tokenizer"),
 )  # fmt: skip
 

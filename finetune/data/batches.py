@@ -50,6 +50,7 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # as many on every rank
     tokens: int  # of the step over all ranks, padding not counted
     trained_tokens: int  # of the step over all ranks: those with a label
+    groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
 
 
 class Batches(Protocol):
@@ -91,6 +92,11 @@ class StoredBatches:
     epoch_rows: Callable[[int], Rows]  # caches the latest epochs
 
     @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row."""
+        return self.config.max_length * self.examples.group_size
+
+    @property
     def rows_per_epoch(self) -> int:
         return len(self.epoch_rows(0))
 
@@ -104,7 +110,7 @@ class StoredBatches:
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     def fill(self, steps: int = 256) -> float:
-        """How full the rows of the first `steps` steps are: of max_length where packed, else of their longest row."""
+        """How full the rows of the first `steps` steps are: of `row_tokens` where packed, else of their longest document."""
         tokens = rows = padded = 0
         for step in range(min(steps, self.steps_per_epoch)):
             of_step = self.rows_of(step)
@@ -114,7 +120,7 @@ class StoredBatches:
                 for micro_batch in self._micro_batches(of_step, rank):
                     longest = int(self.examples.lengths[micro_batch].max()) if len(micro_batch) else ROUND_TOKENS
                     padded += longest * max(len(micro_batch), 1)
-        return tokens / (rows * self.config.max_length if self.config.packing else padded)
+        return tokens / (rows * self.row_tokens if self.config.packing else padded)
 
     def rows_of(self, step: int) -> list[Ids]:
         """The rows of optimizer step `step` over all ranks, each the ids of its examples."""
@@ -135,6 +141,7 @@ class StoredBatches:
             ),
             tokens=int(self.examples.lengths[ids].sum(dtype=np.int64)),
             trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
+            groups=len(ids) // self.examples.group_size,
         )
 
     def _micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
@@ -211,6 +218,6 @@ def make_batches(
     pad_token_id: int | None = None,
 ) -> StoredBatches:
     """The batches of one epoch; `replace` its `steps` for more or fewer."""
-    rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config))
+    rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config, examples.group_size))
     batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad_token_id or 0, rows)
     return replace(batches, steps=batches.steps_per_epoch)

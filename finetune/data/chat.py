@@ -22,6 +22,7 @@ class RenderedText:
     spans: tuple[Span, ...]  # what is trained on
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
+    group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:

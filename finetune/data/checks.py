@@ -115,6 +115,21 @@ CHECKS: dict[str, Check] = {
     "held_out_in_training": Check(
         "warning", "warning", "a held-out text is also trained on; the held-out loss will be too low"
     ),
+    "sides_equal": Check("warning", "fatal", "chosen and rejected are the same; such pairs are not used"),
+    "side_empty": Check("warning", "fatal", "the chosen or the rejected answer is empty; such pairs are not used"),
+    "truncated_equal": Check(
+        "warning", "fatal", "chosen and rejected are the same after truncating to max_length; such pairs are not used"
+    ),
+    "order_swapped": Check(
+        "notice",
+        "warning",
+        "the row's own scores rate the rejected answer higher; in most rows it means that the columns are swapped "
+        "(chosen_column, rejected_column)",
+        many=0.5,
+    ),
+    "prompts_differ": Check(
+        "warning", "warning", "the chat template writes the prompt before chosen differently from that before rejected"
+    ),
     "no_space_between": Check(
         "notice", "notice", "there is no space between prompt and completion; they are joined as they are"
     ),

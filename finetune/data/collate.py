@@ -21,8 +21,9 @@ class MicroBatch:
 
     Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
     ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the
-    right; attention is causal and padding comes last without labels, so that no mask is needed. A rank that has no row
-    left in a step gets a filler.
+    right; attention is causal and padding comes last without labels, so that no mask is needed. The documents of a group
+    (chosen, rejected) follow one another, and no group is in two micro-batches. A rank that has no row left in a step gets
+    a filler, which has no document.
     """
 
     input_ids: Tensor  # int64[rows, tokens]
@@ -36,6 +37,9 @@ class MicroBatch:
     example_ids: tuple[int, ...]
     document_lengths: tuple[int, ...] = ()  # tokens of each example
     token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
+    # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them belongs
+    # to; 0 for those without a label. None where documents are not compared.
+    trained_documents: Tensor | None = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -65,14 +69,18 @@ class MicroBatch:
             trained_positions=change(self.trained_positions),
             cu_seq_lens=None if self.cu_seq_lens is None else change(self.cu_seq_lens),
             token_mask=None if self.token_mask is None else change(self.token_mask),
+            trained_documents=None if self.trained_documents is None else change(self.trained_documents),
         )
 
 
 def collate(examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int) -> MicroBatch:
     """The examples `ids` as one micro-batch; a filler where there are none."""
+    is_grouped = examples.group_size > 1
     if len(ids) == 0:
-        return make_filler(packing)
-    return _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
+        filler = make_filler(packing)
+        return replace(filler, trained_documents=torch.zeros(0, dtype=torch.int64)) if is_grouped else filler
+    micro_batch = _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
+    return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch)) if is_grouped else micro_batch
 
 
 def _pack(examples: Examples, ids: Ids) -> MicroBatch:
@@ -129,6 +137,17 @@ def _find_trained_positions(labels: Ids) -> Tensor:
     trained = np.flatnonzero(labels != IGNORE_INDEX)
     others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
     return torch.from_numpy(np.concatenate((trained, others)))
+
+
+def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:
+    """The document of each of `trained_positions`; 0 for those without a label."""
+    positions = micro_batch.trained_positions
+    if micro_batch.cu_seq_lens is None:
+        documents = positions // micro_batch.labels.shape[1]
+    else:
+        documents = torch.searchsorted(micro_batch.cu_seq_lens.long(), positions, right=True) - 1
+    has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
+    return torch.where(has_label, documents, 0)
 
 
 def make_filler(packing: bool) -> MicroBatch:

@@ -20,6 +20,7 @@ COUNTED = (
     "rows_read",
     "rows_skipped",
     "examples",
+    "pairs",
     "tokens",
     "trained_tokens",
     "overlong",
@@ -44,6 +45,7 @@ class SourceReport:
     tokens: int
     trained_tokens: int
     examples: int  # documents, or stretches of them, that are trained or measured on
+    pairs: int  # of a chosen and a rejected example
     overlong: int  # documents of more than max_length tokens
     tokens_lost: int  # to cutting and dropping
     trained_tokens_lost: int
@@ -61,6 +63,19 @@ class SourceReport:
     def loss(self) -> list[str]:
         """A line that gives the share of the tokens that is cut off or dropped; none where nothing is."""
         return describe_loss(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
+
+
+def count_pairs(examples: Examples) -> int:
+    """Pairs of a chosen and a rejected example."""
+    return examples.groups if examples.group_size > 1 else 0
+
+
+def count_examples(examples: int, pairs: int) -> str:
+    """
+    >>> count_examples(6, 0), count_examples(6, 3)
+    ('6 examples', '3 pairs')
+    """
+    return counted(pairs, "pair") if pairs else counted(examples, "example")
 
 
 def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
@@ -108,9 +123,11 @@ class DataReport:
     sources: tuple[SourceReport, ...]
     eval_sources: tuple[SourceReport, ...]
     examples: int
+    pairs: int  # of a chosen and a rejected example
     tokens: int
     trained_tokens: int
     held_out_examples: int
+    held_out_pairs: int
     length_quantiles: dict[str, int]  # tokens of an example, by share of the examples
     rows: int  # packed rows, or padded ones
     fill: float  # the share of the rows that is not padding: of max_length where packed, of the longest row where not
@@ -134,7 +151,7 @@ class DataReport:
 
     def lines(self) -> list[str]:
         totals = (
-            f"{counted(self.examples, 'example')}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
+            f"{count_examples(self.examples, self.pairs)}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
             f"rows {self.fill:.1%} full"
         )
         sources = (*self.sources, *self.eval_sources)
@@ -157,9 +174,11 @@ def make_report(
         sources=sources,
         eval_sources=eval_sources,
         examples=len(examples),
+        pairs=count_pairs(examples),
         tokens=int(examples.lengths.sum(dtype=np.int64)),
         trained_tokens=int(examples.trained.sum(dtype=np.int64)),
         held_out_examples=0 if held_out is None else len(held_out),
+        held_out_pairs=0 if held_out is None else count_pairs(held_out),
         length_quantiles={f"{q:.0%}": int(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
         rows=train.rows_per_epoch,
         fill=train.fill(),

@@ -1,13 +1,14 @@
 """Examples: stretches of at most `max_length` tokens of the stored documents; and prompts, cut from held-out ones."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from finetune.constants import IGNORE_INDEX
+from finetune.data.packing import expand_groups
 from finetune.data.token_store import TokenStore
 from finetune.errors import UserError
 
@@ -34,9 +35,15 @@ class Examples:
     start: NDArray[np.int64]  # [examples]: the first token, counted over the store
     lengths: NDArray[np.int32]  # [examples]: tokens
     trained: NDArray[np.int32]  # [examples]: tokens with a label
+    group_size: int = 1  # examples that belong together, one after another: 2 for chosen and rejected
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @property
+    def groups(self) -> int:
+        """The number of groups."""
+        return len(self) // self.group_size
 
     def __getitem__(self, example_id: int) -> Example:
         store, start, length = (
@@ -47,10 +54,23 @@ class Examples:
         return Example(store.input_ids[start : start + length], store.labels[start : start + length])
 
     def take(self, ids: NDArray[np.int64]) -> "Examples":
-        """The examples `ids`, numbered in that order; an id may come more than once."""
-        return Examples(
-            self.stores, self.store[ids], self.document[ids], self.start[ids], self.lengths[ids], self.trained[ids]
+        """The examples `ids`, numbered in that order; an id may come more than once. No group is taken apart."""
+        return replace(
+            self,
+            store=self.store[ids],
+            document=self.document[ids],
+            start=self.start[ids],
+            lengths=self.lengths[ids],
+            trained=self.trained[ids],
         )
+
+    def take_groups(self, groups: NDArray[np.int64]) -> "Examples":
+        """The examples of `groups`, numbered in that order; a group may come more than once."""
+        return self.take(expand_groups(groups, self.group_size))
+
+    def answers(self) -> "Examples":
+        """What is worth imitating, each by itself: every example, or the chosen sides of pairs."""
+        return replace(self.take(np.arange(0, len(self), self.group_size)), group_size=1)
 
     def where(self, example_id: int) -> str:
         """The file and the line or row that an example comes from: `data/math.jsonl:17`."""
@@ -74,10 +94,12 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
 
     `overlength` None: plain text is split into several examples, and anything else is truncated. Labels are
     those of the whole document: the last token of a cut example still has its successor as label, so that
-    splitting loses no target. Raises `UserError` where a document is longer and `overlength` is `error`.
+    splitting loses no target. A group with a long document is dropped whole. Raises `UserError` where a document is longer and `overlength` is `error`.
     """
     lengths = np.diff(store.starts)
     overlong = lengths > max_length
+    size = store.group_size
+    is_group_overlong = np.repeat(overlong.reshape(-1, size).any(1), size)
     if overlength == "error" and overlong.any():
         worst = int(np.argmax(lengths))
         raise UserError(
@@ -85,7 +107,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
             f"error); {int(overlong.sum())} rows are, the longest of {int(lengths[worst])} tokens; raise max_length or "
             "set overlength to truncate, drop or split"
         )
-    to_drop = overlong & (overlength == "drop")
+    to_drop = is_group_overlong & (overlength == "drop")
     to_split = overlong & (store.is_text if overlength is None else overlength == "split")
     kept = np.flatnonzero(~to_drop)
     parts = np.where(to_split, -(-lengths // max_length), 1)[kept]
@@ -96,7 +118,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     trained = store.trained[document].astype(np.int32)
     for i in np.flatnonzero(overlong[document]):
         trained[i] = np.count_nonzero(store.labels[start[i] : start[i] + length[i]] != IGNORE_INDEX)
-    examples = Examples((store,), np.zeros(len(document), np.int32), document, start, length, trained)
+    examples = Examples((store,), np.zeros(len(document), np.int32), document, start, length, trained, size)
     cuts = Cuts(
         truncated=np.flatnonzero(overlong & ~to_drop & ~to_split),
         dropped=np.flatnonzero(to_drop),
@@ -117,6 +139,7 @@ def join(parts: Sequence[Examples]) -> Examples:
         np.concatenate([part.start for part in parts]),
         np.concatenate([part.lengths for part in parts]),
         np.concatenate([part.trained for part in parts]),
+        parts[0].group_size,
     )
 
 
@@ -129,7 +152,9 @@ class Prompt:
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
-    """At most `count` of the examples, each cut where its last trained stretch begins; those that ask nothing are skipped."""
+    """At most `count` of the examples (of pairs, the chosen sides), each cut where its last trained stretch begins; those that
+    ask nothing are skipped."""
+    examples = examples.answers()
     prompts: list[Prompt] = []
     for example_id in range(len(examples)):
         if len(prompts) == count:

@@ -151,14 +151,14 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
             columns.take(column)
         if rating == "false":
             raise BadRow(
-                f"{column}: false marks a bad answer, which would be trained on like a good one; preference training (KTO) is "
-                "not supported; train on the other rows alone"
+                f"{column}: false marks a bad answer, which would be trained on like a good one; method: kto learns from both; "
+                "else train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
     if row.get("rejected") and "chosen" not in named:
         key = "messages_column" if row_format == "messages" else "completion_column"
         raise BadRow(
-            "rejected: preference training (DPO) is not supported; to train on the chosen answers alone, set "
+            "rejected: method: dpo (or orpo, simpo) learns from pairs; to train on the chosen answers alone, set "
             f"{key}: chosen"
         )
     if row.get("score") is not None and not any(named):
@@ -172,9 +172,9 @@ def _parse_messages(columns: Columns, source: DatasetSource) -> Document:
     if source.prompt_column or source.completion_column:
         question = columns.take_text(source.prompt_column or "prompt")
         answer = columns.take_text(source.completion_column or "completion")
-        return _make_conversation(columns, [_make_message("user", question), _make_message("assistant", answer)])
+        return make_conversation(columns, [make_message("user", question), make_message("assistant", answer)])
     default = "messages" if columns.row.get("messages") is not None else "chosen"
-    return _make_conversation(columns, columns.take_messages(source.messages_column or default))
+    return make_conversation(columns, columns.take_messages(source.messages_column or default))
 
 
 def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
@@ -183,21 +183,26 @@ def _parse_sharegpt(columns: Columns, source: DatasetSource) -> Document:
     chosen = columns.take(source.completion_column or "chosen")  # of a preference pair
     if chosen is not None:
         turns += chosen if isinstance(chosen, list) else [chosen]
-    return _make_conversation(columns, turns)
+    return make_conversation(columns, turns)
 
 
 def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
-    instruction = columns.take_text(source.prompt_column or "instruction")
+    question = take_question(columns, source)
     output = columns.take_text(source.completion_column or "output")
+    return make_conversation(columns, [*question, make_message("assistant", output)])
+
+
+def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
+    """The turns before the answer of an Alpaca row: earlier ones, then its instruction and input as the user's. Raises `BadRow`."""
+    instruction = columns.take_text(source.prompt_column or "instruction")
     extra = columns.take_text("input") if columns.row.get("input") is not None else ""
     if source.alpaca_prompt:
-        question = _make_message("user", _make_alpaca_prompt(instruction, extra))
+        question = make_message("user", _make_alpaca_prompt(instruction, extra))
     elif extra:
-        question = _make_message("user", f"{instruction}\n\n{extra}") | {"input": extra}
+        question = make_message("user", f"{instruction}\n\n{extra}") | {"input": extra}
     else:
-        question = _make_message("user", instruction)
-    turns = [*_parse_history(columns), question]
-    return _make_conversation(columns, [*turns, _make_message("assistant", output)])
+        question = make_message("user", instruction)
+    return [*_parse_history(columns), question]
 
 
 def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
@@ -228,7 +233,7 @@ def _parse_history(columns: Columns) -> list[Message]:
     for pair in history if isinstance(history, list) else [history]:
         if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
             raise BadRow(f"history: a list of [question, answer] is expected, found {describe_value(pair)}")
-        turns += [_make_message("user", pair[0]), _make_message("assistant", pair[1])]
+        turns += [make_message("user", pair[0]), make_message("assistant", pair[1])]
     return turns
 
 
@@ -241,7 +246,7 @@ def _parse_prompt_completion(columns: Columns, source: DatasetSource) -> Documen
         prompt, completion = columns.take_messages(prompt_column), columns.take_messages(completion_column)
         # Nothing in the prompt is trained on, its assistant turns included.
         untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in prompt]
-        return _make_conversation(columns, [*untrained, *completion])
+        return make_conversation(columns, [*untrained, *completion])
     return Completion(columns.take_text(prompt_column), columns.take_text(completion_column, may_be_empty=False))
 
 
@@ -258,16 +263,16 @@ PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
 }
 
 
-def _make_message(role: str, content: str) -> Message:
+def make_message(role: str, content: str) -> Message:
     return {"role": role, "content": content}
 
 
-def _make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
+def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     """The turns, with the row's `system` and `tools` columns. Raises `BadRow`."""
     messages, trained = parse_messages(turns)
     system = columns.row.get("system")
     if isinstance(system, str):
         columns.take("system")
-        if system and messages[0] != _make_message("system", system):
-            messages, trained = (_make_message("system", system), *messages), (False, *trained)
+        if system and messages[0] != make_message("system", system):
+            messages, trained = (make_message("system", system), *messages), (False, *trained)
     return Conversation(messages, trained, parse_tools(columns.take("tools")))

@@ -13,7 +13,7 @@ import torch
 
 from finetune.constants import IGNORE_INDEX
 from finetune.data.checks import check_longest_example
-from finetune.data.data_report import DataReport, SourceReport
+from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
 from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
@@ -53,7 +53,7 @@ def inspect_command(options: argparse.Namespace) -> int:
     names_model = options.recipe or options.model or not options.file
     longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())
     warnings = check_model(recipe, tokenizer, longest) if names_model else []
-    example_ids = _select_examples(options, len(train.examples))
+    example_ids = _select_examples(options, train.examples)
     if options.json:
         examples = [example_as_json(train.examples, tokenizer, example_id) for example_id in example_ids]
         content = {"report": report.as_json(), "warnings": warnings, "rows": examples}
@@ -105,12 +105,13 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
     return lines
 
 
-def _select_examples(options: argparse.Namespace, count: int) -> Sequence[int]:
-    """The ids of the examples to show. Raises `UserError` if one does not exist."""
+def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequence[int]:
+    """The ids of the examples to show, both sides of a pair. Raises `UserError` if one does not exist."""
+    count, size = len(examples), examples.group_size
     if options.examples is None:
         if options.rows < 0:
             raise UserError(f"--rows {options.rows}: not a count of examples; 0 shows the report alone")
-        return range(min(options.rows, count))
+        return range(min(options.rows * size, count))
     try:
         ids = [int(number) for number in options.examples.split(",")]
     except ValueError:
@@ -118,7 +119,12 @@ def _select_examples(options: argparse.Namespace, count: int) -> Sequence[int]:
     beyond = [example_id for example_id in ids if not 0 <= example_id < count]
     if beyond:
         raise UserError(f"--examples {beyond[0]}: there are {count:,} examples, numbered from 0")
-    return ids
+    return [first + i for first in dict.fromkeys(example_id // size * size for example_id in ids) for i in range(size)]
+
+
+def name_side(examples: Examples, example_id: int) -> str:
+    """Of a pair, which side an example is; "" where there are no sides."""
+    return "" if examples.group_size == 1 else ("chosen", "rejected")[example_id % 2]
 
 
 def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
@@ -129,6 +135,7 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
     return {
         "example": example_id,
         "where": examples.where(example_id),
+        **({"side": side} if (side := name_side(examples, example_id)) else {}),
         "tokens": [
             {"id": int(token), "text": text, "trained": on}
             for token, text, on in zip(example.input_ids, texts, trained, strict=True)
@@ -140,8 +147,9 @@ def format_example(examples: Examples, tokenizer: Any, example_id: int, color: b
     """The lines of one example: what is trained on is green, or stands between >> and << without color."""
     example = examples[example_id]
     trained = find_trained_tokens(example)
+    side = name_side(examples, example_id)
     head = printable(
-        f"example {example_id}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
+        f"example {example_id}{f' ({side})' if side else ''}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
     )
     yield f"\033[1m{head}{RESET}" if color else head
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
@@ -191,12 +199,12 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
         yield from map(printable, _format_source(source, "held out: "))
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
-        f"an epoch: {counted(report.examples, 'example')}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
+        f"an epoch: {count_examples(report.examples, report.pairs)}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
         f"them trained ({share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
         f"{counted(report.steps_per_epoch, 'step')} on one rank"
     )
     if report.held_out_examples:
-        yield f"held out: {counted(report.held_out_examples, 'example')}"
+        yield f"held out: {count_examples(report.held_out_examples, report.held_out_pairs)}"
     quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
     yield f"tokens in an example, by quantile: {quantiles}"
     for line in map(printable, (*map(str, report.findings), *warnings)):
@@ -208,7 +216,7 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
 def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
     yield (
         f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} skipped, "
-        f"{source.overlong:,} over max_length, {counted(source.examples, 'example')}, {counted(source.tokens, 'token')}, "
+        f"{source.overlong:,} over max_length, {count_examples(source.examples, source.pairs)}, {counted(source.tokens, 'token')}, "
         f"{source.trained_tokens:,} trained"
     )
     yield from (f"  {line}" for line in (*source.sample(), *source.loss()))

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.checks import MAX_SHOWN_ROWS, Finding, Tally
-from finetune.data.data_report import SourceReport
+from finetune.data.data_report import SourceReport, count_pairs
 from finetune.data.examples import Cuts, Examples, cut, join
 from finetune.data.sampler import make_generator
 from finetune.data.token_store import TokenStore
@@ -18,12 +18,17 @@ from finetune.recipe.schema import Data, DatasetSource
 def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:
     """The source's examples that hold something to train on, and a report of all of its rows."""
     examples, cuts = cut(store, data.max_length, data.overlength)
-    kept = examples.take(np.flatnonzero(examples.trained > 0))
+    equal = _find_cut_equal(examples, cuts)
+    is_trained = (examples.trained > 0).reshape(-1, examples.group_size).all(1)
+    kept = examples.take_groups(np.flatnonzero(is_trained & ~np.isin(np.arange(examples.groups), equal)))
     stats = SourceStats.from_json(store.facts)
     # In a block of a stream, a small source that is read again would count as its own duplicate.
-    duplicates = np.zeros(0, np.int64) if stats.stream else _find_repeated(store.hashes)
+    duplicates = (
+        np.zeros(0, np.int64) if stats.stream else _find_repeated(store.hashes[:: store.group_size]) * store.group_size
+    )
     tally = stats.tally
     _add_lengths(tally, store, examples, cuts)
+    _add_documents(tally, "truncated_equal", store, examples.document[equal * examples.group_size])
     _add_documents(tally, "duplicates", store, duplicates)
     report = SourceReport(
         path=source.path,
@@ -37,6 +42,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         tokens=len(store.input_ids),
         trained_tokens=int(store.trained.sum(dtype=np.int64)),
         examples=len(kept),
+        pairs=count_pairs(kept),
         overlong=len(cuts.truncated) + len(cuts.dropped) + len(cuts.split),
         tokens_lost=cuts.tokens_lost,
         trained_tokens_lost=cuts.trained_tokens_lost,
@@ -44,6 +50,22 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         findings=tuple(tally.list_findings(of=stats.rows_read)),
     )
     return kept, report
+
+
+def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
+    """The groups of two documents that differ only in what was cut off, but still hold something to train on."""
+    if examples.group_size == 1:
+        return np.zeros(0, np.int64)
+    is_cut = np.isin(examples.document, cuts.truncated).reshape(-1, 2).any(1)
+    is_trained = (examples.trained > 0).reshape(-1, 2).all(1)
+    groups = np.flatnonzero(is_cut & is_trained).tolist()
+    pairs = ((group, examples[2 * group], examples[2 * group + 1]) for group in groups)
+    equal = [
+        group
+        for group, chosen, rejected in pairs
+        if np.array_equal(chosen.input_ids, rejected.input_ids) and np.array_equal(chosen.labels, rejected.labels)
+    ]
+    return np.array(equal, np.int64)
 
 
 def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts) -> None:
@@ -55,7 +77,8 @@ def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts
 
 
 def _add_documents(tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]) -> None:
-    tally.add(name, [store.where(int(document)) for document in documents[:MAX_SHOWN_ROWS]], len(documents))
+    groups = np.unique(documents // store.group_size)
+    tally.add(name, [store.where(int(group) * store.group_size) for group in groups[:MAX_SHOWN_ROWS]], len(groups))
 
 
 def _find_repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -75,18 +98,19 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
     if weight == 1:
         return examples
     whole, rest = divmod(weight, 1.0)
-    count = len(examples)
+    count = examples.groups
     drawn = make_generator(seed, "weights", number).permutation(count)[: round(rest * count)]
-    return examples.take(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
+    return examples.take_groups(np.concatenate([np.tile(np.arange(count), int(whole)), np.sort(drawn)]))
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
-    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of documents.
+    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of documents, or of groups.
 
-    The stretches of a document and its repetitions stay on one side. Raises `UserError` where a side would be empty.
+    The stretches of a document, its group and their repetitions stay on one side. Raises `UserError` where a side would be
+    empty.
     """
-    documents, of = np.unique(_number(examples.store, examples.document), return_inverse=True)
-    total = len(documents)
+    rows, of = np.unique(_number(examples.store, examples.document // examples.group_size), return_inverse=True)
+    total = len(rows)
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
         raise UserError(
@@ -114,13 +138,15 @@ def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Fi
     """A finding where the text of a held-out example is trained on too."""
     leaked = np.flatnonzero(np.isin(_collect_hashes(held_out), np.unique(_collect_hashes(training))))
     tally = Tally()
-    tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked])
-    return tally.list_findings(of=len(held_out))
+    tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size])
+    return tally.list_findings(of=held_out.groups)
 
 
 def _collect_hashes(examples: Examples) -> NDArray[np.uint64]:
-    hashes = np.zeros(len(examples), np.uint64)
+    """uint64[groups]"""
+    first = slice(None, None, examples.group_size)
+    of, documents = examples.store[first], examples.document[first]
+    hashes = np.zeros(len(of), np.uint64)
     for number, store in enumerate(examples.stores):
-        of_store = examples.store == number
-        hashes[of_store] = store.hashes[examples.document[of_store]]
+        hashes[of == number] = store.hashes[documents[of == number]]
     return hashes

@@ -28,6 +28,19 @@ class Rows:
         source = np.repeat(self.starts[:-1][order] - starts[:-1], sizes) + np.arange(len(self.ids))
         return Rows(self.ids[source], starts)
 
+    def expand(self, size: int) -> "Rows":
+        """The rows with the documents of each group in place of the group."""
+        return self if size == 1 else Rows(expand_groups(self.ids, size), self.starts * size)
+
+
+def expand_groups(groups: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+    """The documents of `groups`, in that order; group g is documents g x size to (g + 1) x size - 1.
+
+    >>> expand_groups(np.array([3, 0]), 2)
+    array([6, 7, 0, 1])
+    """
+    return (groups[:, None] * size + np.arange(size)).reshape(-1)
+
 
 def pack(lengths: NDArray[np.integer], capacity: int) -> Rows:
     """Packs documents of `lengths` tokens (each 1 to `capacity`) into rows of `capacity` tokens, best fit decreasing.

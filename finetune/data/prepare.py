@@ -43,7 +43,10 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> PreparedDat
     A tokenizer without a chat template gets the plain one where conversations need it. Raises `UserError` for data that
     cannot be read, and for fatal findings.
     """
-    data = (_prepare_stream if recipe.data.streaming else _prepare_stored)(recipe, tokenizer, world)
+    if recipe.data.streaming:
+        data = _prepare_stream(recipe, tokenizer, world)
+    else:
+        data = PreparedData(*_read_stored(recipe, tokenizer, world), tokenizer)
     if stop := [finding for finding in data.report.findings if finding.is_fatal]:
         raise UserError.of(map(str, stop))
     return data
@@ -62,11 +65,6 @@ def preview_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> tuple[Store
     stream.remove_blocks()  # an open store is memory-mapped, and needs no name
     train = make_train_batches(recipe, examples, tokenizer, world)
     return train, make_report(train, (source,))
-
-
-def _prepare_stored(recipe: Recipe, tokenizer: Any, world: RankInfo) -> PreparedData:
-    train, evaluation, report = _read_stored(recipe, tokenizer, world)
-    return PreparedData(train, evaluation, report, tokenizer)
 
 
 def _prepare_stream(recipe: Recipe, tokenizer: Any, world: RankInfo) -> PreparedData:
@@ -99,8 +97,8 @@ def _read_sources(
     sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: RankInfo
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
     """(the examples of all sources, a report of each); None where there is no source."""
-    seed = recipe.run.seed
-    stores = (open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed) for source in sources)
+    seed, kind = recipe.run.seed, recipe.method_facts.rows
+    stores = (open_cached_store(source, recipe.data, tokenizer, world.local_rank, seed, kind) for source in sources)
     selected = [select_examples(store, source, recipe.data) for store, source in zip(stores, sources, strict=True)]
     parts = [examples for examples, _ in selected]
     return mix_sources(parts, sources, seed) if parts else None, tuple(report for _, report in selected)

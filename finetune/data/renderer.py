@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any
 
 import jinja2
@@ -11,6 +12,7 @@ from finetune.data.chat_templates import PLAIN
 from finetune.data.messages import BadRow, Message, Tool
 from finetune.errors import UserError
 
+ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
 INPUT = re.compile(r"""message(\.input\b|\[['"]input['"]\])""")  # how a template reads an Alpaca row's input
 # What a template's own code can raise, beside Jinja's errors.
@@ -46,8 +48,11 @@ class Renderer:
     end_of_turn: str = ""  # what it writes after that content, up to the first special token
 
 
-def make_renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
-    """Raises `UserError` if the tokenizer's chat template is not valid Jinja."""
+def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None) -> Renderer:
+    """`date`: the day, as 2026-01-31, for a template that asks for today's; None: today.
+
+    Raises `UserError` if the tokenizer's chat template is not valid Jinja.
+    """
     template = tokenizer.chat_template or PLAIN
     if isinstance(template, dict):  # several, by name
         template = template.get("default") or next(iter(template.values()))
@@ -58,6 +63,7 @@ def make_renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
         compiled = _compile_jinja_template(template)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"chat_template: line {error.lineno}: not valid Jinja: {error.message}") from None
+    _fix_date(compiled, date)
     renderer = Renderer(
         template=template,
         compiled=compiled,
@@ -72,6 +78,23 @@ def make_renderer(tokenizer: Any, assistant_only: bool) -> Renderer:
     )
     prompt, end = _probe_turn(renderer)
     return replace(renderer, generation_prompt=prompt, end_of_turn=end)
+
+
+def _fix_date(compiled: jinja2.Template, date: str | None) -> None:
+    """Makes the template write `date` as today's, in place of transformers' own function.
+
+    As a global of this template, which transformers compiles once in a process: functions among a template's variables
+    are replaced by their names.
+    """
+    if date is None:
+        compiled.globals.pop(ASKS_FOR_DATE, None)
+    else:
+        compiled.globals[ASKS_FOR_DATE] = datetime.fromisoformat(date).strftime
+
+
+def asks_for_date(tokenizer: Any) -> bool:
+    """Whether the text of the tokenizer's chat template depends on the day."""
+    return ASKS_FOR_DATE in str(tokenizer.chat_template)
 
 
 def _probe_turn(renderer: Renderer) -> tuple[str, str]:

@@ -18,7 +18,7 @@ class BatchConfig:
 
     seed: int
     packing: bool
-    max_length: int  # tokens in a packed row
+    max_length: int  # tokens in a packed row, for each document of a group
     global_batch_size: int  # rows in a step
 
     @classmethod
@@ -37,19 +37,23 @@ def make_generator(seed: int, purpose: str, number: int = 0) -> np.random.Genera
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, number, *purpose.encode()])))
 
 
-def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, epoch: int) -> Rows:
+def arrange_epoch(lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int) -> Rows:
     """The rows of epoch `epoch` (0-based) over examples of `lengths` tokens: every example once.
 
     Packed, examples of equal length change places from epoch to epoch, so that each epoch composes its rows differently
     while their number stays. Unpacked, rows of similar length share a step, so that little is padding. The last,
-    short step of an epoch holds what remains.
+    short step of an epoch holds what remains. The `group_size` examples of a group stay side by side in one row.
     """
+    return _arrange_groups(lengths.reshape(-1, group_size).sum(1), config, group_size, epoch).expand(group_size)
+
+
+def _arrange_groups(lengths: NDArray[np.int32], config: BatchConfig, group_size: int, epoch: int) -> Rows:
     random = make_generator(config.seed, "order", epoch)
     drawn = random.permutation(len(lengths))
     if not config.packing:
         drawn = _group_by_length(drawn, lengths, config.global_batch_size, random)
         return Rows(drawn, np.arange(len(lengths) + 1))
-    packed = pack(lengths[drawn], config.max_length)
+    packed = pack(lengths[drawn], config.max_length * group_size)
     return Rows(drawn[packed.ids], packed.starts).take(random.permutation(len(packed)))
 
 

@@ -32,6 +32,7 @@ from finetune.data.token_store import Tokens, TokenStore
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.durable import remove_tree, replace_file
 from finetune.errors import UserError
+from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data, DatasetSource, Recipe
 
 BLOCK_ROWS = 8192  # rows that are shuffled together
@@ -60,6 +61,7 @@ class StreamedBatches:
     world: RankInfo
     report: StreamReport  # before anything is read
     folder: Path  # of this launch's blocks
+    kind: RowKind = "answers"  # what is read of the rows
 
     @property
     def steps_per_epoch(self) -> None:
@@ -161,7 +163,7 @@ class StreamedBatches:
                 if rows >= BLOCK_ROWS:
                     return
 
-        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats)
+        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, self.kind)
         stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
 
     def _find_block(self, step: int) -> tuple[int, int, int]:
@@ -203,7 +205,8 @@ def open_stream(
         tokenizer.chat_template = PLAIN
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     content = [_describe(source) for source in data.datasets]
-    key = hash_inputs(data, tokenizer, content, asdict(config), data.overlength)
+    kind = recipe.method_facts.rows
+    key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength)
     # Blocks are this launch's alone (its ranks have one parent); the notes beside them are everybody's.
     launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
     folder = cache_folder(data) / f"stream-{key}" / launch
@@ -211,7 +214,7 @@ def open_stream(
     first_rows = tuple((source.path, source.max_samples) for source in data.datasets if source.max_samples is not None)
     report = StreamReport(data.max_length, eval_sources, first_rows)
     size = recipe.batch.per_device_train_batch_size
-    return StreamedBatches(data, tokenizer, config, size, steps, world, report, folder)
+    return StreamedBatches(data, tokenizer, config, size, steps, world, report, folder, kind)
 
 
 def interleave_sources(

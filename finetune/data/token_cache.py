@@ -19,26 +19,30 @@ from typing import Any
 import psutil
 
 from finetune.data.chat_templates import PLAIN
+from finetune.data.renderer import asks_for_date
 from finetune.data.sources import draw_rows, hash_content
 from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, write_store
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.durable import remove_tree, replace_file, stage_and_rename
 from finetune.errors import UserError
+from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data, DatasetSource
 
 VERSION = 9  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
-def open_cached_store(source: DatasetSource, data: Data, tokenizer: Any, local_rank: int, seed: int = 0) -> TokenStore:
+def open_cached_store(
+    source: DatasetSource, data: Data, tokenizer: Any, local_rank: int, seed: int = 0, kind: RowKind = "answers"
+) -> TokenStore:
     """The source, or the rows of it that `max_samples` and the seed draw, as tokens, from the cache. Where it is missing or damaged, local rank 0 writes it, the node's others wait.
 
     Raises `UserError` on every rank where the data cannot be read.
     """
     content = hash_content(source)
-    folder = cache_folder(data) / cache_key(source, content, data, tokenizer, seed)
+    folder = cache_folder(data) / cache_key(source, content, data, tokenizer, seed, kind)
     return open_or_write_store(
-        folder, local_rank, lambda stats: _tokenize_source(source, content, data, tokenizer, stats, seed)
+        folder, local_rank, lambda stats: _tokenize_source(source, content, data, tokenizer, stats, seed, kind)
     )
 
 
@@ -74,19 +78,29 @@ def cache_folder(data: Data) -> Path:
     return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / "tokens"
 
 
-def cache_key(source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, seed: int = 0) -> str:
-    """A name for everything that makes the tokens: the rows' content, the tokenizer, the template, the options; and the
-    seed, where it draws the rows."""
+def cache_key(
+    source: DatasetSource,
+    content: dict[str, str],
+    data: Data,
+    tokenizer: Any,
+    seed: int = 0,
+    kind: RowKind = "answers",
+) -> str:
+    """A name for everything that makes the tokens: the rows' content and what is read of them, the tokenizer, the template,
+    the options; and the seed, where it draws the rows."""
     described = {key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")}
     if source.max_samples is not None:
         described |= {"max_samples": source.max_samples, "seed": seed}
-    return hash_inputs(data, tokenizer, described, list(content.items()))
+    return hash_inputs(data, tokenizer, kind, described, list(content.items()))
 
 
-def hash_inputs(data: Data, tokenizer: Any, *rows: Any) -> str:
-    """A name for the tokens of `rows` (whatever describes them) under the tokenizer and the options."""
-    options = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
+    """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer and the options."""
+    options: dict[str, Any] = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+    if data.chat_template_date is not None and asks_for_date(tokenizer):
+        options["date"] = data.chat_template_date
     template = tokenizer.chat_template or PLAIN
+    options |= {} if kind == "answers" else {"kind": kind}
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
@@ -94,12 +108,18 @@ def hash_inputs(data: Data, tokenizer: Any, *rows: Any) -> str:
 
 
 def _tokenize_source(
-    source: DatasetSource, content: dict[str, str], data: Data, tokenizer: Any, stats: SourceStats, seed: int
+    source: DatasetSource,
+    content: dict[str, str],
+    data: Data,
+    tokenizer: Any,
+    stats: SourceStats,
+    seed: int,
+    kind: RowKind,
 ) -> Iterator[Tokens]:
     """One source's rows as tokens."""
     stats.content = list(content.values())
     batches, stats.rows_in_source = draw_rows(source, seed)
-    yield from tokenize_rows(((source, batch) for batch in batches), data, tokenizer, stats)
+    yield from tokenize_rows(((source, batch) for batch in batches), data, tokenizer, stats, kind)
     if stats.rows_read == 0:
         raise UserError(f"{source.path}: it has no rows")
     if stats.rows_read == stats.rows_skipped:

@@ -29,7 +29,7 @@ class Tokens:
     trained: NDArray[np.int32]  # [documents]: tokens with a label
     files: NDArray[np.int32]  # [documents]: index into the store's list of files
     rows: NDArray[np.int64]  # [documents]: number of the row in its file, from 1
-    hashes: NDArray[np.uint64]  # [documents]: xxh3 of the text, to find duplicates
+    hashes: NDArray[np.uint64]  # [documents]: xxh3 of the text, in a group of all its texts, to find duplicates
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,11 @@ class TokenStore:
     rows: NDArray[np.int64]  # [documents]
     hashes: NDArray[np.uint64]  # [documents]
     facts: dict[str, Any]
+
+    @property
+    def group_size(self) -> int:
+        """Documents that belong together, one after another: 2 for chosen and rejected."""
+        return int(self.facts.get("group_size", 1))
 
     @property
     def is_text(self) -> NDArray[np.bool_]:

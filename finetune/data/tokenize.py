@@ -13,18 +13,18 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from finetune.constants import IGNORE_INDEX
-from finetune.data.chat import RenderedText, render
+from finetune.constants import IGNORE_INDEX, count_cores
+from finetune.data.chat import RenderedText
 from finetune.data.checks import Tally
-from finetune.data.formats import parse_row
+from finetune.data.groups import read_groups, render_group
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.renderer import Renderer, make_renderer
 from finetune.data.sources import RowBatch
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import Encoder, make_encoder
-from finetune.distributed.cores import count_cores
 from finetune.errors import UserError
+from finetune.recipe.method_schema import GROUP_SIZES, RowKind
 from finetune.recipe.schema import Data, DatasetSource
 from finetune.units import name_place
 
@@ -48,6 +48,7 @@ class SourceStats:
     unused_columns: dict[str, int] = field(default_factory=dict)  # column -> rows that hold a value in it
     structured_files: list[int] = field(default_factory=list)  # indexes of the files with rows that are not plain text
     tally: Tally = field(default_factory=Tally)
+    group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
 
     def as_json(self) -> dict[str, Any]:
@@ -61,20 +62,25 @@ class SourceStats:
 
 
 def tokenize_rows(
-    batches: Iterable[tuple[DatasetSource, RowBatch]], data: Data, tokenizer: Any, stats: SourceStats
+    batches: Iterable[tuple[DatasetSource, RowBatch]],
+    data: Data,
+    tokenizer: Any,
+    stats: SourceStats,
+    kind: RowKind = "answers",
 ) -> Iterator[Tokens]:
-    """The tokens of each batch of rows, in order; `stats` grows with them.
+    """The tokens of each batch of rows, in order; `stats` grows with them. `kind`: what is read of the rows.
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    renderer = make_renderer(tokenizer, data.assistant_only_loss)
+    stats.group_size = GROUP_SIZES[kind]
+    renderer = make_renderer(tokenizer, data.assistant_only_loss, data.chat_template_date)
     encoder = make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
     with _without_tokenizer_threads(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         try:
             for source, batch in batches:
-                documents, places = _render_batch(batch, source, data, renderer, stats)
+                documents, places = _render_batch(batch, source, data, renderer, stats, kind)
                 pending.append((documents, places, pool.submit(tokenize, documents, places, encoder)))
                 if len(pending) > PREFETCH_BATCHES * threads:
                     yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id)
@@ -100,7 +106,7 @@ def _without_tokenizer_threads() -> Iterator[None]:
 
 
 def _render_batch(
-    batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats
+    batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats, kind: RowKind
 ) -> tuple[list[RenderedText], Places]:
     """(documents, their places) of the rows that can be used. Raises `UserError` for the others if `on_bad_row` is error."""
     if batch.file not in stats.files:
@@ -109,22 +115,21 @@ def _render_batch(
     documents: list[RenderedText] = []
     places: Places = []
     bad: dict[str, str] = {}  # place of a row -> what is wrong
-    for number, row in zip(batch.numbers, batch.rows, strict=True):
+    groups = read_groups(batch.rows, source, kind)
+    for number, row, parsed in zip(batch.numbers, batch.rows, groups, strict=True):
         where = name_place(batch.file, number)
         try:
-            if isinstance(row, BadRow):
-                raise row
-            "".join(row).encode()  # names of columns are shown in messages and stored in reports
-            parsed = parse_row(row, source)
-            document = render(parsed.document, renderer)
-            document.text.encode()
+            if isinstance(parsed, BadRow):
+                raise parsed
+            rendered = [render_group(group, renderer) for group in parsed.groups]
         except BadRow as problem:
             bad[where] = str(problem)
-        except UnicodeEncodeError:
-            bad[where] = "not valid Unicode: its text, or a column's name, has half of a UTF-16 surrogate pair"
         else:
-            documents.append(document)
-            places.append((file, number))
+            texts = [text for of_group, _ in rendered for text in of_group]
+            documents += texts
+            places += [(file, number)] * len(texts)
+            for name in dict.fromkeys((*parsed.findings, *(name for _, found in rendered for name in found))):
+                stats.tally.add(name, [where])
             count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
             if isinstance(row, RepeatedKeys):
                 stats.tally.add("repeated_keys", [where])
@@ -160,13 +165,18 @@ def _check_tokens(
     tokens = encoded.result()
     where = [name_place(stats.files[file], row) for file, row in places]
     for name in sorted({name for document in documents for name in document.findings}):
-        stats.tally.add(name, [place for place, d in zip(where, documents, strict=True) if name in d.findings])
-    stats.tally.add("nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
+        _add_rows(stats, name, [place for place, d in zip(where, documents, strict=True) if name in d.findings])
+    _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
     if bos is not None:
         starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
         doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
-        stats.tally.add("doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]])
+        _add_rows(stats, "doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]])
     return tokens
+
+
+def _add_rows(stats: SourceStats, name: str, places: list[str]) -> None:
+    """Counts a check once for each row, of which several documents may come."""
+    stats.tally.add(name, list(dict.fromkeys(places)))
 
 
 def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder) -> Tokens:
@@ -201,8 +211,12 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         trained=(counts[ends] - counts[ends - lengths]).astype(np.int32),
         files=np.array([file for file, _ in places], np.int32),
         rows=np.array([row for _, row in places], np.int64),
-        hashes=np.array([xxhash.xxh3_64_intdigest(document.text.encode()) for document in documents], np.uint64),
+        hashes=np.array([_hash(document) for document in documents], np.uint64),
     )
+
+
+def _hash(document: RenderedText) -> int:
+    return xxhash.xxh3_64_intdigest(document.text.encode()) if document.group_hash is None else document.group_hash
 
 
 @dataclass(frozen=True, slots=True)

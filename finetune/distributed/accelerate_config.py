@@ -39,6 +39,8 @@ class Sharding:
     use_cpu: bool = False
     num_machines: int = 1
     source: str = "a plain launch (no Accelerate file)"
+    translated: tuple[str, ...] = ()  # lines: what a DeepSpeed file asks for, and what does the same here
+    asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that a DeepSpeed file gives for it)
 
     @property
     def is_fsdp(self) -> bool:
@@ -127,6 +129,8 @@ def _interpret(settings: Settings) -> Sharding:
         use_cpu=settings.use_cpu,
         num_machines=settings.num_machines,
         source=settings.source,
+        translated=settings.translated,
+        asked=settings.asked,
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
         problems.append(

@@ -5,10 +5,11 @@ Accelerate itself ignores a mistyped key inside fsdp_config; here it is an error
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.distributed.deepspeed import VARIABLES, Translation, translate_deepspeed
 from finetune.errors import UserError
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.yaml_file import read_entries
@@ -42,15 +43,18 @@ LAUNCHER_KEYS = frozenset(
     ]
 )
 OUR_KEYS = frozenset(
-    {"distributed_type", "mixed_precision", "use_cpu", "fsdp_config", "parallelism_config", "num_machines"}
-)
-DEEPSPEED = (
-    "DeepSpeed is not supported; FSDP shards the same: accelerate_configs/fsdp_full_shard_auto.yaml for ZeRO stage 3, "
-    "fsdp_shard_grad_op.yaml for stages 1 and 2"
+    [
+        "distributed_type",
+        "mixed_precision",
+        "use_cpu",
+        "fsdp_config",
+        "parallelism_config",
+        "deepspeed_config",
+        "num_machines",
+    ]
 )
 # Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
 OTHER_SECTIONS = {
-    "deepspeed_config": DEEPSPEED,
     "megatron_lm_config": "Megatron-LM is not supported; use an FSDP config",
     "fp8_config": "FP8 is not supported; mixed_precision: bf16",
     "dynamo_config": "set torch_compile: true in the recipe, and remove this section",
@@ -58,8 +62,8 @@ OTHER_SECTIONS = {
     "ipex_config": "Intel's extension is not supported; remove this section",
     "aws_config": "SageMaker is not supported; remove this section",
 }
-OTHER_TYPES = {"DEEPSPEED": DEEPSPEED, "MEGATRON_LM": OTHER_SECTIONS["megatron_lm_config"]}
-DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP")
+OTHER_TYPES = {"MEGATRON_LM": OTHER_SECTIONS["megatron_lm_config"]}
+DISTRIBUTED_TYPES = ("NO", "MULTI_GPU", "MULTI_CPU", "FSDP", "DEEPSPEED")
 # Keys of fsdp_config without their fsdp_ prefix -> the variable that the launcher makes of them.
 FSDP_KEYS = {
     "version": "FSDP_VERSION",
@@ -109,6 +113,8 @@ class Settings:
     fsdp: dict[str, Any]
     mesh: dict[str, Any]
     num_machines: int = 1
+    translated: tuple[str, ...] = ()  # what was another engine's, and what became of it
+    asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that the file gives for it)
 
 
 def read_file(path: Path) -> Settings:
@@ -119,6 +125,8 @@ def read_file(path: Path) -> Settings:
     where |= {f"{entry.key}.{key}": place for entry in entries for key, place in entry.places.items()}
     if values.keys() & {"model_name_or_path", "model_config", "datasets"} and not values.keys() & {"distributed_type"}:
         raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
+    if "zero_optimization" in values:  # DeepSpeed's own file
+        return _read_deepspeed_file(path)
     for key in values.keys() - LAUNCHER_KEYS - OUR_KEYS - OTHER_SECTIONS.keys():
         problems.append(f"{where[key]}: {key}: {_explain_unknown_key(key)}")
     for key in values.keys() & OTHER_SECTIONS.keys():
@@ -133,20 +141,52 @@ def read_file(path: Path) -> Settings:
     if distributed_type not in DISTRIBUTED_TYPES:
         reason = OTHER_TYPES.get(distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}")
         problems.append(f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}")
+    precision = values.get("mixed_precision")
+    precision = "no" if precision is False else precision  # YAML 1.1 reads a bare no as false
+    translation = None
+    section = values.get("deepspeed_config") or {}
+    if distributed_type == "DEEPSPEED" and isinstance(section, dict):
+        try:
+            translation = translate_deepspeed(section, str(path), precision, path.parent)
+        except UserError as error:
+            problems.append(str(error))
+    elif section:
+        stated = "a mapping is expected" if distributed_type == "DEEPSPEED" else "it needs distributed_type: DEEPSPEED"
+        problems.append(f"{where['deepspeed_config']}: deepspeed_config: {stated}")
     machines = values.get("num_machines") or 1
     if isinstance(machines, bool) or not str(machines).isdigit():
         problems.append(f"{where['num_machines']}: num_machines: {machines} does not fit; a whole number is expected")
     if problems:
         raise UserError.of(problems)
-    precision = values.get("mixed_precision", "no")
-    return Settings(
+    settings = Settings(
         source=str(path),
         distributed_type=distributed_type,
-        mixed_precision="no" if precision in (False, None) else str(precision),  # YAML 1.1 reads a bare no as false
+        mixed_precision=str(precision or "no"),
         use_cpu=bool(values.get("use_cpu", False)),
         fsdp=fsdp,
         mesh=mesh,
         num_machines=int(machines),
+    )
+    return settings if translation is None else _with_translation(settings, translation)
+
+
+def _read_deepspeed_file(path: Path) -> Settings:
+    """The settings of DeepSpeed's own JSON file, named in place of an Accelerate file."""
+    translation = translate_deepspeed({"deepspeed_config_file": str(path)}, str(path), None)
+    if translation.mixed_precision is None:
+        left = "mixed_precision: no, as the file leaves it to a trainer; set bf16.enabled: true in it for bf16"
+        translation = replace(translation, lines=(*translation.lines, left))
+    return _with_translation(Settings(str(path), "DEEPSPEED", "no", False, {}, {}), translation)
+
+
+def _with_translation(settings: Settings, translation: Translation) -> Settings:
+    return replace(
+        settings,
+        distributed_type=translation.distributed_type,
+        mixed_precision=translation.mixed_precision or settings.mixed_precision,
+        fsdp=settings.fsdp | translation.fsdp,
+        translated=translation.lines,
+        asked=translation.asked,
     )
 
 
@@ -187,7 +227,7 @@ def _explain_unknown_key(key: str) -> str:
 
 
 def read_environment(environ: Mapping[str, str]) -> Settings | None:
-    """The FSDP settings that the launcher exported; None where it exported none.
+    """The FSDP or DeepSpeed settings that the launcher exported; None where it exported none.
 
     Raises `UserError` where it asks for what is not supported: planned as something else, that would be ignored.
     """
@@ -203,6 +243,13 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
             problems += _refuse_mesh(source, name, key, environ.get(name, "1"))
     if problems:
         raise UserError.of(problems)
+    precision, use_cpu = environ.get("ACCELERATE_MIXED_PRECISION", "no"), asks_for("CPU")
+    mesh = {key: environ[variable] for key, variable in MESH_KEYS.items() if variable in environ}
+    mesh = mesh if asks_for("PARALLELISM_CONFIG") else {}
+    if asks_for("DEEPSPEED"):
+        section = {key: environ[variable] for key, variable in VARIABLES.items() if variable in environ}
+        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh)
+        return _with_translation(settings, translate_deepspeed(section, source, precision))
     if not asks_for("FSDP"):
         return None
     fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
@@ -212,12 +259,4 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     if version == "2":
         fsdp.pop("forward_prefetch", None)
         fsdp.pop("use_orig_params", None)
-    mesh = {key: environ[variable] for key, variable in MESH_KEYS.items() if variable in environ}
-    return Settings(
-        source=source,
-        distributed_type="FSDP",
-        mixed_precision=environ.get("ACCELERATE_MIXED_PRECISION", "no"),
-        use_cpu=environ.get("ACCELERATE_USE_CPU", "false").lower() == "true",
-        fsdp=fsdp,
-        mesh=mesh if asks_for("PARALLELISM_CONFIG") else {},
-    )
+    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh)

@@ -153,8 +153,13 @@ def _all_gather_json(gathered: list[Any], value: Any, group: dist.ProcessGroup |
 
 def _encode(info: StateInfo) -> dict[str, Any]:
     return {
-        "tensors": {name: [list(shape), _name_of(dtype)] for name, (shape, dtype) in info.tensors.items()},
-        "scalars": {name: [tensor.item(), _name_of(tensor.dtype)] for name, tensor in info.scalar_tensors.items()},
+        "tensors": {
+            name: [list(shape), str(dtype).removeprefix("torch.")] for name, (shape, dtype) in info.tensors.items()
+        },
+        "scalars": {
+            name: [tensor.item(), str(tensor.dtype).removeprefix("torch.")]
+            for name, tensor in info.scalar_tensors.items()
+        },
         "values": info.non_tensors,
     }
 
@@ -168,7 +173,3 @@ def _decode(plain: dict[str, Any]) -> StateInfo:
         {name: torch.tensor(number, dtype=getattr(torch, dtype)) for name, (number, dtype) in plain["scalars"].items()},
         plain["values"],
     )
-
-
-def _name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

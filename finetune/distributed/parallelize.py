@@ -1,7 +1,7 @@
 """Sharding or replicating a finished model over the ranks, and what training then does differently for each layout."""
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -112,29 +112,6 @@ def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
             continue
         counts[name] = counts.get(name, 0) + 1
     return counts
-
-
-def without_gradient_sync(model: nn.Module) -> AbstractContextManager[None]:
-    """For the micro-batches before the last of a step: DDP does not reduce their gradients.
-
-    FSDP reduces at every micro-batch, since unsharded gradients would take the memory that it saves.
-    """
-    if isinstance(model, nn.parallel.DistributedDataParallel):
-        context: AbstractContextManager[None] = model.no_sync()
-        return context
-    return nullcontext()
-
-
-def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
-    """The 2-norm of all gradients over every shard (0-dim fp32, on the device), after scaling them down to `max_norm`.
-
-    Source: Pascanu et al. 2013, algorithm 1.
-    """
-    bound = float("inf") if max_norm is None else max_norm
-    if isinstance(model, Fsdp1):
-        return model.clip_grad_norm_(bound)
-    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], bound)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def find_local_slices(tensor: torch.Tensor) -> Slices:

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from finetune.constants import count_cores
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
-from finetune.distributed.cores import count_cores
 from finetune.distributed.peers import this_process, watch_peers
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
 

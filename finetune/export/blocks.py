@@ -12,6 +12,7 @@ import torch
 from finetune.errors import UserError
 from finetune.export.target import TargetModel
 from finetune.models.weight_conversions import Box, Slices, convert_to_parameters
+from finetune.models.weights import find_mismatches
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
 # In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator keeps
@@ -137,20 +138,7 @@ def match_tensors(
         if tied in named:
             twin = named.pop(tied)
             _check_equal(tied, twin, named.setdefault(source, twin), where)
-    ignored = [*(getattr(target.model, "_keys_to_ignore_on_load_unexpected", None) or ()), "rotary_emb.inv_freq"]
-    unexpected = [n for n in named if n not in target.shapes and not any(part in n for part in ignored)]
-    missing = [name for name in target.shapes if name not in named]
-    problems = [
-        f"{named[name].parts[0].path}: {name}: has the shape {list(named[name].shape)}, but {target.class_name} of this config needs {list(shape)}"
-        for name, shape in target.shapes.items()
-        if name in named and named[name].shape != shape
-    ]
-    if missing:
-        problems.append(f"{where}: {_list_some(missing)}: missing; {target.class_name} of this config needs it")
-    if unexpected:
-        problems.append(
-            f"{named[unexpected[0]].parts[0].path}: {_list_some(unexpected)}: unexpected; {target.class_name} of this config has no such tensor"
-        )
+    problems = find_mismatches(target.model, named, target.shapes, where)
     if problems:
         raise UserError.of(problems[:20])
     return {name: named[name] for name in target.shapes}
@@ -187,8 +175,3 @@ def _check_equal(tied: str, twin: StoredTensor, source: StoredTensor, where: str
             f"{where}: {tied} differs from {source.name}, which the config says it is tied to; set tie_word_embeddings to "
             "false in config.json if it was trained on its own"
         )
-
-
-def _list_some(names: list[str]) -> str:
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + more

@@ -38,7 +38,8 @@ class ComparisonRows:
 
 
 def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -> None:
-    """Writes the first of `examples` that have a label within ROW_TOKENS, at most MAX_TOKENS in all."""
+    """Writes the first of `examples` that have a label within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen sides."""
+    examples = examples.answers()
     rows: list[dict[str, list[int]]] = []
     longest = 0
     for example_id in range(len(examples)):

@@ -9,7 +9,7 @@ from torch import nn
 
 from finetune.errors import UserError
 from finetune.export.logits import STREAMED, prompts, stream_logits
-from finetune.models.build import build_on_meta
+from finetune.models.load import build_on_meta
 from finetune.pretrained_config import EXPERT_COUNTS
 
 VOCABULARY, INTERMEDIATE_SIZE, EXPERTS = 64, 256, 32  # of the twin: what is plain in every family need not be wide

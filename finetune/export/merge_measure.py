@@ -11,12 +11,11 @@ from torch.nn import functional
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.export.blocks import Value, cast_rows
 from finetune.export.comparison_rows import ComparisonRows
-from finetune.export.dequantized import make_dequantizer
 from finetune.export.logits import Rows, stream
-from finetune.export.merging import find_quantized, find_stored, plan_values
+from finetune.export.merging import find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
-from finetune.models.loss import LogitTransform
+from finetune.models.head_chunks import LogitTransform
 
 TRAINED = "trained"  # the quantized base with the adapter beside it
 

@@ -1,18 +1,21 @@
 """The tensors of the result as values: as they are stored, or with an adapter merged onto its base, dequantized or not."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import Value, match_tensors, stored_value
-from finetune.export.dequantized import ReadDequantized, make_dequantizer
 from finetune.export.options import ExportOptions, MergeOnto
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
-from finetune.models.quantize import quantized_weights
+from finetune.models.quantize import dequantize_tensor, quantized_weights
+from finetune.models.quantized_base import quantize_whole
 from finetune.safetensors_io.dtypes import choose_dtype, config_dtype
-from finetune.safetensors_io.tensors import StoredTensor, main_dtype
+from finetune.safetensors_io.tensors import StoredTensor, main_dtype, read
+
+ReadDequantized = Callable[[StoredTensor], torch.Tensor]
 
 
 def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
@@ -41,6 +44,21 @@ def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
     return frozenset(quantized_weights(target.model)) if source.quantization.bits is not None else frozenset()
 
 
+def make_dequantizer(source: Source) -> ReadDequantized:
+    """A function that reads a weight [rows, columns] of the base in the numbers, of the compute dtype, that the training
+    multiplied with. It keeps the latest one, for its rows are asked for block by block: each thread needs its own."""
+    latest: list[tuple[StoredTensor, torch.Tensor]] = []
+
+    def read_dequantized(stored: StoredTensor) -> torch.Tensor:
+        if not latest or latest[0][0] is not stored:
+            latest.clear()  # freed before the next is computed
+            whole = quantize_whole(source.quantized.get(stored.name) or read(stored), source.quantization)
+            latest.append((stored, dequantize_tensor(whole, source.compute_dtype)))
+        return latest[0][1]
+
+    return read_dequantized
+
+
 def plan_values(
     source: Source,
     target: TargetModel,
@@ -66,13 +84,10 @@ def plan_values(
         stored_dtype = source.compute_dtype if name in quantized else stored[name].dtype
         value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, dtype))
         if name in quantized:
-            value = _dequantized_value(stored[name], value, read_dequantized)
+            value = replace(value, rows=_dequantized_rows(stored[name], read_dequantized))
         found[name] = lora.merged_value(updates[name], value) if name in updates else value
     return found
 
 
-def _dequantized_value(stored: StoredTensor, value: Value, read_dequantized: ReadDequantized) -> Value:
-    def rows(start: int, stop: int) -> torch.Tensor:
-        return read_dequantized(stored)[start:stop].float()
-
-    return Value(value.name, value.shape, value.dtype, rows)
+def _dequantized_rows(stored: StoredTensor, read_dequantized: ReadDequantized) -> Callable[[int, int], torch.Tensor]:
+    return lambda start, stop: read_dequantized(stored)[start:stop].float()

@@ -56,11 +56,12 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: Me
     """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized base."""
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
-    base = _base_name(source)
+    base = _shown_path(source.base_model) if source.base_model else None
+    origin = ", trained from random weights" if source.recipe.get("model_config") else ""
     sections = [
         f"---\n{front}---",
         f"# {name}",
-        f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{_origin(source)}.",
+        f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{origin}.",
         OTHER_BASE if source.base_differs else "",
         _section("Training", _training(source)),
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
@@ -97,10 +98,6 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
         "datasets": datasets,
     }
     return {key: value for key, value in front.items() if value}
-
-
-def _origin(source: Source) -> str:
-    return ", trained from random weights" if source.recipe.get("model_config") else ""
 
 
 def _license(source: Source) -> dict[str, Any]:
@@ -271,10 +268,6 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     entries = recipe.get(key) or []
     return [entry for entry in entries if isinstance(entry, dict) and entry.get("path")]
-
-
-def _base_name(source: Source) -> str | None:
-    return _shown_path(source.base_model) if source.base_model else None
 
 
 def _shown_path(path: str) -> str:

@@ -27,8 +27,8 @@ from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
 from finetune.hub import download_file, download_folder, find_local_folder
 from finetune.models.quantized_base import StoredQuantized, split_quantized
+from finetune.recipe.quantization import read_recipe_quantization
 from finetune.recipe.schema import Quantization
-from finetune.recipe.stored_quantization import read_recipe_quantization
 from finetune.safetensors_io.header import read_json
 from finetune.safetensors_io.tensors import StoredTensor, read_folder
 from finetune.terminal import progress_bar

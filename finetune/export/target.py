@@ -11,7 +11,7 @@ from torch import nn
 
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
-from finetune.models.build import build_on_meta
+from finetune.models.load import build_on_meta
 from finetune.models.weight_conversions import Box, boxes_of_files
 from finetune.safetensors_io.header import read_json
 

@@ -14,9 +14,8 @@ import xxhash
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import Value, raw_bytes, read_rows, row_blocks
-from finetune.export.dequantized import make_dequantizer
 from finetune.export.logits import stream_logits
-from finetune.export.merging import find_quantized
+from finetune.export.merging import find_quantized, make_dequantizer
 from finetune.export.options import ExportOptions
 from finetune.export.reload_check import read_with_safetensors, start_reload
 from finetune.export.source import Source, peft_name

@@ -223,6 +223,7 @@ def _answer_all(
 ) -> int:
     """Prints the answers to every prompt: alone where there is one of each, else under the prompt and the model's label."""
     from finetune.inference.answers import answer
+    from finetune.inference.conversation import write_piece
 
     for number, messages in enumerate(prompts):
         answers = []
@@ -231,7 +232,7 @@ def _answer_all(
         for speaker in speakers:
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
-            answered = answer(speaker.model, messages, sampling, _ignore if as_json else _write)
+            answered = answer(speaker.model, messages, sampling, (lambda _: None) if as_json else write_piece)
             if not as_json:
                 print()
             answers.append(
@@ -251,11 +252,3 @@ def _answer_all(
 
 def _log(line: str) -> None:
     print(line, file=sys.stderr)
-
-
-def _ignore(text: str) -> None:
-    pass
-
-
-def _write(text: str) -> None:
-    print(text, end="", flush=True)

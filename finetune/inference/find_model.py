@@ -1,6 +1,5 @@
 """Which model a run's folder, a checkpoint, an adapter, a Hugging Face folder or a hub name stands for. Imports no torch."""
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -11,8 +10,9 @@ from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.durable import restore_exports, restore_folder
 from finetune.errors import UserError
+from finetune.json_lines import read_json_object
+from finetune.recipe.quantization import read_recipe_quantization
 from finetune.recipe.schema import Quantization
-from finetune.recipe.stored_quantization import read_recipe_quantization
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 
@@ -72,7 +72,7 @@ def locate_base(model: ModelReference) -> ModelReference:
 
 def trained_formats(run: Path | None) -> set[str]:
     """The formats of the rows that a run was trained on, by its data_report.json; empty where that is unknown."""
-    report = _read_object(run / "data_report.json") if run is not None else {}
+    report = read_json_object(run / "data_report.json") if run is not None else {}
     sources = report.get("sources")
     formats = (
         [source.get("formats") for source in sources if isinstance(source, dict)] if isinstance(sources, list) else []
@@ -93,7 +93,8 @@ def _find_model_of_run(run: Path) -> ModelReference:
     )
     for folder, file in ((run / ADAPTER, ADAPTER_CONFIG), (run / EXPORT, CONFIG_FILE)):
         if (folder / file).is_file():
-            newer = [path for _, path in checkpoints[-1:] if _is_newer(path / MANIFEST, folder / file)]
+            written = (folder / file).stat().st_mtime
+            newer = [path for _, path in checkpoints[-1:] if (path / MANIFEST).stat().st_mtime > written]
             notices = tuple(f"{path} is newer than {folder}; name it to use it" for path in newer)
             return _describe(folder, "adapter" if file == ADAPTER_CONFIG else "model", run, notices)
     if not checkpoints:
@@ -102,16 +103,12 @@ def _find_model_of_run(run: Path) -> ModelReference:
     return _describe(newest, "checkpoint", run, (f"{run} has no export yet; this is its checkpoint {newest.name}",))
 
 
-def _is_newer(file: Path, other: Path) -> bool:
-    return file.stat().st_mtime > other.stat().st_mtime
-
-
 def _describe(
     path: Path, kind: Literal["model", "adapter", "checkpoint"], run: Path | None, notices: tuple[str, ...] = ()
 ) -> ModelReference:
     """`path` with its base model, which the adapter itself or the run's recipe names."""
     recipe = _read_recipe(run)
-    adapter = _read_object(path / ADAPTER_CONFIG)
+    adapter = read_json_object(path / ADAPTER_CONFIG)
     base = adapter.get("base_model_name_or_path") or recipe.get("model_name_or_path")
     revision = adapter.get("revision") or recipe.get("model_revision")
     return ModelReference(
@@ -136,12 +133,3 @@ def _read_recipe(run: Path | None) -> dict[str, Any]:
     except (OSError, ValueError, yaml.YAMLError):
         return {}
     return recipe if isinstance(recipe, dict) else {}
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty where there is none."""
-    try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}

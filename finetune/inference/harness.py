@@ -107,6 +107,7 @@ def collect_results(
             if not _is_number(value) or not filtered or metric.endswith("_stderr"):
                 continue
             before = base["results"].get(task, {}) if base is not None else {}
+            fewshot = trained.get("n-shot", {}).get(task, config.get("num_fewshot"))
             found.append(
                 BenchmarkResult(
                     task=task,
@@ -119,7 +120,7 @@ def collect_results(
                     higher_is_better=trained.get("higher_is_better", {}).get(task, {}).get(metric) is not False,
                     samples=samples.get("effective"),
                     is_limited=options.limit is not None and samples.get("effective") != samples.get("original"),
-                    num_fewshot=_fewshot(trained.get("n-shot", {}).get(task, config.get("num_fewshot"))),
+                    num_fewshot=fewshot if isinstance(fewshot, int) else None,
                     chat_template=options.apply_chat_template,
                     version=str(trained.get("versions", {}).get(task, "")),
                     model=names[0],
@@ -128,10 +129,6 @@ def collect_results(
                 )
             )
     return found
-
-
-def _fewshot(value: Any) -> int | None:
-    return value if isinstance(value, int) else None
 
 
 def _is_number(value: Any) -> bool:

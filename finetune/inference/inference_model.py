@@ -25,7 +25,7 @@ from finetune.export.target import describe_target
 from finetune.export.writing import plan_weights
 from finetune.hub import hub_error
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
-from finetune.recipe.stored_quantization import describe_quantization
+from finetune.recipe.quantization import describe_quantization
 from finetune.safetensors_io.header import read_header, read_json
 from finetune.safetensors_io.tensors import read_folder
 

@@ -12,8 +12,8 @@ from finetune.constants import frozen_dtype
 from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.hub import download_folder
 from finetune.models.attention import install_attention
-from finetune.models.build import build_on_meta, weights_folder
 from finetune.models.embedding_noise import install_embedding_noise
 from finetune.models.experts import count_active, expert_modules, install_routing, use_grouped_products
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
@@ -55,7 +55,7 @@ def load_model(
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model on meta, grows it to `vocabulary`, adapts it, shards it over the ranks, and reads every rank's own slices.
 
-    Whether such a model can be trained, `build.check_config` answers first. Raises `UserError` for a model that cannot be
+    Whether such a model can be trained, `pretrained_config.check_config` answers first. Raises `UserError` for a model that cannot be
     reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
     config = load_config(model, vocabulary)
@@ -105,6 +105,26 @@ def load_model(
     return sharded, size
 
 
+def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
+    """`...ForCausalLM` of `config` with parameters on meta; buffers (rotary frequencies) are real."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs the one that is used.
+        model: Any = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+        )
+    model.config.architectures = model.config.architectures or [
+        type(model).__name__
+    ]  # an inline model_config names none
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # a loop over the experts of a mixture, exact on every device
+    model.tie_weights()
+    model.train()
+    return model  # type: ignore[no-any-return]
+
+
 def freeze_modules(model: nn.Module, keys: Model) -> None:
     """Freezes what `trainable_modules` and `frozen_modules` leave out, in the dtype of the rest.
 
@@ -138,9 +158,22 @@ def _base_values(
     """The values of the parameters, and the weights that the files hold quantized."""
     if model.model_config is not None:
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
-    folder: Path = weights_folder(model)
+    folder = _weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
     stored = convert_to_parameters(built, stored, str(folder))
     values = stored_values(built, stored, str(folder), quantized, vocabulary)
     load_buffers(built, stored)
     return values, quantized
+
+
+def _weights_folder(model: Model) -> Path:
+    """The local folder with the model's safetensors: a folder as it is, a hub name from the cache or the hub.
+
+    Raises `UserError` where the hub is unreachable, or the model or the permission to read it is missing.
+    """
+    assert model.model_name_or_path is not None
+    if Path(model.model_name_or_path).is_dir():
+        return Path(model.model_name_or_path)
+    # Beside the weights, what an export says of its base: the tokens that end an answer, and the license.
+    patterns = ["*.safetensors", "*.safetensors.index.json", "generation_config.json", "README.md"]
+    return download_folder(model.model_name_or_path, patterns, "its safetensors", model.model_revision)

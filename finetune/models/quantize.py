@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from finetune.errors import UserError
 from finetune.models.lora import base_name, is_adapter
-from finetune.quantization import BLOCK, FP32, NESTED_BLOCK
+from finetune.recipe.quantization import BLOCK, FP32, NESTED_BLOCK
 from finetune.recipe.schema import Quantization
 
 NUMBERS_AT_ONCE = (

@@ -11,8 +11,14 @@ from pydantic import AllowInfNan, TypeAdapter
 from typing_extensions import TypedDict
 
 from finetune.errors import UserError
-from finetune.models.quantize import QuantizedTensor, four_bit_values, join_nested_scales, nested_values
-from finetune.quantization import BLOCK, NESTED_BLOCK
+from finetune.models.quantize import (
+    QuantizedTensor,
+    four_bit_values,
+    join_nested_scales,
+    nested_values,
+    quantize_tensor,
+)
+from finetune.recipe.quantization import BLOCK, NESTED_BLOCK
 from finetune.recipe.schema import Quantization
 from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 
@@ -63,6 +69,11 @@ class StoredQuantized:
         """The weight with all of its blocks."""
         codes = self.read_codes(0, self.codes.shape[0])
         return QuantizedTensor(codes, self.read_scales(), self.shape, self.quantization, self.block)
+
+
+def quantize_whole(weight: torch.Tensor | StoredQuantized, quantization: Quantization) -> QuantizedTensor:
+    """A whole weight in the bytes that training keeps: read where the files hold it so, else quantized."""
+    return weight.read_whole() if isinstance(weight, StoredQuantized) else quantize_tensor(weight, quantization)
 
 
 def split_quantized(

@@ -11,10 +11,10 @@ from finetune.distributed.parallelize import Slices, Values, find_local_slices
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.lora import base_name
-from finetune.models.quantize import dequantize_tensor, linear_layers, pack_scales, quantize_blocks, quantize_tensor
-from finetune.models.quantized_base import StoredQuantized
+from finetune.models.quantize import dequantize_tensor, linear_layers, pack_scales, quantize_blocks
+from finetune.models.quantized_base import StoredQuantized, quantize_whole
 from finetune.models.quantized_linear import CODES, SCALES, QuantizedLinear
-from finetune.quantization import BLOCK
+from finetune.recipe.quantization import BLOCK
 from finetune.recipe.schema import Quantization
 
 
@@ -77,12 +77,9 @@ def dequantized_values(
     """The weights that a model quantized from `values`, or `stored` so, multiplies with: each quantized whole and dequantized."""
 
     def dequantized(name: str, slices: Slices) -> Tensor:
-        if not stored:
-            whole = quantize_tensor(values(name, (slice(None), slice(None))), quantization)
-        elif base_name(name) in stored:
-            whole = stored[base_name(name)].read_whole()
-        else:
+        if stored and base_name(name) not in stored:
             return values(name, slices)
+        whole = quantize_whole(stored.get(base_name(name)) or values(name, (slice(None), slice(None))), quantization)
         return dequantize_tensor(whole, dtype)[slices]
 
     return dequantized

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from finetune.models.quantize import QuantizedTensor, dequantize_tensor
-from finetune.quantization import BLOCK, quantized_bytes
+from finetune.recipe.quantization import BLOCK, quantized_bytes
 from finetune.recipe.schema import Quantization
 
 CODES, SCALES = "codes", "scales"

@@ -12,7 +12,7 @@ from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
-from finetune.models.lora import base_name, is_adapter, seed_of
+from finetune.models.lora import base_name, seed_of
 from finetune.models.vocabulary import find_grown, grown_reader, grown_shape
 from finetune.pretrained_config import Vocabulary
 from finetune.safetensors_io.tensors import StoredTensor, read_slice
@@ -47,27 +47,10 @@ def refuse_mismatch(
 ) -> None:
     """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers; of those that are
     `quantized`, the shape alone is compared."""
-    needed = saved_buffers(model) | {base_name(n): p for n, p in model.named_parameters() if not is_adapter(n)}
-    tied = {base_name(name) for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
-    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
-    extra = [
-        name
-        for name in stored
-        if name not in needed and name not in tied and not any(re.search(pattern, name) for pattern in ignored)
-    ]
-    missing, class_name = needed.keys() - stored.keys(), type(model).__name__
-    problems = []
-    if missing:
-        problems.append(f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}")
-    if extra:
-        problems.append(
-            f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit the weights"
-        )
-    problems += [
-        f"{where}: {name} has the shape {list(stored[name].shape)}, but the config says {list(parameter.shape)}"
-        for name, parameter in needed.items()
-        if name in stored and tuple(stored[name].shape) != tuple(parameter.shape)
-    ]
+    needed = saved_buffers(model) | dict(model.named_parameters())
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
+    untied = {name: tensor for name, tensor in stored.items() if name not in tied}
+    problems = find_mismatches(model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where)
     problems += [
         f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized in a way that is not "
         "supported; name the unquantized model"
@@ -79,6 +62,28 @@ def refuse_mismatch(
     ]
     if problems:
         raise UserError.of(problems)
+
+
+def find_mismatches(
+    model: nn.Module, stored: Mapping[str, StoredTensor], needed: Mapping[str, tuple[int, ...]], where: str
+) -> list[str]:
+    """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these shapes: a sentence on those
+    that are missing, one on those without a place in it, and one for each of another shape."""
+    ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
+    extra = {name for name in stored.keys() - needed.keys() if not any(re.search(part, name) for part in ignored)}
+    missing, class_name = needed.keys() - stored.keys(), type(model).__name__
+    problems = []
+    if missing:
+        problems.append(f"{where}: {_listed(missing)} missing: these are not the weights of {class_name}")
+    if extra:
+        problems.append(
+            f"{where}: {_listed(extra)} without a place in {class_name}: the config does not fit the weights"
+        )
+    return problems + [
+        f"{where}: {name} has the shape {list(stored[name].shape)}, but the config says {list(shape)}"
+        for name, shape in needed.items()
+        if name in stored and stored[name].shape != shape
+    ]
 
 
 def _is_quantized(dtype: torch.dtype) -> bool:

@@ -15,10 +15,9 @@ from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
-from finetune.quantization import check_quantization
 from finetune.recipe.lora_schema import check_lora_layout
+from finetune.recipe.quantization import check_quantization, read_stored_quantization
 from finetune.recipe.schema import Recipe
-from finetune.recipe.stored_quantization import read_stored_quantization
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 

@@ -8,7 +8,6 @@ from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.accelerate_config import Sharding
 from finetune.plan.architecture import Architecture
 from finetune.plan.parts import TensorShape
-from finetune.quantization import quantized_bytes
 from finetune.recipe.module_patterns import (
     find_trained,
     find_value,
@@ -20,6 +19,7 @@ from finetune.recipe.module_patterns import (
     refuse_unknown_layers,
     refuse_unmatched,
 )
+from finetune.recipe.quantization import quantized_bytes
 from finetune.recipe.schema import Lora, Model, Quantization
 
 FP32 = 4  # bytes

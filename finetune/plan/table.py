@@ -10,7 +10,7 @@ from finetune.plan.disk import Disk, Host
 from finetune.plan.memory import Phase, Snapshot
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
-from finetune.recipe.stored_quantization import describe_quantization
+from finetune.recipe.quantization import describe_quantization
 from finetune.units import GIB, MIB, count, counted, gib
 
 PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")
@@ -56,6 +56,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
+            *(f"           {line}" for line in sharding.translated),
             f"precision  parameters {parameters}, compute {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
             f"batch      {spec.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "

@@ -45,6 +45,7 @@ learning_rate: 1e-5
 
 TITLES = {
     "model": "Model",
+    "method": "Method",
     "lora": "LoRA",
     "quantization": "A base in 4 or 8 bits",
     "data": "Data",

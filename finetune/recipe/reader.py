@@ -4,6 +4,7 @@ import difflib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
 from finetune.recipe.lora_schema import find_lora_problems
+from finetune.recipe.method_schema import find_method_problems
 from finetune.recipe.module_patterns import find_problem
+from finetune.recipe.optimization_schema import find_schedule_problems
 from finetune.recipe.overrides import COMMAND_LINE, read_override
-from finetune.recipe.schedules import find_schedule_problems
 from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Quantization, Recipe
 from finetune.recipe.wording import what_is_wrong
 from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries
@@ -200,20 +202,20 @@ def _located(value: str, folder: Path) -> str | None:
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
-            return _inside_checkpoint(str(candidate))
+            return _model_folder(str(candidate))
     return None if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS) else value
-
-
-def _inside_checkpoint(located: str) -> str:
-    """A checkpoint of a run is a model to begin with: the folder in it that holds weights, config and tokenizer."""
-    inside = Path(located) / "model"
-    is_checkpoint = (Path(located) / "manifest.json").is_file() and (inside / "config.json").is_file()
-    return str(inside) if is_checkpoint else located
 
 
 def _matches(pattern: Path) -> bool:
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return any(anchor.glob(str(pattern.relative_to(anchor))))
+
+
+def _is_day(text: str | None) -> bool:
+    try:
+        return text is None or bool(date.fromisoformat(text))
+    except ValueError:
+        return False
 
 
 def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) -> Iterable[str]:
@@ -238,6 +240,11 @@ def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) 
         yield f"{file}: no data; set datasets, a list with at least `- path: FILE`"
     if has("eval_datasets") and has("eval_split_size"):
         yield f"{at('eval_split_size')}: eval_datasets and eval_split_size both name the held-out rows; keep one"
+    for key, problem in [] if "method" in checked.unusable else find_method_problems(values):
+        if key not in checked.unusable:
+            yield f"{at(key)}: {problem}"
+    if not _is_day(values.get("chat_template_date")):
+        yield f"{at('chat_template_date')}: chat_template_date: {values['chat_template_date']}: no day; write it as 2026-01-31"
     for problem in find_schedule_problems(values):
         key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
         yield f"{at(key)}: {problem}"

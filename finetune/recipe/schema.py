@@ -10,12 +10,15 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from finetune.recipe.dataset_schema import DatasetSource as DatasetSource
+from finetune.recipe.data_schema import Data as Data
+from finetune.recipe.data_schema import DatasetSource as DatasetSource
 from finetune.recipe.lora_schema import Lora as Lora
 from finetune.recipe.lora_schema import Quantization as Quantization
 from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, StepsOrShare
 from finetune.recipe.markers import FileOrName as FileOrName
 from finetune.recipe.markers import SameOnResume as SameOnResume
+from finetune.recipe.method_schema import METHODS, MethodFacts
+from finetune.recipe.method_schema import Method as Method
 from finetune.recipe.optimization_schema import Optimization as Optimization
 
 
@@ -98,45 +101,6 @@ class Model:
         SameOnResume,
         "The weight of a mixture's auxiliary loss; null leaves it to the model's config.",
     ] = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Data:
-    """From files to rows of tokens."""
-
-    datasets: Annotated[tuple[DatasetSource, ...], SameOnResume, "What is trained on."] = ()
-    eval_datasets: Annotated[tuple[DatasetSource, ...], "What the held-out loss is measured on."] = ()
-    eval_split_size: Annotated[
-        float | None,
-        Gt(0),
-        SameOnResume,
-        "Held out from datasets where no eval_datasets are named: a share below 1, else a count of rows.",
-    ] = None
-    chat_template: Annotated[
-        str | None,
-        FileOrName,
-        SameOnResume,
-        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or alpaca "
-        "(all are in docs/data.md), a file, or inline Jinja.",
-    ] = None
-    max_length: Annotated[int, Gt(1), SameOnResume, "Tokens in a row, and at most in an example."] = 2048
-    packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True
-    overlength: Annotated[
-        Literal["truncate", "drop", "split", "error"] | None,
-        SameOnResume,
-        "What is done with an example of more than max_length tokens; always reported. null: plain text is split and "
-        "anything else truncated.",
-    ] = None
-    assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on the assistant's turns."] = True
-    on_bad_row: Annotated[
-        Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
-    ] = "error"
-    streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
-    dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
-    dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None
-    dataloader_num_workers: Annotated[
-        int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
-    ] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,6 +205,7 @@ class Recipe:
     path: str
     given: frozenset[str]
     model: Model = field(default_factory=Model)
+    method: Method = field(default_factory=Method)
     lora: Lora = field(default_factory=Lora)
     quantization: Quantization = field(default_factory=Quantization)
     data: Data = field(default_factory=Data)
@@ -248,6 +213,16 @@ class Recipe:
     optimization: Optimization = field(default_factory=Optimization)
     run: Run = field(default_factory=Run)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    @property
+    def method_facts(self) -> MethodFacts:
+        """What data, training and plan must know of the recipe's method."""
+        return METHODS[self.method.method]
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens in a packed row: max_length for each document of a group, so that any pair fits."""
+        return self.data.max_length * self.method_facts.documents
 
 
 SECTIONS: dict[str, type] = {

@@ -14,6 +14,7 @@ from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.json_lines import append_json_lines
 from finetune.progress import Progress
+from finetune.training.objective import Measured, Objective
 from finetune.training.signals import SignalListener
 from finetune.training.training_run import TrainingRun
 
@@ -47,8 +48,10 @@ def evaluate(
     step, results = progress.step, run.results.setdefault(progress.step, {})
     if run.data.evaluation is not None and "eval_loss" not in results:
         batches = run.watchdog.watched(run.data.evaluation.batches(), "evaluating")
-        results["eval_loss"] = held_out_loss(run.model, watch(batches), run.world)
-        run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": results["eval_loss"]})
+        loss, metrics = measure_held_out(run.model, watch(batches), run.world, run.held_out_objective)
+        results["eval_loss"] = loss
+        shown = {f"eval_{name}": value for name, value in metrics.items()}
+        run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown})
         run.log.say(f"step {step}: held-out loss {results['eval_loss']:.4f}")
     if run.sample_prompts and "sample_prompts" not in results:
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
@@ -100,15 +103,18 @@ def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> No
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, batches: Iterator[StepBatch], world: World) -> float:
-    """The loss per trained token over all of `batches` and all ranks (in nats; nan where there is no such token)."""
+def measure_held_out(
+    model: nn.Module, batches: Iterator[StepBatch], world: World, objective: Objective
+) -> tuple[float, dict[str, float]]:
+    """The objective's loss and metrics over all of `batches` and all ranks (nan where nothing counts)."""
     model.eval()
-    loss_sum, trained_tokens = torch.zeros((), device=world.device), 0
+    total, count = Measured(torch.zeros((), device=world.device)), 0
     for batch in batches:
-        trained_tokens += batch.trained_tokens
+        count += objective.count(batch)
         for micro_batch in batch.micro_batches:
-            loss_sum += model(**micro_batch.to(world.device).inputs)
-    return world.sum(loss_sum).item() / trained_tokens if trained_tokens else float("nan")
+            on_device = micro_batch.to(world.device)
+            total += objective.measure(model, on_device, on_device.inputs, batch)
+    return total.average(count, world)
 
 
 @torch.no_grad()

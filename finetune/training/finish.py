@@ -14,6 +14,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World, leave
 from finetune.durable import replace_file
 from finetune.errors import UserError
+from finetune.json_lines import read_json_object
 from finetune.progress import Progress
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import to_dict
@@ -92,11 +93,7 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
         return False
     last, newest = checkpoints[-1]
     exports = ["export", *(["adapter"] if recipe.lora.use_peft else [])] if recipe.checkpoint.export_at_end else []
-    try:
-        record = json.loads((folder / FINISHED).read_bytes())
-    except (OSError, ValueError):
-        record = None
-    if record == _record(recipe, inputs, last):
+    if read_json_object(folder / FINISHED) == _record(recipe, inputs, last):
         return all((folder / name).is_dir() for name in exports) and not find_problems(newest)
     try:
         is_over = last >= steps or is_out_of_patience(read_progress(newest), recipe.run)

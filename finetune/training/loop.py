@@ -1,8 +1,9 @@
 """One optimizer step, whole, and the loop round it.
 
-The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; models/attention.py and
-models/loss.py are its forward; distributed/parallelize.py synchronizes and clips the gradients; training/nonfinite.py checks
-them; distributed/grad_scaler.py updates; optim/optimizer.py has made the optimizer. training/schedule.py says what is due next.
+The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; training/objective.py says
+what is minimized; models/attention.py and models/loss.py are its forward; distributed/gradients.py synchronizes and clips the
+gradients, and updates; training/nonfinite.py checks them; optim/optimizer.py has made the optimizer. training/schedule.py says
+what is due next.
 """
 
 import hashlib
@@ -18,8 +19,8 @@ from torch import nn
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.grad_scaler import unscale, update
-from finetune.distributed.parallelize import clip_gradients, unwrap, without_gradient_sync
+from finetune.distributed.gradients import clip_gradients, unscale, update, without_gradient_sync
+from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.models.embedding_noise import NoisyDocuments
 from finetune.models.experts import Routing, find_routing
@@ -28,6 +29,7 @@ from finetune.progress import Progress
 from finetune.recipe.schema import Recipe
 from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, handle_nonfinite, make_guard
+from finetune.training.objective import SFT, Measured, Objective
 from finetune.training.profiler import collect_garbage, garbage_collected_between_lines
 from finetune.training.schedule import find_due, find_due_after_evaluation, is_out_of_patience
 from finetune.training.signals import SignalListener
@@ -39,7 +41,7 @@ from finetune.training.training_run import TrainingRun
 class StepResult:
     """What one optimizer step did. The tensors are 0-dim, on the device: to read one is to wait for it."""
 
-    loss_sum: torch.Tensor  # of this rank, in nats
+    measured: Measured  # on this rank
     grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
     failed_check: StepCheck | None  # where the loss or gradient was not finite, and nothing was updated
 
@@ -49,6 +51,7 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     batch: StepBatch,
     *,
+    objective: Objective,
     recipe: Recipe,
     world: World,
     guard: HostGuard | DeviceGuard,
@@ -63,17 +66,17 @@ def train_step(
     set_learning_rate(optimizer, learning_rate)
     seed_dropout(recipe.run.seed, batch.step, world.rank)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
-    loss_sum = accumulate_gradients(model, batch, world, noise_seed=seed)
+    measured = accumulate_gradients(model, batch, world, objective, noise_seed=seed)
     unscale(optimizer, world)
     grad_norm = clip_gradients(model, recipe.optimization.max_grad_norm)
-    check = StepCheck.of(batch, loss_sum, grad_norm)
+    check = StepCheck.of(batch, measured.loss_sum, grad_norm)
     is_skipped = guard.must_skip(check)
     if not is_skipped:
         before_update()
         seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
         update(optimizer, world)
     optimizer.zero_grad(set_to_none=True)
-    return StepResult(loss_sum, grad_norm, check if is_skipped else None)
+    return StepResult(measured, grad_norm, check if is_skipped else None)
 
 
 def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
@@ -87,7 +90,14 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
     step = partial(
-        train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, before_update=saver.before_update
+        train_step,
+        run.model,
+        run.optimizer,
+        objective=run.objective,
+        recipe=recipe,
+        world=world,
+        guard=guard,
+        before_update=saver.before_update,
     )
     with run.watchdog, saver, garbage_collected_between_lines():
         saver.check_save(last_step, run.data.train.steps_per_epoch)
@@ -98,7 +108,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             rate = compute_learning_rate(batch.step, run.schedule)
             result = step(batch, learning_rate=rate)
             if result.failed_check is None:
-                window.add(result.loss_sum, batch, waited)
+                window.add(result.measured, run.objective.count(batch), batch, waited)
             else:
                 run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
             before, progress = progress, progress.after_step(batch, is_skipped=result.failed_check is not None)
@@ -133,19 +143,20 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
 
 def accumulate_gradients(
-    model: nn.Module, batch: StepBatch, world: World, noise_seed: int | None = None
-) -> torch.Tensor:
-    """Forward and backward over this rank's micro-batches; returns their summed loss (0-dim fp32, on the device).
+    model: nn.Module, batch: StepBatch, world: World, objective: Objective = SFT, *, noise_seed: int | None = None
+) -> Measured:
+    """Forward and backward over this rank's micro-batches; returns what the objective has measured in them.
 
-    The step's loss is its sum over every trained token of every rank, over their number:
+    The step's loss is the sum of the objective's over all ranks, divided by what it counts there (sft: trained tokens):
 
-        loss = sum over ranks and micro-batches of loss_sum / trained_tokens
+        loss = sum over ranks and micro-batches of loss_sum / count
 
     FSDP and DDP average gradients over ranks, hence the factor world.size. It is the same number for every split.
     `noise_seed`: seeds the noise on embeddings; None: there is none.
     A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
     """
-    total, routing = torch.zeros((), device=world.device), find_routing(unwrap(model))
+    total, routing = Measured(torch.zeros((), device=world.device)), find_routing(unwrap(model))
+    count = max(1, objective.count(batch))
 
     def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
         inputs = micro_batch.to(world.device).inputs
@@ -158,10 +169,11 @@ def accumulate_gradients(
     for index, micro_batch in enumerate(batch.micro_batches):
         is_last = index == len(batch.micro_batches) - 1
         with nullcontext() if is_last else without_gradient_sync(model):
-            loss_sum = model(**inputs_of(micro_batch))
-            loss = loss_sum * (world.size / max(1, batch.trained_tokens))
+            on_device = micro_batch.to(world.device)
+            measured = objective.measure(model, on_device, inputs_of(on_device), batch)
+            loss = measured.loss_sum * (world.size / count)
             world.accelerator.backward(add_auxiliary(loss))
-        total += loss_sum.detach()
+        total += measured.detach()
     if routing is not None:
         routing.end_step()
     return total

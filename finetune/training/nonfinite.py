@@ -7,7 +7,7 @@ import torch
 
 from finetune.constants import OPTIMIZERS
 from finetune.data.batches import StepBatch
-from finetune.distributed.grad_scaler import is_scaled
+from finetune.distributed.gradients import is_scaled
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.schema import Optimization

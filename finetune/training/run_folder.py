@@ -3,6 +3,8 @@
 import json
 import platform
 import sys
+from dataclasses import replace
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,10 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
-from finetune.constants import read_versions
-from finetune.distributed.accelerate_config import to_accelerate_config
+from finetune.constants import count_cores, read_versions
+from finetune.data.renderer import asks_for_date
+from finetune.distributed.accelerate_config import Sharding, to_accelerate_config
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.cores import count_cores
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
@@ -25,6 +27,7 @@ from finetune.recipe.schema import Recipe
 from finetune.trackers import refuse_missing
 
 METRICS = "metrics.jsonl"
+RECIPE = "recipe.yaml"
 
 
 def choose_run_name(recipe: Recipe) -> str:
@@ -32,14 +35,18 @@ def choose_run_name(recipe: Recipe) -> str:
     return recipe.run.run_name or Path(recipe.path).stem
 
 
+def check_packages(recipe: Recipe, sharding: Sharding) -> None:
+    """Raises `UserError` where the tracker or the optimizer needs a package that is not installed, or not this layout."""
+    refuse_missing(recipe.run.report_to)
+    check_optimizer(recipe.optimization, sharding)
+
+
 def open_run_folder(recipe: Recipe, world: World) -> Path:
     """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
 
     Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has locked it,
-    where the recipe asks for a package that is not installed, and where it names a checkpoint that is damaged.
+    and where the recipe names a checkpoint that is damaged.
     """
-    refuse_missing(recipe.run.report_to)
-    check_optimizer(recipe.optimization, world.sharding)
     folder = Path(recipe.run.output_dir or Path("runs") / choose_run_name(recipe))
     RankGroup(world).main(lambda: _open(folder, recipe))
     return folder
@@ -57,6 +64,28 @@ def _open(folder: Path, recipe: Recipe) -> None:
     refuse_damaged_model(recipe)
 
 
+def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World) -> Recipe:
+    """The recipe with the day that its chat template writes, where that asks for one: the day on which the run began.
+
+    Else ranks that tokenize around midnight would differ, and a run resumed the next day would train on another text.
+    """
+    if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
+        return recipe
+    day = RankGroup(world).main(lambda: _first_day(folder / RECIPE))
+    return replace(recipe, data=replace(recipe.data, chat_template_date=day))
+
+
+def _first_day(recipe_of_run: Path) -> str | None:
+    """The day in the run's own recipe; today where there is none yet. None in a run of a version that fixed no day."""
+    if not recipe_of_run.is_file():
+        return date.today().isoformat()
+    try:
+        known: str | None = yaml.safe_load(recipe_of_run.read_text(encoding="utf-8")).get("chat_template_date")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"{recipe_of_run}: cannot be read ({error}); set chat_template_date to the run's day") from None
+    return known
+
+
 def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     """Writes what is enough to repeat the run. On the main rank, once the run is sure to start: a start that is refused
     does not change the files of the run before it.
@@ -64,7 +93,7 @@ def describe_run(folder: Path, recipe: Recipe, world: World) -> None:
     Raises `UserError` where it cannot be written.
     """
     try:
-        write_recipe(recipe, folder / "recipe.yaml")
+        write_recipe(recipe, folder / RECIPE)
         accelerate_config = to_accelerate_config(world.sharding, world.size)
         replace_file(folder / "accelerate.yaml", yaml.safe_dump(accelerate_config, sort_keys=False))
         replace_file(folder / "environment.json", json.dumps(environment(world), indent=2) + "\n")

@@ -8,7 +8,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from finetune.data.checks import check_longest_example
-from finetune.data.prepare import PreparedData
 from finetune.distributed.parallelize import count_wrapped_units, unwrap
 from finetune.json_lines import read_json_lines
 from finetune.metrics import DIVERGED_ADVICE, find_divergence, losses_of
@@ -16,8 +15,8 @@ from finetune.models.load import ModelSize
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
 from finetune.progress import Progress
+from finetune.recipe.quantization import describe_quantization
 from finetune.recipe.schema import Quantization, Recipe
-from finetune.recipe.stored_quantization import describe_quantization
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun
 from finetune.units import counted, disk_size
@@ -31,9 +30,12 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     sharding, world, recipe = run.world.sharding, run.world, run.recipe
     model: Any = unwrap(run.model)
     name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
+    layers = set(getattr(model, "_no_split_modules", None) or ())
     units = ", ".join(
-        f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in _layers(model)
+        f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in layers
     )
+    steps = run.data.train.steps_per_epoch
+    an_epoch = "streamed, no known" if steps is None else f"{steps:,}"
     active = f"{size.active:,} active, " if size.active < size.total else ""
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
     lines = [
@@ -41,8 +43,9 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
-        f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.data.max_length} tokens a step, "
-        f"{_steps_an_epoch(run.data)} steps an epoch, {run.data.train.steps:,} in all",
+        *(f"        {line}" for line in sharding.translated),
+        f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
+        f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]
     lines += describe_quantized(model, recipe.quantization)
     report = run.data.report
@@ -98,7 +101,7 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     if not layers:
         return []
     parameters = [layer.get_parameter(part) for layer in layers for part in (CODES, SCALES)]
-    held = sum(_local_bytes(parameter) for parameter in parameters)
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
     dtype = parameters[0].dtype
     unquantized = sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
     share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
@@ -111,20 +114,6 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
         f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: {disk_size(held)} on this rank, "
         f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters in {SHORT[dtype]}"
     ]
-
-
-def _local_bytes(parameter: torch.Tensor) -> int:
-    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-    return local.nbytes
-
-
-def _steps_an_epoch(data: PreparedData) -> str:
-    steps = data.train.steps_per_epoch
-    return "streamed, no known" if steps is None else f"{steps:,}"
-
-
-def _layers(model: nn.Module) -> set[str]:
-    return set(getattr(model, "_no_split_modules", None) or ())
 
 
 def last_screen(folder: Path, last_step: int) -> list[str]:

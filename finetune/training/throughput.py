@@ -13,6 +13,7 @@ from finetune.distributed.parallelize import unwrap
 from finetune.flops import peak_flops_of
 from finetune.models.experts import find_routing
 from finetune.progress import Progress
+from finetune.training.objective import Measured
 
 if TYPE_CHECKING:
     from finetune.training.training_run import TrainingRun
@@ -34,19 +35,19 @@ class Window:
     """The steps since the last line of metrics. Their loss stays on the device until a line is due."""
 
     def __init__(self, device: torch.device) -> None:
-        self.loss_sum = torch.zeros((), device=device)
-        self.trained_tokens = 0
+        self.measured = Measured(torch.zeros((), device=device))
+        self.count = 0  # what the loss is averaged over, of all ranks
         self.tokens = 0
         self.data_wait_seconds = 0.0
         self._device = device
         self._seconds = 0.0  # of the steps before the last pause
         self._started = time.perf_counter()
 
-    def add(self, loss_sum: torch.Tensor, batch: StepBatch, data_wait_seconds: float) -> None:
-        """Adds one step: this rank's summed loss (0-dim, on the device), and its batch with the counts of all ranks."""
-        self.loss_sum += loss_sum
+    def add(self, measured: Measured, count: int, batch: StepBatch, data_wait_seconds: float) -> None:
+        """Adds one step: what was measured on this rank, and its batch with the counts of all ranks."""
+        self.measured += measured
+        self.count += count
         self.tokens += batch.tokens
-        self.trained_tokens += batch.trained_tokens
         self.data_wait_seconds += data_wait_seconds
 
     def tokens_per_second(self) -> float:
@@ -66,7 +67,7 @@ class Window:
 
     def metrics(self, run: "TrainingRun", progress: Progress, rate: float, grad_norm: torch.Tensor) -> dict[str, Any]:
         """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
-        loss = run.world.sum(self.loss_sum).item() / max(1, self.trained_tokens)
+        loss, means = self.measured.average(max(1, self.count), run.world)
         tokens_per_second = self.tokens_per_second()
         peak, routing = run.peak_flops, find_routing(unwrap(run.model))
         return {
@@ -81,6 +82,7 @@ class Window:
             "mfu": tokens_per_second * run.flop_per_token / (peak * run.world.size) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "data_wait_seconds": self.data_wait_seconds,
+            **means,
             **({} if routing is None else routing.take_metrics(run.world)),
         }
 

@@ -27,7 +27,7 @@ class Rank:
         return torch.device("cpu")
 
 
-def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1) -> TokenStore:
+def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1, group_size: int = 1) -> TokenStore:
     """A store of documents of the given token ids, each trained on from its token `first_trained` on."""
     flat = np.array([token for document in documents for token in document], np.int32)
     labels = [
@@ -44,14 +44,18 @@ def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1) -> Toke
         starts=np.concatenate(([0], np.cumsum(lengths))).astype(np.int64),
         trained=np.array([sum(label != IGNORE_INDEX for label in row) for row in labels], np.int32),
         files=np.zeros(len(documents), np.int32),
-        rows=np.arange(1, len(documents) + 1),
+        rows=np.arange(len(documents)) // group_size + 1,
         hashes=np.array([hash(tuple(d)) & 0xFFFFFFFFFFFFFFFF for d in documents], np.uint64),
-        facts={"files": ["made-up.jsonl"], "rows_read": len(documents), "tally": {"rows": {}, "where": {}}},
+        facts={
+            "files": ["made-up.jsonl"],
+            "rows_read": len(documents),
+            "tally": {"rows": {}, "where": {}},
+            "group_size": group_size,
+        },
     )
 
 
-def examples_of(lengths: Sequence[int], max_length: int = 64) -> Examples:
+def examples_of(lengths: Sequence[int], max_length: int = 64, group_size: int = 1) -> Examples:
     """Examples of the given lengths; the tokens of example i are 1000 * i, 1000 * i + 1, ..."""
-    return cut(
-        store_of([[1000 * i + t for t in range(length)] for i, length in enumerate(lengths)]), max_length, "error"
-    )[0]
+    documents = [[1000 * i + t for t in range(length)] for i, length in enumerate(lengths)]
+    return cut(store_of(documents, group_size=group_size), max_length, "error")[0]

@@ -101,14 +101,17 @@ def test_an_existing_destination_is_kept(tiny_llama: MakeModel, tmp_path: Path, 
 
 
 WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], object], str]] = {
-    "missing": (lambda _, t: t.pop("model.norm.weight"), "model.norm.weight: missing; LlamaForCausalLM"),
+    "missing": (
+        lambda _, t: t.pop("model.norm.weight"),
+        "tiny-llama: model.norm.weight is missing: these are not the weights of LlamaForCausalLM",
+    ),
     "unexpected": (
         lambda _, t: t.update(extra=torch.ones(1)),
-        "tiny-llama/model.safetensors: extra: unexpected; LlamaForCausalLM",
+        "tiny-llama: extra is without a place in LlamaForCausalLM: the config does not fit the weights",
     ),
     "shape": (
         lambda _, t: t.update({"model.norm.weight": torch.ones(7)}),
-        "tiny-llama/model.safetensors: model.norm.weight: has the shape [7], but LlamaForCausalLM of this config needs [64]",
+        "tiny-llama: model.norm.weight has the shape [7], but the config says [64]",
     ),
     "code": (
         lambda c, _: c.update(model_type="mystery", auto_map={"AutoConfig": "evil.Config"}),

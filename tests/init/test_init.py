@@ -151,7 +151,7 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
         (
             ("--model", llama, "--data", rated),
-            f"{rated}: rejected: preference training (DPO) is not supported; to train on the chosen answers alone, pass "
+            f"{rated}: rejected: method: dpo (or orpo, simpo) learns from pairs; to train on the chosen answers alone, pass "
             "--completion-column chosen\n",
         ),
         (("--model", llama, "--data", counts), f"{counts}: answer: text is expected, found 3 (int); write it as text"),

@@ -19,7 +19,8 @@ from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.accelerate_config import Sharding
-from finetune.distributed.parallelize import clip_gradients, count_wrapped_units
+from finetune.distributed.gradients import clip_gradients
+from finetune.distributed.parallelize import count_wrapped_units
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model
@@ -55,7 +56,7 @@ def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.
     losses, norms = [], []
     for _ in range(steps):
         batch = step_batch(world)
-        losses.append(float(world.sum(accumulate_gradients(model, batch, world))) / batch.trained_tokens)
+        losses.append(float(world.sum(accumulate_gradients(model, batch, world).loss_sum)) / batch.trained_tokens)
         norms.append(float(clip_gradients(model, 1.0)))
         optimizer.step()
         optimizer.zero_grad()

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from finetune.errors import EXIT_USER_ERROR, UserError
-from finetune.models.build import build_on_meta
 from finetune.models.layers import use_liger_kernels
+from finetune.models.load import build_on_meta
 from finetune.pretrained_config import check_config, load_config
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Model

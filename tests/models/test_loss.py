@@ -10,7 +10,8 @@ from torch import Tensor
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.models.attention import install_attention
-from finetune.models.loss import LogitTransform, install_loss, linear_cross_entropy
+from finetune.models.head_chunks import LogitTransform
+from finetune.models.loss import install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.ranks import launch_ranks
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from finetune import quantization
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
@@ -22,7 +21,8 @@ from finetune.models.quantized_base import split_quantized
 from finetune.models.quantized_layers import quantize_layers
 from finetune.models.weights import refuse_mismatch
 from finetune.pretrained_config import check_config, complete_quantization, load_config
-from finetune.quantization import check_quantization
+from finetune.recipe import quantization
+from finetune.recipe.quantization import check_quantization
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Lora, Model, Quantization, Recipe
 from finetune.safetensors_io.tensors import read_folder

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from finetune.models.build import build_on_meta
+from finetune.models.load import build_on_meta
 from finetune.models.weights import seeded_values
 from finetune.pretrained_config import load_config
 from finetune.recipe.schema import Model

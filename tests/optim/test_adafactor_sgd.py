@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 from finetune.distributed.accelerate_config import read_sharding
@@ -16,7 +15,7 @@ from finetune.optim.optimizer import check_optimizer
 from finetune.recipe.schema import Optimization
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config
+from tests.training.layouts import steps_of, train_all, write_config, write_recipe
 
 STEPS = 6
 KEYS: dict[str, dict[str, Any]] = {
@@ -38,23 +37,12 @@ RESUMED = {"adafactor": ("full_shard", "ddp"), "sgd": ("FULL_SHARD", "full_shard
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A recipe for each of KEYS, and every run: `folder / f"{layout}-{name}"`, and `resumed-{name}`."""
     folder = tmp_path_factory.mktemp("optimizers")
-    data = str(make_chat(folder / "chat.jsonl", rows=20))
+    data = make_chat(folder / "chat.jsonl", rows=20)
     model = make_model(folder / "model", hidden_size=72, vocab_size=509, tie_word_embeddings=True)
     for name, given in KEYS.items():
-        keys = {
-            "model_name_or_path": str(model),
-            "datasets": [{"path": data}],
-            "dataset_cache_dir": str(folder / "cache"),
-            "packing": False,
-            "max_length": 64,
-            "global_batch_size": 6,
-            "max_steps": STEPS,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "export_at_end": False,
-        } | given
-        keys |= {"eval_datasets": [{"path": data}]} if "eval_datasets" in given else {}
-        (folder / f"{name}.yaml").write_text(yaml.safe_dump(keys))
+        keys = {"global_batch_size": 6, "max_steps": STEPS} | given
+        keys |= {"eval_datasets": [{"path": str(data)}]} if "eval_datasets" in given else {}
+        write_recipe(folder / f"{name}.yaml", model, data, **keys)
 
     def run(layout: str, name: str, *more: str, output: str = "") -> tuple[Path, Path, list[str]]:
         output_dir = f"output_dir={folder / (output or f'{layout}-{name}')}"

@@ -13,7 +13,7 @@ from finetune.plan.advice import advise, list_changes
 from finetune.plan.memory import dequantized_bytes, plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
-from finetune.quantization import quantized_bytes
+from finetune.recipe.quantization import quantized_bytes
 from finetune.recipe.schema import Quantization
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec, recipe
 

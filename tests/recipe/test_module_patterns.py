@@ -12,7 +12,7 @@ import torch
 from finetune.cli import main
 from finetune.distributed.accelerate_config import Sharding
 from finetune.errors import UserError
-from finetune.models.build import build_on_meta
+from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.plan.plan import make_plan
 from finetune.pretrained_config import load_config

@@ -1,4 +1,4 @@
-"""Accelerate files for every layout, and what a run under them left, for tests."""
+"""Recipes, Accelerate files for every layout, and what a run under them left, for tests."""
 
 import json
 from pathlib import Path
@@ -17,6 +17,22 @@ FSDP2: dict[str, dict[str, Any]] = {
 }
 FSDP1 = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD")
 LAYOUTS = (*FSDP2, *FSDP1, "ddp")
+
+
+def write_recipe(path: Path, model: Path, data: Path, **keys: Any) -> Path:
+    """A recipe of short rows, one for each example, whose every step is logged; `keys` add to it, or change it."""
+    common = {
+        "model_name_or_path": str(model),
+        "datasets": [{"path": str(data)}],
+        "dataset_cache_dir": str(path.parent / "cache"),
+        "max_length": 64,
+        "packing": False,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "export_at_end": False,
+    }
+    path.write_text(yaml.safe_dump(common | keys))
+    return path
 
 
 def write_config(

@@ -23,7 +23,7 @@ from finetune.recipe.reader import read_recipe
 from tests.conftest import make_model, make_tokenizer
 from tests.ranks import start_ranks
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config
+from tests.training.layouts import steps_of, train_all, write_config, write_recipe
 
 STEPS, KNOWN, TOKENS, ROWS = 30, 262, 266, 272
 ANSWERS = dict.fromkeys(("one?", "two?", "three?"), "<call>x")
@@ -47,25 +47,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = []
     for mode, given in MODES.items():
         keys = {
-            "model_name_or_path": str(folder / f"model-{given['tied']}"),
-            "datasets": [{"path": str(folder / "chat.jsonl")}],
-            "dataset_cache_dir": str(folder / "cache"),
             "chat_template": "chatml",
             "added_tokens": ["<|im_start|>", "<|im_end|>", "<call>"],
             "special_tokens": {"pad_token": "<fill>"},
             "eot_tokens": ["<|im_end|>"],
             "pad_vocab_to_multiple_of": 16,
-            "packing": False,
-            "max_length": 64,
             "global_batch_size": 3,
             "max_steps": STEPS,
             "save_steps": 10,
             "save_total_limit": None,
             "learning_rate": 1e-2,
-            "logging_steps": 1,
-            "export_at_end": False,
         }
-        (folder / f"{mode}.yaml").write_text(yaml.safe_dump(keys | {k: v for k, v in given.items() if k != "tied"}))
+        keys |= {key: value for key, value in given.items() if key != "tied"}
+        write_recipe(folder / f"{mode}.yaml", folder / f"model-{given['tied']}", folder / "chat.jsonl", **keys)
     runs = [_run(folder, layout, mode, f"{layout}-{mode}") for layout, mode in RUNS]
     (folder / "printed.txt").write_text(train_all(folder, runs, ranks=2, timeout=400))
     return folder

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file, save_file
 
 from finetune.errors import EXIT_USER_ERROR
@@ -19,7 +18,7 @@ from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_command
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config
+from tests.training.layouts import steps_of, train_all, write_config, write_recipe
 
 STEPS = 3
 COEFFICIENT = 0.2
@@ -60,22 +59,9 @@ def recipes(folder: Path) -> dict[str, Path]:
     paths = {}
     for family, keys in FAMILIES.items():
         model = make_model(folder / family / "model", model_type=family, **SMALL | keys)
-        paths[family] = folder / f"{family}.yaml"
-        recipe = {
-            "model_name_or_path": str(model),
-            "datasets": [{"path": str(data)}],
-            "dataset_cache_dir": str(folder / "cache"),
-            "max_length": 64,
-            "packing": False,
-            "global_batch_size": 5,
-            "max_steps": STEPS,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "save_steps": 1,
-            "export_at_end": False,
-            "router_aux_loss_coef": COEFFICIENT if family in BALANCED else None,
-        }
-        paths[family].write_text(yaml.safe_dump(recipe))
+        coefficient = COEFFICIENT if family in BALANCED else None
+        steps = {"global_batch_size": 5, "max_steps": STEPS, "save_steps": 1, "router_aux_loss_coef": coefficient}
+        paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **steps)
     return paths
 
 

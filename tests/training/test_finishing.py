@@ -21,14 +21,14 @@ from finetune import run
 from finetune.errors import end_process, exit_code
 from finetune.training import evaluate
 
-def evaluate_and_signal(*arguments, held_out_loss=evaluate.held_out_loss, calls=[]):
+def evaluate_and_signal(*arguments, measure_held_out=evaluate.measure_held_out, calls=[]):
     calls.append(arguments)
     if len(calls) == 2:
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(0.5)
-    return held_out_loss(*arguments)
+    return measure_held_out(*arguments)
 
-evaluate.held_out_loss = evaluate_and_signal
+evaluate.measure_held_out = evaluate_and_signal
 end_process(exit_code(run.main))
 """
 

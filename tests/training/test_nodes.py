@@ -19,7 +19,7 @@ from finetune.errors import SECONDS_FOR_CAUSE
 from tests.conftest import make_chat, make_model
 from tests.ranks import environment, free_port
 from tests.training import reference
-from tests.training.layouts import steps_of
+from tests.training.layouts import steps_of, write_recipe
 from tests.training.nodes_on_ranks import KILLED_AT_STEP
 
 STEPS, SAVE_STEPS = 6, 2
@@ -39,23 +39,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(folder: Path) -> Path:
-    keys = {
-        "model_name_or_path": str(make_model(folder / "model", hidden_size=72, vocab_size=509)),
-        "datasets": [{"path": str(make_chat(folder / "chat.jsonl", rows=26))}],
-        "dataset_cache_dir": str(folder / "cache"),
-        "max_length": 64,
-        "packing": False,
-        "global_batch_size": 6,
-        "max_steps": STEPS,
-        "learning_rate": 3e-3,
-        "logging_steps": 1,
-        "save_steps": SAVE_STEPS,
-        "export_at_end": False,
-        "timeout_seconds": TIMEOUT_SECONDS,
-    }
-    path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(keys))
-    return path
+    return write_recipe(
+        folder / "recipe.yaml",
+        make_model(folder / "model", hidden_size=72, vocab_size=509),
+        make_chat(folder / "chat.jsonl", rows=26),
+        global_batch_size=6,
+        max_steps=STEPS,
+        learning_rate=3e-3,
+        save_steps=SAVE_STEPS,
+        timeout_seconds=TIMEOUT_SECONDS,
+    )
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from finetune.cli import main
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config
+from tests.training.layouts import steps_of, train_all, write_config, write_recipe
 
 STEPS = 6
 LAYOUTS = ("full_shard", "FULL_SHARD", "ddp")
@@ -53,21 +53,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     models = {tied: make_model(folder / f"model-{tied}", tie_word_embeddings=tied, **sizes) for tied in (True, False)}
     runs = []
     for mode, given in MODES.items():
-        keys = {
-            "model_name_or_path": str(models[given.get("tied", False)]),
-            "datasets": [{"path": str(data)}],
-            "dataset_cache_dir": str(folder / "cache"),
-            "packing": False,
-            "max_length": 64,
-            "global_batch_size": 6,
-            "max_steps": STEPS,
-            "save_steps": 3,
-            "learning_rate": 1e-3,
-            "logging_steps": 1,
-            "export_at_end": False,
-        }
-        recipe = folder / f"{mode}.yaml"
-        recipe.write_text(yaml.safe_dump(keys | {key: value for key, value in given.items() if key != "tied"}))
+        model, keys = models[given.get("tied", False)], {key: value for key, value in given.items() if key != "tied"}
+        keys = {"global_batch_size": 6, "max_steps": STEPS, "save_steps": 3} | keys
+        recipe = write_recipe(folder / f"{mode}.yaml", model, data, **keys)
         runs += [
             (recipe, write_config(folder, layout), [f"output_dir={folder / f'{layout}-{mode}'}"]) for layout in LAYOUTS
         ]

@@ -13,7 +13,7 @@ from finetune.plan.plan import format_plan, make_plan
 from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config
+from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config, write_recipe
 
 STEPS = 6
 ROWS = 26  # 5 steps an epoch, the last of 2 rows: fewer than 3 ranks
@@ -69,27 +69,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     """A recipe for each mode, on a model whose sizes divide by nothing: hidden 72, vocabulary 509."""
-    import yaml
-
     model = make_model(folder / "model", hidden_size=72, vocab_size=509, num_hidden_layers=3, tie_word_embeddings=True)
     data = make_chat(folder / "chat.jsonl", rows=ROWS)
-    common = {
-        "model_name_or_path": str(model),
-        "datasets": [{"path": str(data)}],
-        "dataset_cache_dir": str(folder / "cache"),
-        "max_length": 64,
-        "packing": False,
-        "global_batch_size": 6,
-        "max_steps": STEPS,
-        "learning_rate": 1e-3,
-        "logging_steps": 1,
-        "export_at_end": False,
-    }
-    paths = {}
-    for mode, keys in MODES.items():
-        paths[mode] = folder / f"{mode}.yaml"
-        paths[mode].write_text(yaml.safe_dump(common | keys))
-    return paths
+    steps = {"global_batch_size": 6, "max_steps": STEPS}
+    return {mode: write_recipe(folder / f"{mode}.yaml", model, data, **steps, **keys) for mode, keys in MODES.items()}
 
 
 @pytest.fixture(scope="module")

@@ -75,10 +75,11 @@ def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_load
     missing = next((name for name, package in PACKAGES.items() if find_spec(package) is None), None)
     if missing is None:
         pytest.skip("every tracker is installed")
-    ended = launch_ranks(RUN, ["--recipe", str(tiny_recipe(report_to=missing))], ranks=1, timeout=120)
-    assert ended.returncodes == (2,)
-    assert f'pip install "finetune[{missing}]"' in ended.outputs[0]
-    assert "Traceback" not in ended.outputs[0]
+    for options in ([], ["--dry-run"]):
+        ended = launch_ranks(RUN, ["--recipe", str(tiny_recipe(report_to=missing)), *options], ranks=1, timeout=120)
+        assert ended.returncodes == (2,)
+        assert f'pip install "finetune[{missing}]"' in ended.outputs[0]
+        assert "Traceback" not in ended.outputs[0]
 
 
 def test_out_of_memory_is_answered_with_the_plan_and_the_next_change(tiny_recipe: Callable[..., Path]) -> None:

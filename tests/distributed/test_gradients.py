@@ -1,4 +1,4 @@
-"""fp16's loss scale, on torch's own scaler. The ranks that would use it have GPUs; the arithmetic has none."""
+"""Gradients under fp16's loss scale, on torch's own scaler. The ranks that would use it have GPUs; the arithmetic has none."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -6,7 +6,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from finetune.distributed.grad_scaler import is_scaled, unscale, update
+from finetune.distributed.gradients import is_scaled, unscale, update
 from finetune.distributed.world import World
 from finetune.errors import UserError
 

@@ -1,0 +1,213 @@
+"""Preference rows: a prompt with a chosen and a rejected answer, in the forms that people have; the common prompt is found."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from finetune.data.formats import (
+    Columns,
+    Completion,
+    Conversation,
+    Document,
+    Row,
+    Text,
+    make_conversation,
+    make_message,
+    take_question,
+)
+from finetune.data.messages import BadRow, Message, describe_value, list_columns
+from finetune.recipe.schema import DatasetSource
+
+CHOSEN, REJECTED = ("chosen", "response_w"), ("rejected", "response_l")
+PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
+OF_CHAT = (
+    "question",
+    "instruction",
+)  # text in these is a user's turn; in other columns it is a prompt without a template
+CHAT_TYPES = ("messages", "sharegpt", "alpaca")
+RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two answers to one prompt; only what follows the prompt is trained on."""
+
+    chosen: Conversation | Completion
+    rejected: Conversation | Completion
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedPair:
+    """What a preference row holds. Returned by `parse_pair`."""
+
+    pair: Pair
+    unused_columns: tuple[str, ...]  # that hold a value
+    is_swapped: bool  # by the row's own ratings, the rejected answer is the better one
+
+
+def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
+    """Reads a preference row. Raises `BadRow`.
+
+    >>> parse_pair({"prompt": "2+2=", "chosen": " 4", "rejected": " 5"}, DatasetSource(path="sums.jsonl")).pair.rejected
+    Completion(prompt='2+2=', completion=' 5')
+    """
+    columns = Columns(row)
+    if source.type == "text" or source.text_column:
+        raise BadRow(
+            "plain text (type: text, text_column) holds no pairs of answers; remove the key, or set method: sft"
+        )
+    names = _find_sides(row, source)
+    sides = [columns.take(name) for name in names]
+    prompt_name = _find_prompt(row, source, names)
+    prompt = None if prompt_name is None else _take_prompt(columns, prompt_name, source)
+    is_chat = source.type in CHAT_TYPES or (source.type is None and prompt_name in OF_CHAT)
+    if not is_chat and not isinstance(prompt, list) and all(isinstance(side, str) for side in sides):
+        pair = _read_texts(prompt, *sides)
+    else:
+        turns = [_read_turns(side, name) for side, name in zip(sides, names, strict=True)]
+        pair = _read_messages(columns, prompt, turns, prompt_name)
+    is_swapped = _is_swapped(columns, is_turned="reject" in names[0])
+    return ParsedPair(pair, columns.unused, is_swapped)
+
+
+def is_empty_answer(document: Document) -> bool:
+    """Whether nothing stands in what is trained on."""
+    if isinstance(document, Completion):
+        return not document.completion.strip()
+    if isinstance(document, Text):
+        return not document.text.strip()
+    answers = [message for message, on in zip(document.messages, document.trained, strict=True) if on]
+    return all(not message["content"].strip() and not message.keys() - {"role", "content"} for message in answers)
+
+
+def find_end_of_prompt(chosen: str, rejected: str) -> int:
+    """Where the prompt ends that two texts share: at the start of a word, so that no token of an answer is cut in two.
+
+    A space before the answer belongs to it, as in most tokenizers' words, and as in TRL's `extract_prompt`.
+
+    >>> find_end_of_prompt("Q: 1+1? A: two is right", "Q: 1+1? A: twelve")
+    10
+    """
+    end = _count_common(chosen, rejected)
+    while end > 0 and not (chosen[end - 1].isspace() and chosen[end:].strip() and rejected[end:].strip()):
+        end -= 1
+    return end - 1 if end > 0 and chosen[end - 1] == " " else end
+
+
+def _find_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
+    """The columns of the chosen and of the rejected answer. Raises `BadRow` where the row has none."""
+    chosen = source.chosen_column or source.completion_column
+    named = (
+        (*((chosen,) if chosen else CHOSEN),),
+        (*((source.rejected_column,) if source.rejected_column else REJECTED),),
+    )
+    found = [next((name for name in names if row.get(name) is not None), None) for names in named]
+    if found[0] is not None and found[1] is not None:
+        return found[0], found[1]
+    rated = next((name for name in ("label", "kto_tag") if row.get(name) is not None), None)
+    hint = f"; method: kto learns from answers rated by {rated}" if rated else ""
+    missing = " or ".join(named[0] if found[0] is None else named[1])
+    raise BadRow(
+        f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a chosen and a "
+        f"rejected answer (chosen_column and rejected_column name them){hint}"
+    )
+
+
+def _find_prompt(row: Row, source: DatasetSource, sides: Sequence[str]) -> str | None:
+    named = source.prompt_column or source.messages_column
+    if named is not None and row.get(named) is None:
+        raise BadRow(f"{named}: nothing; its columns are {list_columns(row)}")
+    return named or next((name for name in PROMPTS if row.get(name) is not None and name not in sides), None)
+
+
+def _take_prompt(columns: Columns, name: str, source: DatasetSource) -> str | list[Any]:
+    if name == "instruction":
+        return take_question(columns, source)
+    value = columns.take(name)
+    if not isinstance(value, str | list):
+        raise BadRow(f"{name}: text or a list of messages is expected, found {describe_value(value)}")
+    return value
+
+
+def _read_turns(value: Any, column: str) -> list[Any]:
+    """An answer as turns: a list of them, one of them, or the assistant's text."""
+    if isinstance(value, str):
+        return [make_message("assistant", value)]
+    if isinstance(value, dict):
+        return [value]
+    if not isinstance(value, list) or not value:
+        raise BadRow(f"{column}: an answer is expected, as text or messages, found {describe_value(value)}")
+    return value
+
+
+def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None) -> Pair:
+    """The pair of a conversational row: a prompt and answers, or two conversations that begin alike."""
+    turns = [make_message("user", prompt)] if isinstance(prompt, str) else list(prompt or [])
+    if turns and all(_is_answer(side) for side in sides):
+        # Nothing in the prompt is trained on, its assistant turns included.
+        untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in turns]
+        chosen, rejected = (make_conversation(columns, [*untrained, *side]) for side in sides)
+        return Pair(chosen, rejected)
+    # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such as a system message.
+    before = turns if prompt_name == "prompt" and isinstance(prompt, list) else []
+    before = [] if all(side[: len(before)] == before for side in sides) else before
+    chosen, rejected = (make_conversation(columns, [*before, *side]) for side in sides)
+    shared = _count_shared(chosen.messages, rejected.messages)
+    if shared == 0:
+        raise BadRow(
+            "chosen and rejected have no common prompt: their first messages differ; name its column (prompt_column)"
+        )
+    if any(side.messages[shared]["role"] != "assistant" for side in (chosen, rejected)):
+        raise BadRow(f"message {shared + 1}: chosen and rejected differ in a turn that is not the assistant's")
+    chosen, rejected = (
+        replace(side, trained=tuple(on and i >= shared for i, on in enumerate(side.trained)))
+        for side in (chosen, rejected)
+    )
+    return Pair(chosen, rejected)
+
+
+def _is_answer(turns: list[Any]) -> bool:
+    first = turns[0]
+    role = first.get("role", first.get("from")) if isinstance(first, dict) else None
+    return role not in ("system", "developer", "user", "human", "prompter")
+
+
+def _count_shared(chosen: Sequence[Message], rejected: Sequence[Message]) -> int:
+    """The messages that both begin with; where one of them ends there, those before the last answer that both have."""
+    shared = _count_common(chosen, rejected)
+    if shared < min(len(chosen), len(rejected)):
+        return shared
+    return max((i for i in range(shared) if chosen[i]["role"] == "assistant"), default=0)
+
+
+def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
+    """How many items both begin with."""
+    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b)
+    return next(differ, min(len(first), len(second)))
+
+
+def _read_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
+    if prompt is None:
+        end = find_end_of_prompt(chosen, rejected)
+        prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
+    return Pair(Completion(prompt, chosen), Completion(prompt, rejected))
+
+
+def _is_swapped(columns: Columns, is_turned: bool) -> bool:
+    """Whether the row's own numbers rate the rejected answer higher, such as score_chosen below score_rejected.
+
+    `is_turned`: the recipe names the columns the other way round.
+    """
+    rated = list(_read_ratings(columns))
+    return bool(rated) and all((bad < good) if is_turned else (good < bad) for good, bad in rated)
+
+
+def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
+    """(the row's rating of its chosen answer, that of its rejected one), for each kind of rating that it has."""
+    for name in columns.row:
+        other = f"{name[:-2]}_l" if name.endswith("_w") else re.sub("chosen", "rejected", name, flags=re.IGNORECASE)
+        values = [columns.row.get(column) for column in (name, other)]
+        is_number = all(isinstance(value, int | float) and not isinstance(value, bool) for value in values)
+        if other != name and is_number and any(word in name.lower() for word in RATINGS):
+            yield columns.take(name), columns.take(other)

@@ -1,0 +1,81 @@
+"""What is done with the gradients of all ranks, in order: synchronized, unscaled, clipped, and the optimizer's step.
+
+Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose gradients overflow and lowers
+the scale: that is how it finds the right scale, not an error.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
+from torch.distributed.tensor import DTensor
+
+from finetune.distributed.world import World
+from finetune.errors import UserError
+
+LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does not fit in fp16 at all
+
+
+@contextmanager
+def without_gradient_sync(model: nn.Module) -> Iterator[None]:
+    """For the micro-batches before the last of a step: no replica's gradients are summed with another's.
+
+    DDP does not reduce them. FSDP does at every micro-batch, since unsharded gradients would take the memory that it saves;
+    hybrid FSDP2 within the shards of a replica only.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        with model.no_sync():
+            yield
+    elif isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            model.set_requires_all_reduce(True)
+    else:
+        yield
+
+
+def is_scaled(world: World) -> bool:
+    """Whether losses are scaled before backward, so that small gradients survive fp16."""
+    return world.accelerator.scaler is not None
+
+
+def unscale(optimizer: torch.optim.Optimizer, world: World) -> None:
+    """Divides the gradients by the scale, in place, before they are clipped."""
+    if world.accelerator.scaler is not None:
+        world.accelerator.scaler.unscale_(optimizer)
+
+
+def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
+    """The 2-norm of all gradients over every shard (0-dim fp32, on the device), after scaling them down to `max_norm`.
+
+    Source: Pascanu et al. 2013, algorithm 1.
+    """
+    bound = float("inf") if max_norm is None else max_norm
+    if isinstance(model, Fsdp1):
+        return model.clip_grad_norm_(bound)
+    norm = nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], bound)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def update(optimizer: torch.optim.Optimizer, world: World) -> None:
+    """The optimizer's step; under a scale only where no gradient overflowed, and the scale is set for the next.
+
+    Raises `UserError`, on all ranks, where a gradient overflows at `LOWEST_SCALE` too: the scale would be halved without end.
+    """
+    scaler = world.accelerator.scaler
+    if scaler is None:
+        optimizer.step()
+        return
+    before = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    if before > scaler.get_scale() and before <= LOWEST_SCALE:
+        raise UserError(
+            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} either, so no update can be "
+            "made; set mixed_precision: bf16, or lower learning_rate"
+        )

@@ -1,0 +1,150 @@
+"""The section of a recipe that says what the model learns from: answers, preferences or a teacher; and what each method needs."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from finetune.errors import UserError
+from finetune.recipe.markers import FileOrName, SameOnResume
+
+if TYPE_CHECKING:
+    from finetune.recipe.schema import Recipe
+
+RowKind = Literal["answers", "pairs", "ratings"]
+# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
+GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What the model learns from: answers, pairs of answers, rated answers, or another model."""
+
+    method: Annotated[
+        Literal["sft", "dpo", "orpo", "simpo", "kto", "distill"],
+        SameOnResume,
+        "sft: supervised fine-tuning; dpo, orpo, simpo: on pairs of a chosen and a rejected answer; kto: on answers rated "
+        "good or bad; distill: from a teacher's probabilities.",
+    ] = "sft"
+    beta: Annotated[
+        float,
+        Gt(0),
+        SameOnResume,
+        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; simpo: the scale of "
+        "the rewards.",
+    ] = 0.1
+    loss_type: Annotated[
+        Literal["sigmoid", "hinge", "ipo"], SameOnResume, "dpo: the loss of a pair; sigmoid is the paper's."
+    ] = "sigmoid"
+    rpo_alpha: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "dpo: add the cross entropy of the chosen answers, times this (RPO).",
+    ] = None
+    simpo_gamma: Annotated[
+        float, Ge(0), SameOnResume, "simpo: how much larger the reward of the chosen answer should be."
+    ] = 0.5
+    desirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated good."] = 1.0
+    undesirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated bad."] = 1.0
+    teacher_model_name_or_path: Annotated[
+        str | None, FileOrName, SameOnResume, "distill: the teacher, with the same tokenizer and vocabulary."
+    ] = None
+    teacher_model_revision: Annotated[
+        str | None, SameOnResume, "distill: the hub revision of teacher_model_name_or_path."
+    ] = None
+    distill_beta: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        SameOnResume,
+        "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized Jensen-Shannon divergence.",
+    ] = 0.5
+    temperature: Annotated[
+        float, Gt(0), SameOnResume, "distill: what the logits of teacher and student are divided by."
+    ] = 1.0
+    distill_alpha: Annotated[
+        float,
+        Gt(0),
+        Le(1),
+        SameOnResume,
+        "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy.",
+    ] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MethodFacts:
+    """What data, training and plan must know of a method."""
+
+    rows: RowKind  # what it reads of the data
+    keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
+    needs_reference: bool = False  # the log-probabilities of the model before training
+    is_trained: bool = False  # False: its keys and data are read, but its loss is not there yet
+
+    @property
+    def documents(self) -> int:
+        """Documents in a group, which no batch takes apart."""
+        return GROUP_SIZES[self.rows]
+
+
+METHODS: Mapping[str, MethodFacts] = {
+    "sft": MethodFacts("answers", ("label_smoothing",), is_trained=True),
+    "dpo": MethodFacts("pairs", ("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True),
+    "orpo": MethodFacts("pairs", ("beta",)),
+    "simpo": MethodFacts("pairs", ("beta", "simpo_gamma")),
+    "kto": MethodFacts("ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True),
+    "distill": MethodFacts(
+        "answers",
+        ("teacher_model_name_or_path", "teacher_model_revision", "distill_beta", "temperature", "distill_alpha"),
+    ),
+}
+
+
+def refuse_untrained_method(recipe: "Recipe") -> None:
+    """Raises `UserError` where the recipe's method has no training yet. Called at the start of a run."""
+    method = recipe.method.method
+    if not METHODS[method].is_trained:
+        trained = ", ".join(name for name, facts in METHODS.items() if facts.is_trained)
+        raise UserError(f"{recipe.path}: method: {method} is not supported yet; methods that train: {trained}")
+
+
+def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(a key, what is wrong with it) for what the method of a recipe with these `values` does not allow.
+
+    >>> list(find_method_problems({"method": "orpo", "simpo_gamma": 1.0}))
+    [('simpo_gamma', 'simpo_gamma has no effect with method: orpo; it is for simpo')]
+    """
+    method = values.get("method", "sft")
+    facts = METHODS[method]
+    # The recipe.yaml of every run writes the defaults.
+    given = {key.name for key in fields(Method) if values.get(key.name, key.default) != key.default} - {"method"}
+    given |= {"label_smoothing"} if values.get("label_smoothing") else set()
+    for key in sorted(given - {*facts.keys}):
+        users = [name for name, other in METHODS.items() if key in other.keys]
+        yield key, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
+    smoothing = values.get("label_smoothing") or 0
+    if method == "dpo" and smoothing and values.get("loss_type", "sigmoid") != "sigmoid":
+        yield "label_smoothing", f"label_smoothing has no effect with loss_type: {values['loss_type']}; remove it"
+    if method == "dpo" and smoothing >= 0.5:
+        yield (
+            "label_smoothing",
+            f"label_smoothing: {smoothing:g}: under dpo it is the share of pairs whose order is wrong; a number below 0.5 is expected",
+        )
+    for entry in ("datasets", "eval_datasets"):
+        for key in ("chosen_column", "rejected_column"):
+            if facts.rows == "answers" and any(getattr(source, key) for source in values.get(entry) or ()):
+                users = [name for name, other in METHODS.items() if other.rows != "answers"]
+                yield entry, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
+    if method == "distill" and not values.get("teacher_model_name_or_path"):
+        yield "teacher_model_name_or_path", "method: distill learns from a teacher; set teacher_model_name_or_path"
+    if facts.rows != "answers" and values.get("overlength") == "split":
+        yield (
+            "overlength",
+            f"overlength: split takes answers apart, which method: {method} compares; truncate, drop or error",
+        )
+    if facts.rows != "answers" and values.get("assistant_only_loss") is False:
+        yield (
+            "assistant_only_loss",
+            f"assistant_only_loss: false has no effect with method: {method}, which compares answers to one prompt; remove it",
+        )

@@ -1,0 +1,266 @@
+"""Preference rows of every form, their common prompt, and pairs that teach nothing."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from finetune.cli import main
+from finetune.constants import IGNORE_INDEX
+from finetune.data.formats import Completion, Conversation, Document
+from finetune.data.messages import BadRow
+from finetune.data.preferences import find_end_of_prompt, parse_pair
+from finetune.data.prepare import PreparedData
+from finetune.errors import UserError
+from finetune.recipe.schema import DatasetSource
+from tests.data.test_prepare import Prepare, names, prepare, write_lines  # noqa: F401
+
+USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B")))  # fmt: skip
+SYSTEM = {"role": "system", "content": "S"}
+HUMAN, GPT, WORSE = ({"from": role, "value": text} for role, text in (("human", "Q"), ("gpt", "A"), ("gpt", "B")))
+EARLIER = [USER, {"role": "assistant", "content": "Which?"}]
+ASKED = [("user", "Q", False)]
+
+
+def sides(row: dict[str, Any], **options: Any) -> list[Any]:
+    """Each side: (role, content, trained) of its messages, or (prompt, completion)."""
+    pair = parse_pair(row, DatasetSource(path="rows.jsonl", **options)).pair
+
+    def describe(side: Document) -> Any:
+        if isinstance(side, Completion):
+            return side.prompt, side.completion
+        assert isinstance(side, Conversation)
+        return [(m["role"], m["content"], on) for m, on in zip(side.messages, side.trained, strict=True)]
+
+    return [describe(pair.chosen), describe(pair.rejected)]
+
+
+def answers(*before: tuple[str, str, bool]) -> list[Any]:
+    return [[*before, ("assistant", text, True)] for text in "AB"]
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"prompt": [USER], "chosen": GOOD, "rejected": BAD}, {}),
+        ({"prompt": "Q", "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"prompt": [USER], "chosen": "A", "rejected": "B"}, {}),
+        ({"chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": "Q", "messages": [USER, GOOD], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"conversations": [HUMAN], "chosen": GPT, "rejected": WORSE}, {}),
+        ({"messages": [USER], "chosen": GOOD, "rejected": BAD}, {}),
+        ({"question": "Q", "system": "", "chosen": "A", "rejected": "B"}, {}),
+        ({"question": "Q", "chosen": "A", "rejected": "B"}, {"prompt_column": "question"}),
+        ({"instruction": "Q", "input": "", "chosen": "A", "rejected": "B"}, {}),
+        ({"prompt": "Q", "response_w": "A", "response_l": "B"}, {"type": "messages"}),
+        ({"x": "Q", "y": "A", "z": "B"}, {"type": "messages", "prompt_column": "x", "chosen_column": "y", "rejected_column": "z"}),
+        ({"history": [USER], "chosen": GOOD, "rejected": BAD}, {"messages_column": "history"}),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, {"type": "messages", "completion_column": "chosen"}),
+    ],
+)  # fmt: skip
+def test_every_form_is_a_question_with_two_answers(row: dict[str, Any], options: dict[str, Any]) -> None:
+    assert sides(row, **options) == answers(*ASKED)
+
+
+def test_nothing_of_the_prompt_is_trained_on() -> None:
+    before = [("user", "Q", False), ("assistant", "Which?", False), ("user", "Q", False)]
+    assert sides({"prompt": [*EARLIER, USER], "chosen": [GOOD], "rejected": [BAD]}) == answers(*before)
+    assert sides({"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, USER, BAD]}) == answers(*before)
+    system = ("system", "S", False)
+    assert sides({"system": "S", "question": "Q", "chosen": "A", "rejected": "B"}) == answers(system, *ASKED)
+    assert sides({"prompt": [SYSTEM], "chosen": [USER, GOOD], "rejected": [USER, BAD]}) == answers(system, *ASKED)
+    # One side continues where the other ends: the last answer that both have is compared.
+    shorter, longer = sides({"chosen": [USER, GOOD], "rejected": [USER, GOOD, USER, BAD]})
+    assert [on for *_, on in shorter] == [False, True] and [on for *_, on in longer] == [False, True, False, True]
+    calls = [USER, {"from": "gpt", "value": ""}, {"from": "function_call", "value": '{"name": "f", "arguments": {}}'}]
+    assert [on for *_, on in sides({"chosen": [*calls[:1], GOOD], "rejected": calls})[1]] == [False, True]
+
+
+def test_plain_text_has_an_explicit_prompt_or_the_one_that_both_sides_share() -> None:
+    for row in ({"chosen": " A", "rejected": " B"}, {"response_w": " A", "response_l": " B"}):
+        assert sides({"prompt": "Q:", **row}) == [("Q:", " A"), ("Q:", " B")]
+    asked = "\n\nHuman: Why?\n\nAssistant:"
+    assert sides({"chosen": f"{asked} So.", "rejected": f"{asked} No."}) == [(asked, " So."), (asked, " No.")]
+    for chosen, rejected, prompt in (
+        ("A:\nthink", "A:\nthank", "A:\n"),  # a line break stays with the prompt
+        ("say yes", "say yes indeed", "say"),  # no side is left empty
+        ("yes", "yesterday", ""),
+        ("same", "same", ""),
+        ("a  b", "a  c", "a "),
+    ):
+        assert chosen[: find_end_of_prompt(chosen, rejected)] == prompt
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "words"),
+    [
+        ({"messages": [USER, GOOD]}, {}, "chosen or response_w: no such answer: its columns are messages; a preference"),
+        ({"prompt": "Q", "completion": "A", "label": True}, {}, "method: kto learns from answers rated by label"),
+        ({"prompt": "Q", "chosen": "A"}, {}, "rejected or response_l: no such answer: its columns are prompt, chosen"),
+        ({"chosen": "A", "rejected": "B"}, {"rejected_column": "worse"}, "worse: no such answer"),
+        ({"chosen": [GOOD], "rejected": [BAD]}, {}, "chosen and rejected have no common prompt"),
+        ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "R"}, BAD]}, {}, "have no common prompt"),
+        ({"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, {**USER, "content": "R"}, BAD]}, {}, "message 3: chosen and rejected differ in a turn that is not the assistant's"),
+        ({"prompt": 3, "chosen": "A", "rejected": "B"}, {}, "prompt: text or a list of messages is expected, found 3"),
+        ({"prompt": "Q", "chosen": 3, "rejected": "B"}, {}, "chosen: an answer is expected, as text or messages, found 3"),
+        ({"prompt": "Q", "chosen": [], "rejected": [BAD]}, {}, "chosen: an answer is expected, as text or messages, found []"),
+        ({"prompt": [], "chosen": [3], "rejected": [BAD]}, {}, "message 1: a mapping with role and content is expected"),
+        ({"chosen": "A", "rejected": "B"}, {"prompt_column": "q"}, "q: nothing; its columns are chosen, rejected"),
+        ({"chosen": "A", "rejected": "B"}, {"type": "text"}, "plain text (type: text, text_column) holds no pairs"),
+        ({"prompt": [USER, GOOD], "chosen": [GOOD], "rejected": [BAD]}, {}, "two assistant turns in a row"),
+    ],
+)  # fmt: skip
+def test_what_is_no_pair_is_refused_with_the_reason(row: dict[str, Any], options: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRow) as problem:
+        parse_pair(row, DatasetSource(path="rows.jsonl", **options))
+    assert words in str(problem.value)
+
+
+def test_ratings_say_which_answer_is_better() -> None:
+    row = {"prompt": "Q", "chosen": "A", "rejected": "B"}
+    for scores, is_swapped in (
+        ({"score_chosen": 2, "score_rejected": 7.5}, True),
+        ({"score_chosen": 7.5, "score_rejected": 2}, False),
+        ({"score_chosen": 2, "score_rejected": 2}, False),
+        ({"chosen-rating": 1, "rejected-rating": 2, "score_w": 3, "score_l": 1}, False),  # they do not agree
+        ({"chosen_tokens": 1, "rejected_tokens": 2, "score_chosen": True, "score_rejected": 2}, False),
+    ):
+        parsed = parse_pair({**row, **scores}, DatasetSource(path="rows.jsonl"))
+        assert parsed.is_swapped == is_swapped
+    named = DatasetSource(path="rows.jsonl", chosen_column="rejected", rejected_column="chosen")
+    assert not parse_pair({**row, "score_chosen": 2, "score_rejected": 7}, named).is_swapped
+    assert parse_pair({**row, "score_chosen": 2, "score_rejected": 7, "id": 3}, named).unused_columns == ("id",)
+
+
+def pair_of(number: int, chosen: str = "yes", rejected: str = "no", **more: Any) -> dict[str, Any]:
+    return {"question": f"Is it {number}?", "chosen": chosen, "rejected": rejected, **more}
+
+
+def text_of_pair(data: PreparedData, number: int) -> list[tuple[str, str]]:
+    """(prompt, what is trained on) of both sides."""
+    found = []
+    for example_id in (2 * number, 2 * number + 1):
+        example = data.train.examples[example_id]  # type: ignore[attr-defined]
+        trained = np.flatnonzero(example.labels != IGNORE_INDEX)
+        assert (np.diff(trained) == 1).all()
+        ids = example.input_ids.tolist(), example.labels[trained].tolist()
+        found.append((data.tokenizer.decode(ids[0][: trained[0] + 1]), data.tokenizer.decode(ids[1])))
+    return found
+
+
+def test_pairs_from_a_file_to_batches(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+    rows = [*(pair_of(i) for i in range(12)), pair_of(3)]
+    path = str(write_lines(tmp_path / "a.jsonl", rows))
+    data = prepare([{"path": path}], method="dpo", eval_split_size=4, global_batch_size=2)
+    assert text_of_pair(data, 0)[0][0] == text_of_pair(data, 0)[1][0]
+    assert text_of_pair(data, 0)[0][0].endswith("?<|end|><|assistant|>")
+    assert [trained for _, trained in text_of_pair(data, 0)] == ["yes<|end|>", "no<|end|>"]
+    report = data.report.as_json()
+    assert (report["pairs"], report["examples"], report["held_out_pairs"]) == (9, 18, 4)
+    assert report["sources"][0]["pairs"] == 13 and data.report.formats == {"preference"}
+    assert data.report.lines()[0].startswith("9 pairs, ") and names(data)["duplicates"] == "notice"
+    assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["yes"] * 4
+    batch = next(data.train.batches())
+    assert batch.groups == sum(len(m.example_ids) for m in batch.micro_batches) // 2 and batch.trained_tokens == sum(
+        int((m.labels != IGNORE_INDEX).sum()) for m in batch.micro_batches
+    )
+    # The same rows read for another method are other tokens.
+    named = prepare([{"path": path, "type": "messages", "prompt_column": "question", "completion_column": "chosen"}])
+    assert named.train.examples.group_size == 1 and len(named.train.examples) == 13  # type: ignore[attr-defined]
+
+
+def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+    path = str(write_lines(tmp_path / "a.jsonl", [pair_of(i, rejected="n" * (1 + i % 5)) for i in range(40)]))
+    held_out = str(write_lines(tmp_path / "b.jsonl", [pair_of(7, rejected="nnn"), pair_of(99)]))
+    half = prepare([{"path": path, "weight": 0.5}], method="orpo", eval_datasets=[{"path": held_out}])
+    assert half.report.as_json()["pairs"] == 20
+    whole = prepare([{"path": path}], method="simpo", eval_datasets=[{"path": held_out}])
+    (leak,) = [finding for finding in whole.report.findings if finding.name == "held_out_in_training"]
+    assert (leak.rows, leak.of) == (1, 2)
+    assert prepare([{"path": path, "max_samples": 6}], method="dpo").report.as_json()["pairs"] == 6
+    streamed = prepare([{"path": path}], method="dpo", streaming=True, max_steps=2, global_batch_size=4)
+    steps = list(streamed.train.batches())
+    ids = [i for step in steps for m in step.micro_batches for i in m.example_ids]
+    assert len(steps) == 2 and [i + 1 for i in ids[::2]] == ids[1::2]
+    assert all(m.trained_documents is not None for step in steps for m in step.micro_batches)
+
+
+def test_pairs_that_teach_nothing_are_found_and_not_used(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+    rows = [pair_of(i, score_chosen=1, score_rejected=2 if i else 0) for i in range(4)]
+    rows += [pair_of(4, "no"), pair_of(5, "  "), pair_of(6, rejected=""), pair_of(7, "y" * 60 + "a", "y" * 60 + "b")]
+    rows += [{"question": "Q" * 70, "chosen": "a", "rejected": "b"}]
+    data = prepare([{"path": str(write_lines(tmp_path / "a.jsonl", rows))}], method="dpo")
+    assert {finding.name: (finding.severity, finding.rows) for finding in data.report.findings} == {
+        "sides_equal": ("warning", 1),
+        "side_empty": ("warning", 2),
+        "truncated": ("warning", 2),
+        "truncated_equal": ("warning", 1),
+        "truncated_untrained": ("warning", 1),
+        "order_swapped": ("notice", 3),
+    }
+    assert data.report.as_json()["pairs"] == 4
+    dropped = prepare([{"path": str(tmp_path / "a.jsonl")}], method="dpo", overlength="drop")
+    assert names(dropped)["dropped"] == "warning" and dropped.report.as_json()["pairs"] == 4
+    swapped = [pair_of(i, score_chosen=1, score_rejected=2) for i in range(3)] + [pair_of(9)]
+    data = prepare([{"path": str(write_lines(tmp_path / "b.jsonl", swapped))}], method="dpo")
+    assert names(data) == {"order_swapped": "warning"}
+    for name, row in (("sides_equal", pair_of(1, "no")), ("side_empty", pair_of(1, ""))):
+        same = str(write_lines(tmp_path / f"{name}.jsonl", [row, {**row, "question": "R?"}]))
+        with pytest.raises(UserError, match=f"fatal: {name}: in 2 of 2 rows .*such pairs are not used"):
+            prepare([{"path": same}], method="dpo")
+
+
+def test_a_prompt_that_the_template_writes_differently_is_found(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+    count = "{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    longer = [{"role": "assistant", "content": "B"}, USER, GOOD]
+    path = write_lines(tmp_path / "a.jsonl", [{"prompt": [USER], "chosen": [GOOD], "rejected": longer}])
+    data = prepare([{"path": str(path)}], method="dpo", chat_template=count)
+    assert names(data) == {"prompts_differ": "warning"}
+
+
+def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+    path = str(write_lines(tmp_path / "a.jsonl", [{"messages": [USER, GOOD]}, pair_of(1)]))
+    with pytest.raises(UserError, match=r"a\.jsonl:1: chosen or response_w: no such answer: its columns are messages"):
+        prepare([{"path": path}], method="dpo")
+    assert prepare([{"path": path}], method="dpo", on_bad_row="skip").report.as_json()["pairs"] == 1
+    pair = str(write_lines(tmp_path / "b.jsonl", [{"prompt": "Q", "chosen": "A", "rejected": "B"}]))
+    with pytest.raises(UserError, match=r"b\.jsonl:1: rejected: method: dpo \(or orpo, simpo\) learns from pairs; to"):
+        prepare([{"path": pair}])
+    with pytest.raises(
+        UserError, match="chosen_column has no effect with method: sft; it is for dpo, orpo, simpo, kto"
+    ):
+        prepare([{"path": pair, "chosen_column": "chosen"}])
+
+
+def test_inspect_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(write_lines(tmp_path / "a.jsonl", [pair_of(i) for i in range(3)]))
+    keys = ["method=dpo", f"dataset_cache_dir={tmp_path}"]
+    assert main(["inspect", path, *keys, "--rows", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "example 0 (chosen), " in shown and "example 3 (rejected), " in shown and "example 4" not in shown
+    assert "an epoch: 3 pairs, " in shown and "3 pairs, " in shown
+    assert main(["inspect", path, *keys, "--examples", "3", "--json"]) == 0
+    assert [(row["example"], row["side"]) for row in json.loads(capsys.readouterr().out)["rows"]] == [
+        (2, "chosen"),
+        (3, "rejected"),
+    ]
+
+
+def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, shared: Path) -> None:  # noqa: F811
+    """LLaMA-Factory's file with the tokenizer of Llama 3: the prompt of both sides is that of inference."""
+    keys = {"tokenizer_name_or_path": str(shared / "tokenizers" / "llama3"), "chat_template": "llama3"}
+    path = shared / "data" / "dpo_en_demo.json"
+    data = prepare([{"path": str(path), "split": "train[:80]"}], method="dpo", max_length=8192, **keys)
+    rows = json.loads(path.read_text())[:80]
+    assert data.report.as_json()["pairs"] == len(rows) == 80
+    for number, row in enumerate(rows):
+        (prompt, chosen), (same, rejected) = text_of_pair(data, number)
+        assert prompt == same and prompt.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
+        assert chosen == row["chosen"]["value"].strip() + "<|eot_id|>"
+        assert rejected == row["rejected"]["value"].strip() + "<|eot_id|>"
+        asked = [{"role": {"human": "user", "gpt": "assistant"}.get(t["from"], t["from"]), "content": t["value"]} for t in row["conversations"]]  # fmt: skip
+        assert prompt == data.tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)

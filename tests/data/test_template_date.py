@@ -1,0 +1,79 @@
+"""Chat templates that write today's date: one day for a whole run, on every rank and after every restart."""
+
+from datetime import date
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune.data.renderer import apply_template, make_renderer
+from finetune.data.token_cache import cache_key
+from finetune.errors import UserError
+from finetune.recipe.reader import read_recipe, write_recipe
+from finetune.recipe.schema import Data, DatasetSource, Recipe
+from finetune.training import run_folder
+from finetune.training.run_folder import fix_template_date
+from tests.conftest import make_tokenizer
+
+# As Llama 3.2's own template asks for it.
+DATED = """{%- if strftime_now is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
+{{- bos_token + "Today Date: " + date_string }}{% for m in messages %}{{ "<|" + m.role + "|>" + m.content }}{% endfor %}"""
+MESSAGES: list[Any] = [{"role": "user", "content": "Hi"}]
+ALONE: Any = SimpleNamespace(is_main=True, gather=lambda value, group: [value])
+
+
+def dated_tokenizer() -> Any:
+    tokenizer = make_tokenizer()
+    tokenizer.chat_template = DATED
+    return tokenizer
+
+
+def recipe_with(date: str | None = None) -> Recipe:
+    return Recipe(path="r.yaml", given=frozenset(), data=Data(chat_template_date=date))
+
+
+def test_the_fixed_day_is_written_where_transformers_writes_todays() -> None:
+    tokenizer, today = dated_tokenizer(), date.today()
+    expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    if date.today() != today:
+        pytest.skip("midnight has just passed")
+    assert apply_template(make_renderer(tokenizer, True, today.isoformat()), MESSAGES) == expected
+    other = apply_template(make_renderer(tokenizer, True, "2024-07-26"), MESSAGES)
+    assert other == expected.replace(today.strftime("%d %b %Y"), "26 Jul 2024") != expected
+    with_tools = make_renderer(tokenizer, True, "2024-07-26")
+    assert "26 Jul 2024" in apply_template(with_tools, [*MESSAGES, {"role": "tool", "content": "1", "name": "f"}])
+
+
+def test_tokens_of_another_day_are_others_in_the_cache_where_the_template_asks() -> None:
+    def key(tokenizer: Any, day: str | None) -> str:
+        return cache_key(DatasetSource(path="a.jsonl"), {}, Data(chat_template_date=day), tokenizer)
+
+    dated, plain = dated_tokenizer(), make_tokenizer()
+    assert len({key(dated, day) for day in (None, "2026-01-31", "2026-02-01")}) == 3
+    assert key(plain, None) == key(plain, "2026-01-31")
+
+
+def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fixed_on(day: str, recipe: Recipe, tokenizer: Any) -> str | None:
+        monkeypatch.setattr(run_folder, "date", SimpleNamespace(today=lambda: date.fromisoformat(day)))
+        return fix_template_date(recipe, tmp_path, tokenizer, ALONE).data.chat_template_date
+
+    dated = dated_tokenizer()
+    assert fixed_on("2026-01-31", recipe_with(), make_tokenizer()) is None
+    assert fixed_on("2026-01-31", recipe_with("2024-07-26"), dated) == "2024-07-26"
+    assert fixed_on("2026-01-31", recipe_with(), dated) == "2026-01-31"
+    write_recipe(recipe_with("2026-01-31"), tmp_path / "recipe.yaml")
+    assert fixed_on("2026-02-01", recipe_with(), dated) == "2026-01-31"
+    (tmp_path / "recipe.yaml").write_text("model_name_or_path: a model\n")  # of a version that fixed no day
+    assert fixed_on("2026-02-01", recipe_with(), dated) is None
+    (tmp_path / "recipe.yaml").write_text("- torn")
+    with pytest.raises(UserError, match="set chat_template_date to the run's day"):
+        fixed_on("2026-02-01", recipe_with(), dated)
+
+
+def test_what_is_no_day_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "r.yaml"
+    file.write_text("model_name_or_path: m\ndatasets:\n  - path: d\nchat_template_date: 2026-02-30\n")
+    with pytest.raises(UserError, match=r"r.yaml:4: chat_template_date: 2026-02-30: no day; write it as 2026-01-31"):
+        read_recipe(str(file))

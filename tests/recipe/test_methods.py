@@ -1,0 +1,89 @@
+"""Which keys go with which method, and what a method that does not train yet says."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from finetune.cli import main
+from finetune.errors import UserError
+from finetune.recipe.keys import keys_of
+from finetune.recipe.method_schema import METHODS, Method, refuse_untrained_method
+from finetune.recipe.reader import read_recipe, to_dict, write_recipe
+
+GOOD = ["model_name_or_path=some/model", "datasets=[{path: some/data}]"]
+
+
+def read(*keys: str) -> list[str]:
+    """What is wrong with a recipe of these keys."""
+    try:
+        read_recipe(None, [*GOOD, *keys])
+    except UserError as error:
+        return [line.partition(": ")[2] for line in str(error).splitlines()]
+    return []
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ["method=sft", "label_smoothing=0.9"],
+        ["method=dpo", "beta=0.5", "loss_type=ipo", "rpo_alpha=1"],
+        ["method=dpo", "label_smoothing=0.4"],
+        ["method=orpo", "beta=0.2", "overlength=drop"],
+        ["method=simpo", "beta=2", "simpo_gamma=1.2"],
+        ["method=kto", "desirable_weight=1.3", "undesirable_weight=0"],
+        ["method=distill", "teacher_model_name_or_path=some/teacher", "teacher_model_revision=main", "distill_beta=0", "temperature=2", "distill_alpha=0.5"],
+    ],
+)  # fmt: skip
+def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
+    recipe = read_recipe(None, [*GOOD, *keys])
+    flat = to_dict(recipe)
+    for key in keys:
+        name, _, value = key.partition("=")
+        assert str(flat[name]).removesuffix(".0") == value
+    write_recipe(recipe, tmp_path / "r.yaml")  # with every key, the other methods' defaults among them
+    assert to_dict(read_recipe(str(tmp_path / "r.yaml"))) == flat
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        (["beta=0.2"], "beta has no effect with method: sft; it is for dpo, orpo, simpo, kto"),
+        (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo"),
+        (["method=kto", "simpo_gamma=1"], "simpo_gamma has no effect with method: kto; it is for simpo"),
+        (["method=simpo", "label_smoothing=0.1"], "label_smoothing has no effect with method: simpo; it is for sft, dpo"),
+        (["method=dpo", "loss_type=ipo", "label_smoothing=0.1"], "label_smoothing has no effect with loss_type: ipo"),
+        (["method=dpo", "label_smoothing=0.5"], "label_smoothing: 0.5: under dpo it is the share of pairs whose order is"),
+        (["method=distill"], "method: distill learns from a teacher; set teacher_model_name_or_path"),
+        (["temperature=2"], "temperature has no effect with method: sft; it is for distill"),
+        (["method=dpo", "overlength=split"], "overlength: split takes answers apart, which method: dpo compares"),
+        (["method=kto", "assistant_only_loss=false"], "assistant_only_loss: false has no effect with method: kto"),
+        (["method=ppo"], 'method: "ppo" does not fit; one of sft, dpo, orpo, simpo, kto, distill is expected'),
+        (["method=distill", "teacher_model_name_or_path=./nowhere"], "teacher_model_name_or_path: ./nowhere: no such"),
+        (["method=dpo", "beta=0"], "beta: 0 does not fit; a number above 0 is expected"),
+    ],
+)  # fmt: skip
+def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(keys: list[str], problem: str) -> None:
+    (found,) = read(*keys)
+    assert found.startswith(problem)
+
+
+def test_every_key_belongs_to_a_method() -> None:
+    of_methods = {key for facts in METHODS.values() for key in facts.keys}
+    assert of_methods == keys_of(Method).keys() - {"method"} | {"label_smoothing"}
+    assert all(key.same_on_resume for key in keys_of(Method).values())
+
+
+def test_a_row_has_room_for_any_pair() -> None:
+    assert read_recipe(None, [*GOOD, "max_length=100"]).row_tokens == 100
+    assert read_recipe(None, [*GOOD, "max_length=100", "method=dpo"]).row_tokens == 200
+
+
+@pytest.mark.parametrize("method", [name for name, facts in METHODS.items() if not facts.is_trained])
+def test_a_method_without_training_is_refused_at_the_start(method: str, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = ["teacher_model_name_or_path=some/teacher"] if method == "distill" else []
+    recipe = read_recipe(None, [*GOOD, f"method={method}", *keys])
+    with pytest.raises(UserError, match=re.escape(f"method: {method} is not supported yet; methods that train: sft")):
+        refuse_untrained_method(recipe)
+    assert main(["launch", "--recipe", "quickstart", f"method={method}", *keys]) == 2
+    assert f"method: {method} is not supported yet" in capsys.readouterr().err
