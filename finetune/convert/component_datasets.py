@@ -13,6 +13,7 @@ from finetune.convert.dataset_keys import (
     read_each,
     take_first_rows,
 )
+from finetune.convert.preference_datasets import read_torchtune_preferences
 from finetune.convert.tool_rules import Conversion
 from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
@@ -40,6 +41,8 @@ def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversi
         return read_each("torchtune", [entry], read, found)
 
     def read(entry: TheirEntry) -> Sources:
+        if "method" in found.recipe:
+            return read_torchtune_preferences(entry, found)
         component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
         given = entry.unread.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
         if component in TRAINED_PROMPTS and given is None:

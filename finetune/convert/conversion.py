@@ -11,6 +11,7 @@ import yaml
 from finetune.convert.datasets import add_sources
 from finetune.convert.layout import read_layout
 from finetune.convert.methods import BITSANDBYTES_MODEL, Refusal, recognize_tool, refuse_other_methods
+from finetune.convert.preferences import adapt_preferences, find_method
 from finetune.convert.tool_keys import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,
@@ -26,6 +27,7 @@ from finetune.convert.value_rules import LEAVE, convert_number, convert_value
 from finetune.errors import UserError
 from finetune.recipe.counterpart import Counterpart
 from finetune.recipe.keys import NESTED, keys_of, recipe_keys
+from finetune.recipe.method_schema import METHODS
 from finetune.recipe.other_tools import INT8
 from finetune.recipe.schema import Lora
 from finetune.recipe.yaml_file import read_entries
@@ -60,12 +62,13 @@ def convert_file(source: Path) -> Conversion:
     """The recipe made from the file `source`. Raises `UserError`; a `Refusal` where its method or model is not supported."""
     tool, theirs, text = load_theirs(source)
     refuse_other_methods(tool, theirs, source)
-    found = Conversion(tool)
+    found, method = Conversion(tool), find_method(tool, theirs, source)
     known = {pair.theirs: pair for pair in TOOLS[tool]}
     rate_first = sorted(_walk(theirs, known), key=lambda item: item[0].rsplit(".", 1)[-1] not in RATES)
     for key, value in rate_first:
         _convert_key(key, value, known, found)
     adapt_tool(theirs, text, found)
+    adapt_preferences(method, theirs, source, found)
     add_sources(tool, theirs, source, found)
     _add_defaults(theirs, found)
     _add_layout(theirs, text, found)
@@ -189,6 +192,8 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
             found.remarks.append(UNLIMITED_NOTE)
         if "warmup_ratio" in recipe or recipe.get("lr_scheduler_type", "constant") != "constant":
             given.pop("warmup_steps" if "warmup_ratio" in recipe else "lr_scheduler_type")
+    if METHODS[recipe.get("method", "sft")].rows != "answers":
+        given.pop("assistant_only_loss", None)  # only the answers are compared
     if recipe.get("warmup_steps"):
         given.pop("warmup_ratio", None)
     if tool == "Axolotl" and not {"warmup_steps", "warmup_ratio"} & recipe.keys():

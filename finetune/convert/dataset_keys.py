@@ -18,8 +18,8 @@ ROLES = "user, assistant, system and tool are known, human, gpt, function_call a
 TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
 PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
 PREFERENCE = (
-    "preference tuning has no counterpart: completion_column: chosen trains on the chosen answers alone, and "
-    "on_bad_row: skip drops rows that are labeled false"
+    "chosen_column and rejected_column under stage: dpo, recognized under kto; under sft completion_column: chosen trains on "
+    "the chosen answers alone, and on_bad_row: skip drops rows that are labeled false"
 )
 ALPACA_PROMPT = (
     "chat_template: alpaca writes their prompt, but is one for all datasets, and another one is read by a chat template"
@@ -42,6 +42,8 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("field_instruction", "prompt_column", "of type alpaca, and in a type that names columns"),
         Counterpart("field_output", "completion_column", "of type alpaca, and in a type that names columns"),
         Counterpart("field", "text_column", "of type completion"),
+        Counterpart("field_chosen", "chosen_column"),
+        Counterpart("field_rejected", "rejected_column"),
         *without_counterpart(TRAINED, "roles_to_train", "train_on_eos", "train_on_eot", "message_field_training",
                "message_field_training_detail"),
         *without_counterpart(TURNS, "message_field_role", "message_field_content", "message_property_mappings"),
@@ -80,6 +82,8 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         Counterpart("conversation_column", "messages_column"),
         Counterpart("column_map.input", "prompt_column", "of instruct_dataset; alpaca_dataset has instruction for it, and its input column is not read"),
         Counterpart("column_map.output", "completion_column", "of instruct_dataset and alpaca_dataset"),
+        Counterpart("column_map.chosen", "chosen_column", "of preference_dataset"),
+        Counterpart("column_map.rejected", "rejected_column", "of preference_dataset"),
         *without_counterpart("the rows' format is recognized from the columns", "_component_", "conversation_style"),
         *without_counterpart(PAIR, "column_map"),
         *without_counterpart("packing and assistant_only_loss are for all datasets", "packed", "train_on_input"),

@@ -16,6 +16,7 @@ from finetune.convert.dataset_keys import (
     read_each,
     take_first_rows,
 )
+from finetune.convert.preference_datasets import read_axolotl_preferences, take_factory_columns, take_trl_columns
 from finetune.convert.tool_keys import Tool
 from finetune.convert.tool_rules import Conversion, shorten
 from finetune.errors import UserError
@@ -77,6 +78,8 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
         found.remarks.append(f"dataset_name: {shorten(by_name['path'])} is dropped: datasets is given too")
 
     def read(entry: TheirEntry) -> Sources:
+        if "method" in found.recipe:
+            take_trl_columns(entry)
         keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
         return make_sources(entry.paths(), **keys)
 
@@ -121,6 +124,8 @@ def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) ->
 
 
 def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
+    if "method" in found.recipe:
+        return read_axolotl_preferences(entry, found.recipe["method"], found)
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")
     name = str(kind).split(".")[0].split(":")[0]
@@ -143,7 +148,7 @@ def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
 
 def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
     info_path = source.parent / str(theirs.get("dataset_dir", "data")) / "dataset_info.json"
-    info = _dataset_info(info_path)
+    info, method = _dataset_info(info_path), found.recipe.get("method", "sft")
 
     def sources(key: str) -> Sources:
         wanted = theirs.get(key) or []
@@ -165,7 +170,9 @@ def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) ->
                 f"{info_path}: {name}: a mapping is expected, found {shorten(keys)}; name its file_name there"
             )
         entry = TheirEntry.of(f"{info_path.name}: {name}", keys)
-        return read_each("LLaMA-Factory", [entry], lambda entry: _factory_sources(entry, info_path.parent), found)
+        return read_each(
+            "LLaMA-Factory", [entry], lambda entry: _factory_sources(entry, info_path.parent, method), found
+        )
 
     return sources("dataset"), sources("eval_dataset")
 
@@ -183,7 +190,7 @@ def _dataset_info(path: Path) -> Mapping[str, Any]:
     return info
 
 
-def _factory_sources(entry: TheirEntry, folder: Path) -> Sources:
+def _factory_sources(entry: TheirEntry, folder: Path, method: str) -> Sources:
     entry.flatten("columns", "tags")
     columns = {key.removeprefix("columns."): value for key, value in entry.unread.items() if key.startswith("columns.")}
     is_chat = entry.unread.get("formatting") == "sharegpt"
@@ -191,7 +198,9 @@ def _factory_sources(entry: TheirEntry, folder: Path) -> Sources:
         entry.take("formatting")
     local, hub = entry.take("file_name"), entry.take("hf_hub_url")
     keys = {"name": entry.take("subset"), "split": entry.take("split")}
-    if is_chat:
+    if method != "sft":
+        keys |= take_factory_columns(entry, is_chat, method)
+    elif is_chat:
         keys["messages_column"] = entry.take("columns.messages")
         for extra in ("system", "chosen"):
             if columns.get(extra) == extra:

@@ -2,8 +2,10 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
+from finetune.convert.preferences import AXOLOTL_METHODS, Found, find_method, find_unsupported_losses
 from finetune.convert.tool_keys import Tool
 from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
@@ -26,12 +28,10 @@ HYBRID_MODEL = re.compile(
 )
 QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!bnb)[-_][48]-?bit|prequantized")
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
-PREFERENCE = ("dpo", "ipo", "orpo", "kto", "simpo", "apo", "cpo", "kto_pair")
 MOE_KEYS = (
     "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
 )  # fmt: skip
 TRL_METHODS = {
-    "preference tuning": ("max_prompt_length", "beta", "desirable_weight", "precompute_ref_log_probs", "ref_model"),
     "online RL": ("num_generations", "reward_funcs", "reward_model_path", "max_completion_length"),
     "distillation": ("teacher_model_name_or_path", "lmbda"),
 }
@@ -49,7 +49,7 @@ class Refusal(UserError):
     def because(cls, where: object, found: str, cause: str, is_training: bool = True) -> "Refusal":
         """What was `found` in the file, and the `cause` that it stands for."""
         reason = (
-            f"{cause}: not supported; supervised fine-tuning of text models is converted"
+            f"{cause}: not supported; supervised fine-tuning and preference training of text models are converted"
             if is_training
             else f"{cause}, not a training recipe"
         )
@@ -78,13 +78,11 @@ def is_factory_v1(theirs: Mapping[str, Any]) -> bool:
     )
 
 
-def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: object) -> None:
+def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: Path) -> None:
     """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key that says so."""
-    for found, cause, is_training in (*_methods(tool, theirs), *_models(tool, theirs)):
+    losses = find_unsupported_losses(tool, theirs, source)
+    for found, cause, is_training in (*_methods(tool, theirs), *losses, *_models(tool, theirs)):
         raise Refusal.because(source, found, cause, is_training)
-
-
-Found = tuple[str, str, bool]
 
 
 def _methods(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
@@ -111,8 +109,8 @@ def _trl(theirs: Mapping[str, Any]) -> Iterator[Found]:
 
 def _axolotl(theirs: Mapping[str, Any]) -> Iterator[Found]:
     rl = theirs.get("rl")
-    if rl:
-        yield f"rl: {rl}", "preference tuning" if str(rl) in PREFERENCE else "online RL", True
+    if rl and str(rl) not in AXOLOTL_METHODS:
+        yield f"rl: {rl}", "online RL", True
     for key in ("reward_model", "process_reward_model"):
         if theirs.get(key):
             yield f"{key}: true", "reward model", True
@@ -146,7 +144,7 @@ def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield next(key for key in ("export_dir", "task", "template", *theirs) if key in theirs), purpose, False
     elif theirs.get("do_predict") and not theirs.get("do_train"):
         yield "do_predict: true", "generation", False
-    causes = {"dpo": "preference tuning", "kto": "preference tuning", "rm": "reward model", "ppo": "online RL"}
+    causes = {"rm": "reward model", "ppo": "online RL"}
     stage = str(theirs.get("stage"))
     if stage in causes:
         yield f"stage: {stage}", causes[stage], True
@@ -164,15 +162,15 @@ def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
 
 def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
     components = " ".join(_texts(theirs, "_component_"))
-    loss = str(theirs.get("loss", {}))
-    if "rlhf.loss" in loss or "preference" in components:
-        yield "loss", "preference tuning", True
     if {"orchestration", "reward_functions", "reward_model", "ppo_epochs", "num_output_samples"} & theirs.keys():
         yield (
             next(k for k in theirs if k in ("orchestration", "reward_functions", "reward_model", "ppo_epochs")),
             "online RL",
             True,
         )
+    loss = str(read_section(theirs, "loss").get("_component_", "")).rsplit(".", 1)[-1]
+    if "rlhf.loss" in components and find_method("torchtune", theirs, Path()) == "sft":
+        yield f"loss: {loss}", f"another loss ({loss.removesuffix('Loss')})", True
     if {"teacher_model", "kd_loss"} & theirs.keys():
         yield "teacher_model", "distillation", True
     if "vision" in components or "multimodal" in components or "clip" in components:

@@ -10,6 +10,12 @@ ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of i
 from collections.abc import Mapping
 
 from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported, without_counterpart
+from finetune.recipe.other_preferences import (
+    AXOLOTL_PREFERENCES,
+    FACTORY_PREFERENCES,
+    TORCHTUNE_PREFERENCES,
+    TRL_PREFERENCES,
+)
 
 SCHEDULE_NAMES = "cosine, linear, constant, polynomial, inverse_sqrt and warmup_stable_decay, by Transformers' names"
 OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, and SGD"
@@ -87,12 +93,11 @@ TRL = (
     *in_accelerate_file(PRECISION, "bf16"),
     *in_accelerate_file(HALF, "fp16"),
     *in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "deepspeed"),
-    *without_counterpart("loss_type: nll is the only one", "loss_type"),
     *without_counterpart("best-fit decreasing, isolated per document, always", "packing_strategy"),
     Counterpart("use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
     *ignored(COMPUTE, "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
     Counterpart("eos_token", "special_tokens", "special_tokens: {eos_token: ...}", "by-code"),
-    *ignored("supervised fine-tuning of causal models is the only task", "lora_task_type"),
+    *ignored("causal models are the only ones", "lora_task_type"),
     *ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
     *ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
     *ignored(RESUMES, "overwrite_output_dir"),
@@ -189,6 +194,7 @@ AXOLOTL = (
                "swanlab_experiment_name", "swanlab_description", "swanlab_mode", "swanlab_log_completions"),
     *ignored(HUB, "hub_model_id", "hub_strategy", "push_dataset_to_hub"),
     *ignored("exports are safetensors, and the whole state is always saved", "save_safetensors", "save_only_model"),
+    *AXOLOTL_PREFERENCES,
 )  # fmt: skip
 
 LLAMA_FACTORY = (
@@ -228,7 +234,6 @@ LLAMA_FACTORY = (
     *ignored("the embedding grows where the tokens need it", "resize_vocab"),
     *unsupported("resuming from an adapter", "adapter_name_or_path", note="the base and the adapter are one recipe here"),
     *unsupported("mixing by probability", "mix_strategy", "interleave_probs", note="weight of an entry of datasets"),
-    *ignored("sft, and pt with rows of type text", "stage"),
     *ignored("each entry of datasets has its own path", "dataset_dir", "media_dir"),
     *ignored("finetune report RUN draws the loss, and more", "plot_loss"),
     *ignored("the cache is keyed by everything that affects the tokens", "overwrite_cache"),
@@ -237,11 +242,13 @@ LLAMA_FACTORY = (
     *ignored(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),
     *ignored("the model's own chat template writes the tools", "tool_format", "enable_thinking", "use_v1_kernels"),
     *ignored(HUB, "export_dir", "export_hub_model_id"),
+    *FACTORY_PREFERENCES,
 )  # fmt: skip
 # What LLaMA-Factory takes from TrainingArguments, as TRL does.
 _NOT_ITS = {"datasets", "dataset_mixture", "packing_strategy", "chat_template_path"}
 _TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | _NOT_ITS
 LLAMA_FACTORY += tuple(pair for pair in TRL if pair.theirs not in _TRAINER and not pair.theirs.startswith("dataset_"))
+TRL += TRL_PREFERENCES
 
 # torchtune's names at the top of its files; what is nested is in finetune/convert/tool_keys.py.
 TORCHTUNE = (
@@ -262,6 +269,7 @@ TORCHTUNE = (
     *in_accelerate_file(PRECISION, "dtype"),
     *in_accelerate_file(CHECKPOINTING, "enable_activation_checkpointing"),
     *in_accelerate_file(SHARDING, "fsdp_cpu_offload", "fsdp_reshard_after_forward", "data_parallel_replicate_dim", "data_parallel_shard_dim"),
+    *TORCHTUNE_PREFERENCES,
 )  # fmt: skip
 
 FLAT_TOOLS: Mapping[str, tuple[Counterpart, ...]] = {

@@ -643,7 +643,7 @@ def test_references_are_resolved(converted: Convert) -> None:
 @pytest.mark.parametrize(
     ("theirs", "cause"),
     [
-        (AXOLOTL + "rl: dpo\n", "rl: dpo: preference tuning"),
+        (AXOLOTL + "rl: grpo\n", "rl: grpo: online RL"),
         (AXOLOTL + "reward_model: true\n", "reward model"),
         (AXOLOTL + "processor_type: AutoProcessor\n", "multimodal"),
         (AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-4-Scout-17B-16E"), "mixtures of experts"),
@@ -653,7 +653,7 @@ def test_references_are_resolved(converted: Convert) -> None:
         ("model: Qwen/Qwen3-4B\ntrain_dataset: rows.yaml\nmicro_batch_size: 1\n", "LLaMA-Factory's v1 schema"),
         ("model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n", "merging (finetune export)"),
         (TORCHTUNE + "teacher_model: {_component_: torchtune.models.llama3.llama3_8b}\n", "distillation"),
-        (TRL + "beta: 0.1\nmax_prompt_length: 512\n", "preference tuning"),
+        (TRL + "beta: 0.1\nloss_type: apo_zero\n", "loss_type: apo_zero: another loss (APO_ZERO)"),
         ("recipe: KnowledgeDistillationRecipeForNextTokenPrediction\nstep_scheduler: {max_steps: 1}\n", "distillation"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "an Accelerate config"),
     ],

@@ -81,6 +81,11 @@ def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
         meaning |= {"lora_target_modules": {RENAMED.get(layer, layer) for layer in layers}}
     else:
         meaning |= {"use_peft": False, "dtype": "bfloat16"}
+    if file["loss"]["_component_"] == "torchtune.rlhf.loss.DPOLoss":  # beta 0.1; on answers alone
+        meaning |= {"method": "dpo", "loss_type": "sigmoid", "beta": 0.1, "assistant_only_loss": True}
+        assert "stack_exchange_paired" in file["dataset"]["_component_"]
+        named = {"prompt_column": "question", "chosen_column": "response_j", "rejected_column": "response_k"}
+        meaning |= {"datasets": [{"path": "lvwerra/stack-exchange-paired", "type": "messages"} | named]}
     return meaning
 
 
@@ -115,6 +120,11 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         meaning["warmup_ratio"] = warmup or file.get("warmup_ratio", 0.03)
     if meaning["use_peft"]:
         meaning |= {"lora_r": file.get("lora_r"), "lora_alpha": file.get("lora_alpha")}
+    if file.get(
+        "rl"
+    ):  # by TRL's trainers: without dropout; pairs that are too long are dropped; orpo_alpha is its beta
+        meaning |= {"method": file["rl"], "beta": file.get("orpo_alpha", file.get("rl_beta", 0.1)), "lora_dropout": 0.0}
+        meaning |= {"overlength": "drop"}
     if not file.get("fsdp") and not file.get("fsdp_config") and not file.get("deepspeed"):
         meaning["layout"] = "ddp"
     elif file.get("fsdp_config", {}).get("fsdp_offload_params") is False:
@@ -149,12 +159,20 @@ def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
     if meaning["use_peft"]:
         rank = file.get("lora_rank", 8)
         meaning |= {"lora_r": rank, "lora_alpha": file.get("lora_alpha", 2 * rank), "lora_target_modules": "all-linear"}
+    if file["stage"] in ("dpo", "kto"):  # its trainers are TRL's: without dropout
+        meaning |= {"method": file["stage"], "beta": file["pref_beta"], "loss_type": "sigmoid", "lora_dropout": 0.0}
     return meaning
 
 
 def trl(file: Mapping[str, Any], text: str) -> Meaning:
-    """TRL's SFTConfig: loss on every token, 1024 of them, 2e-5, nothing packed unasked."""
+    """TRL's SFTConfig: loss on every token, 1024 of them, 2e-5, nothing packed unasked; its DPOConfig: 1e-6, beta 0.1."""
+    if "beta" in file:
+        meaning = {"method": "dpo", "beta": file["beta"], "loss_type": file.get("loss_type", "sigmoid")}
+        length = file.get("max_length", 1024)  # of prompt and one answer, as here
+        rate = number(file.get("learning_rate", 1e-6))
+        return trainer(file) | meaning | {"max_length": length, "learning_rate": rate, "packing": False}
     return trainer(file) | {
+        "method": "sft",
         "learning_rate": number(file.get("learning_rate", 2e-5)),
         "max_length": file.get("max_length", file.get("max_seq_length", 1024)),
         "packing": file.get("packing", False),
@@ -195,10 +213,10 @@ def automodel(file: Mapping[str, Any], text: str) -> Meaning:
 
 
 TOOLS = {
-    "torchtune": (torchtune, 25),
-    "axolotl": (axolotl, 18),
-    "llama_factory": (llama_factory, 3),
-    "alignment_handbook": (trl, 3),
+    "torchtune": (torchtune, 26),
+    "axolotl": (axolotl, 20),
+    "llama_factory": (llama_factory, 5),
+    "alignment_handbook": (trl, 7),
     "automodel": (automodel, 10),
 }
 
@@ -221,6 +239,8 @@ def test_every_published_file_is_converted_with_its_meaning_or_refused_by_name(
         compared += 1
         for key, value in expected.items():
             has = set(actual[key]) if isinstance(value, set) else actual[key]
+            if key == "datasets":  # the keys that are named
+                has = [{name: entry[name] for name in value[0]} for entry in has]
             is_reported = any(line.startswith(("mixed_precision", "optimizer")) for line in found.differences)
             if has != value and not (key == "precision" and is_reported):
                 wrong.append(f"{path.name}: {key}: {value} there, {has} here")

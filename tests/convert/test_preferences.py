@@ -1,0 +1,149 @@
+"""Preference files of other tools: their method, values and data, and what is refused of them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.convert.cli import read_back
+from finetune.convert.conversion import convert_file
+from finetune.convert.methods import Refusal
+from finetune.convert.tool_rules import Conversion
+
+TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"
+AXOLOTL = "base_model: a/model\nsequence_len: 1024\nlearning_rate: 1e-5\n"
+AXOLOTL_DATA = "datasets:\n  - {path: a/pairs, type: %s}\n"
+FACTORY = "model_name_or_path: a/model\nfinetuning_type: full\ncutoff_len: 1024\ndataset: ours\n"
+TORCHTUNE = """
+tokenizer: {_component_: torchtune.models.llama3.llama3_tokenizer, max_seq_len: 1024}
+model: {_component_: torchtune.models.llama3_1.llama3_1_8b}
+checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/model}
+optimizer: {_component_: torch.optim.AdamW, lr: 5e-7}
+epochs: 1
+batch_size: 4
+"""
+
+
+def convert(text: str, tmp_path: Path, name: str = "theirs.yaml") -> Conversion:
+    """The conversion of a file's text, which our reader accepts but for local paths."""
+    (tmp_path / name).write_text(text)
+    found = convert_file(tmp_path / name)
+    assert not [line for line in read_back(found.recipe) if "no such file" not in line]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (TRL + "beta: 0.3\n", {"method": "dpo", "beta": 0.3, "learning_rate": 1e-6, "max_length": 1024}),
+        (TRL + "loss_type: hinge\nlabel_smoothing: 0.0\n", {"method": "dpo", "loss_type": "hinge"}),
+        (TRL + "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\n", {"loss_type": "sigmoid", "rpo_alpha": 0.2}),
+        (TRL + "loss_type: ipo\nmax_length: 512\n", {"method": "dpo", "loss_type": "ipo", "max_length": 512}),
+        (TRL + "desirable_weight: 1.5\n", {"method": "kto", "desirable_weight": 1.5}),
+        (TRL + "loss_type: simpo\ncpo_alpha: 0\nsimpo_gamma: 1.0\n", {"method": "simpo", "simpo_gamma": 1.0}),
+        (TRL + "beta: 0.1\nuse_peft: true\n", {"lora_dropout": 0.0}),
+        (TRL + "beta: 0.1\nuse_peft: true\nlora_dropout: 0.1\ndisable_dropout: false\n", {"lora_dropout": 0.1}),
+        (AXOLOTL + "rl: ipo\nrl_beta: 0.2\n" + AXOLOTL_DATA % "chatml.ultra", {"loss_type": "ipo", "beta": 0.2, "chat_template": "chatml"}),
+        (AXOLOTL + "rl: kto\nkto_undesirable_weight: 0.5\n" + AXOLOTL_DATA % "llama3.ultra", {"method": "kto", "undesirable_weight": 0.5, "overlength": "drop"}),
+        (AXOLOTL + "rl: simpo\nrl_beta: 2\nsimpo_gamma: 1.2\ncpo_alpha: 0\n" + AXOLOTL_DATA % "chatml.intel", {"method": "simpo", "simpo_gamma": 1.2}),
+        (AXOLOTL + "rl: dpo\nrpo_alpha: 0.5\nexcess_length_strategy: truncate\n" + AXOLOTL_DATA % "chatml.icr", {"rpo_alpha": 0.5, "overlength": "truncate"}),
+        (FACTORY + "stage: dpo\npref_loss: orpo\npref_beta: 0.2\n", {"method": "orpo", "beta": 0.2}),
+        (FACTORY + "stage: dpo\npref_loss: simpo\nsimpo_gamma: 1.0\n", {"method": "simpo", "simpo_gamma": 1.0}),
+        (FACTORY + "stage: dpo\npref_loss: hinge\npref_ftx: 0.1\ndpo_label_smoothing: 0.0\n", {"loss_type": "hinge", "rpo_alpha": 0.1}),
+        (FACTORY + "stage: kto\nkto_chosen_weight: 2.0\n", {"method": "kto", "desirable_weight": 2.0}),
+        (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss, beta: 0.05, label_smoothing: 0.1}\n"
+         "ref_checkpointer: {_component_: torchtune.training.FullModelHFCheckpointer, checkpoint_dir: /tmp/model}\n"
+         "dataset: {_component_: torchtune.datasets.hh_rlhf_helpful_dataset}\n", {"beta": 0.05, "label_smoothing": 0.1}),
+    ],
+)  # fmt: skip
+def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path: Path) -> None:
+    found = convert(text, tmp_path)
+    assert expected.items() <= found.recipe.items()
+    assert not found.differences and found.recipe.get("packing", True) is False
+    assert "assistant_only_loss" not in found.recipe
+
+
+@pytest.mark.parametrize(
+    ("text", "cause"),
+    [
+        (TRL + "loss_type: apo_zero\n", "another loss (APO_ZERO)"),
+        (TRL + "beta: 0.1\nloss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\n", "another loss (BCO_PAIR)"),
+        (TRL + "loss_type: [sigmoid, hinge]\n", "several losses at once"),
+        (TRL + "cpo_alpha: 1.0\n", "another loss (CPO)"),
+        (TRL + "beta: 0.1\nf_divergence_type: js_divergence\n", "another loss (JS_DIVERGENCE)"),
+        (TRL + "beta: 0.04\nnum_generations: 8\n", "online RL"),
+        (AXOLOTL + "rl: grpo\n", "online RL"),
+        (AXOLOTL + "rl: dpo\ndpo_loss_type: [nca_pair]\n", "another loss (NCA_PAIR)"),
+        (FACTORY + "stage: dpo\npref_loss: kto_pair\n", "another loss (KTO_PAIR)"),
+        (FACTORY + "stage: rm\n", "reward model"),
+        (FACTORY + "stage: ppo\n", "online RL"),
+        (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.RSOLoss}\ndataset: {_component_: a}\n", "another loss (RSO)"),
+        (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.PPOLoss}\nppo_epochs: 2\ndataset: {_component_: a}\n", "online RL"),
+    ],
+)  # fmt: skip
+def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_path: Path) -> None:
+    with pytest.raises(Refusal) as refusal:
+        convert(text, tmp_path)
+    assert refusal.value.cause == cause
+
+
+@pytest.mark.parametrize(
+    ("text", "listed"),
+    [
+        (TRL + "beta: 0.1\nmax_prompt_length: 512\n", "max_prompt_length: 512"),
+        (TRL + "beta: 0.1\ntruncation_mode: keep_end\n", "truncation_mode"),
+        (TRL + "loss_type: simpo\n", "CPO-SimPO"),
+        (AXOLOTL + "rl: orpo\n" + AXOLOTL_DATA % "chatml.ultra", "the cross entropy is over prompt and answer there"),
+        (AXOLOTL + "rl: dpo\n" + AXOLOTL_DATA % "zephyr.nectar", "zephyr.nectar"),
+        (FACTORY + "stage: dpo\npref_loss: simpo\npref_ftx: 0.1\n", "pref_ftx: 0.1"),
+        (FACTORY + "stage: dpo\nref_model: b/model\n", "another reference model"),
+        (TORCHTUNE + "loss: {_component_: torchtune.rlhf.loss.DPOLoss}\nref_checkpointer: {checkpoint_dir: /tmp/other}\n"
+         "dataset: {_component_: torchtune.datasets.hh_rlhf_helpful_dataset}\n", "/tmp/other"),
+    ],
+)  # fmt: skip
+def test_what_works_differently_is_listed(text: str, listed: str, tmp_path: Path) -> None:
+    assert any(listed in line for line in convert(text, tmp_path).differences)
+
+
+def test_axolotls_orpo_alpha_is_beta(tmp_path: Path) -> None:
+    found = convert(AXOLOTL + "rl: orpo\norpo_alpha: 0.4\n" + AXOLOTL_DATA % "chat_template.argilla", tmp_path)
+    assert (found.recipe["method"], found.recipe["beta"]) == ("orpo", 0.4)
+
+
+def test_trl_names_no_trainer_so_the_name_of_the_file_or_its_folder_says_which(tmp_path: Path) -> None:
+    (tmp_path / "orpo").mkdir()
+    assert convert(TRL + "beta: 0.1\n", tmp_path, "orpo/config_full.yaml").recipe["method"] == "orpo"
+    assert convert(TRL + "beta: 0.1\n", tmp_path, "kto-run.yaml").recipe["method"] == "kto"
+    guessed = convert(TRL + "beta: 0.1\n", tmp_path, "run.yaml")
+    assert guessed.recipe["method"] == "dpo" and "does not say which trainer" in guessed.remarks[0]
+    assert "method" not in convert(TRL + "loss_type: nll\n", tmp_path, "sft.yaml").recipe
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("chatml.intel", {"prompt_column": "question", "type": "messages"}),
+        ("chatml.argilla", {"prompt_column": "instruction", "chosen_column": "chosen_response", "rejected_column": "rejected_response", "type": "messages"}),
+        ("llama3.argilla_chat", {}),
+        ("chat_template.default, field_messages: turns, field_chosen: good, field_rejected: bad",
+         {"prompt_column": "turns", "chosen_column": "good", "rejected_column": "bad"}),
+        ("{field_prompt: q, field_chosen: good, field_rejected: bad}", {"prompt_column": "q", "chosen_column": "good", "rejected_column": "bad"}),
+    ],
+)  # fmt: skip
+def test_columns_of_axolotls_types(kind: str, expected: dict[str, str], tmp_path: Path) -> None:
+    found = convert(AXOLOTL + "rl: dpo\n" + AXOLOTL_DATA % kind, tmp_path)
+    assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
+
+
+def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    for entry, expected in (
+        ({"ranking": True, "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}}, {}),
+        ({"ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
+         {"prompt_column": "q", "type": "messages", "chosen_column": "good", "rejected_column": "bad"}),
+        ({"ranking": True, "formatting": "sharegpt", "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}}, {}),
+    ):  # fmt: skip
+        (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"ours": {"hf_hub_url": "a/pairs"} | entry}))
+        found = convert(FACTORY + "stage: dpo\n", tmp_path)
+        assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
