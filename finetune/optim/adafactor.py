@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune.optim.adamw_bf16 import load_state_unconverted
+from finetune.optim.adamw_bf16 import load_state_unconverted, local_part
 
 EPSILON = 1e-30  # added to the square of the gradient
 CLIP_THRESHOLD = 1.0  # of the update's root mean square
@@ -57,19 +57,19 @@ def _make_state(parameter: Tensor, state: dict[str, Any]) -> None:
         return
     assert parameter.dim() == 2, "matrices and vectors only"
     state["exp_avg_sq_row"] = zeros.sum(dim=1)
-    state["exp_avg_sq_col"] = torch.zeros(parameter.shape[1], device=_local(parameter).device)
+    state["exp_avg_sq_col"] = torch.zeros(parameter.shape[1], device=local_part(parameter).device)
 
 
 def _update(parameter: Tensor, state: dict[str, Any], rate: float, weight_decay: float) -> None:
     """Algorithm 4 of the paper, without its relative step sizes; on this rank's part of a sharded parameter."""
-    weights, grad = _local(parameter), _local(parameter.grad).float()  # type: ignore[arg-type]
+    weights, grad = local_part(parameter), local_part(parameter.grad).float()  # type: ignore[arg-type]
     newest = float(state["step"]) ** DECAY_RATE  # the weight of this step's square in the running means
     square = grad.square() + EPSILON
     if parameter.dim() < 2:
-        variance = _local(state["exp_avg_sq"]).lerp_(square, newest)
+        variance = local_part(state["exp_avg_sq"]).lerp_(square, newest)
         update = variance.rsqrt() * grad
     else:
-        rows, columns = _local(state["exp_avg_sq_row"]), state["exp_avg_sq_col"]
+        rows, columns = local_part(state["exp_avg_sq_row"]), state["exp_avg_sq_col"]
         rows.lerp_(square.mean(dim=1), newest)
         columns.lerp_(_sum_over_shards(square.sum(dim=0), parameter) / parameter.shape[0], newest)
         mean_of_rows = _sum_over_shards(rows.sum(), parameter) / parameter.shape[0]
@@ -78,11 +78,6 @@ def _update(parameter: Tensor, state: dict[str, Any], rate: float, weight_decay:
     update /= (root_mean_square / CLIP_THRESHOLD).clamp(min=1.0)
     moved = weights.float() * (1 - rate * weight_decay) - rate * update
     weights.copy_(moved.to(weights.dtype))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
 
 
 def _sum_over_shards(part: Tensor, parameter: Tensor) -> Tensor:

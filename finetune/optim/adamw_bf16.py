@@ -86,7 +86,7 @@ def update_(
     rate = torch.tensor(settings["lr"] / (1 - beta1**step))
     decay = torch.tensor(1 - settings["lr"] * settings["weight_decay"])
     correction = torch.tensor((1 - beta2**step) ** -0.5)
-    flat = [_local(each).view(-1) for each in (parameter, grad, first, second)]
+    flat = [local_part(each).view(-1) for each in (parameter, grad, first, second)]
     update = _compiled_update() if parameter.is_cuda and has_compiler() else _update_
     length = flat[0].numel() if update is not _update_ else SLICE
     for start in range(0, flat[0].numel(), max(length, 1)):
@@ -94,7 +94,8 @@ def update_(
         update(weights, gradient, mean, variance, rate, decay, correction, found_inf, beta1, beta2, settings["eps"])
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor that may be sharded."""
     local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return local
 
