@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from finetune.errors import end_process, exit_code
-from tests.ranks import free_port
+from tests.ranks import free_port, open_stores
 
 
 def import_all() -> None:
@@ -56,6 +56,7 @@ def fork_ranks(
                 os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank % local_size), "WORLD_SIZE": str(ranks)}
                 os.environ |= {"LOCAL_WORLD_SIZE": str(local_size), "MASTER_ADDR": "127.0.0.1"}
                 os.environ["MASTER_PORT"] = str(port)
+                open_stores()
             end_process(exit_code(partial(main, rank)))
         finally:
             os._exit(99)

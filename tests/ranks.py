@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from tests.warm_processes import WarmProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0  # after one rank has failed, before the others are killed
+PORTS_AFTER = 64
 USER_ERROR_SECONDS = 0.5  # the same where it ended with a user's error, which it alone reports
 
 
@@ -180,13 +181,35 @@ def environment() -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A TCP port of loopback that was free a moment ago, below those that the system gives to outgoing connections:
-    gloo opens many of these, and one of them would take the port (or the next ones) before a store listens there."""
+    """A TCP port of loopback that was free a moment ago, as were the PORTS_AFTER it: each world that ranks join takes the next.
+
+    Below those that the system gives to outgoing connections: gloo opens many of these, and one of them would take the port
+    before a store listens there.
+    """
     while True:
         port = random.SystemRandom().randrange(15_000, 30_000)
-        with socket.socket() as listener, suppress(OSError):
-            listener.bind(("127.0.0.1", port))
+        with ExitStack() as stack, suppress(OSError):
+            for each in range(port, port + 1 + PORTS_AFTER):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", each))
             return port
+
+
+def open_stores(count: int = 1) -> None:
+    """On rank 0, called before it joins a world: the stores of MASTER_PORT and the ports after it, one for each world.
+
+    A rank that looks for a store before rank 0 has opened it tries again only after a third of a second.
+    """
+    import torch.distributed as dist
+
+    if os.environ["RANK"] == "0":
+        first = int(os.environ["MASTER_PORT"])
+        _opened.extend(
+            dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+            for port in range(first, first + count)
+        )
+
+
+_opened: list[object] = []
 
 
 def _rendezvous(rank: int, ranks: int, port: int) -> dict[str, str]:

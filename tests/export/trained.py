@@ -21,6 +21,7 @@ from finetune.models.load import load_model
 from finetune.optim.optimizer import build_optimizer
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
+from tests.ranks import open_stores
 
 LEARNING_RATE = 1e-2
 IDS = torch.arange(48).reshape(2, 24) * 5 % 250
@@ -49,6 +50,7 @@ def joined(layout: Any, state_dict_type: str = "SHARDED_STATE_DICT") -> World:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
     os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + 1)
+    open_stores()
     world = join(Sharding(layout=layout, use_cpu=True))
     if world.sharding.is_fsdp:
         world.accelerator.state.fsdp_plugin.set_state_dict_type(state_dict_type)

@@ -27,6 +27,7 @@ from finetune.models.quantized_linear import CODES, SCALES
 from finetune.recipe.schema import Lora, Model, Quantization
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.models.families import documents, packed
+from tests.ranks import open_stores
 
 KINDS = {
     "nf4": Quantization(load_in_4bit=True),
@@ -62,6 +63,7 @@ def on_rank(rank: int, ranks: int, folder: Path) -> None:
             continue
         os.environ["MASTER_PORT"] = str(int(os.environ["MASTER_PORT"]) + number)
         for precision in ("no", "bf16"):
+            open_stores()
             world = join(Sharding(use_cpu=True, mixed_precision=precision, **settings))
             for kind in kinds_of(layout) if precision == "no" else [TRAINED]:
                 quantization, scenario = KINDS[kind], f"{layout}-{ranks}-{precision}-{kind}"

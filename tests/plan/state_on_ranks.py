@@ -20,7 +20,7 @@ from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.optimizer import build_optimizer
 from finetune.recipe.reader import read_recipe
-from tests.ranks import free_port
+from tests.ranks import free_port, open_stores
 
 
 def main() -> None:
@@ -36,7 +36,9 @@ def main() -> None:
 def agreed_port(path: Path) -> str:
     """A free port that rank 0 chooses and writes into `path`."""
     if os.environ["RANK"] == "0":
-        path.with_suffix(".new").write_text(str(free_port()))
+        os.environ["MASTER_PORT"] = str(free_port())
+        open_stores()
+        path.with_suffix(".new").write_text(os.environ["MASTER_PORT"])
         path.with_suffix(".new").rename(path)
     while not path.exists():
         time.sleep(0.02)

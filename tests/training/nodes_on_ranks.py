@@ -21,6 +21,7 @@ from finetune.errors import end_process, exit_code
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from finetune.training import loop
+from tests.ranks import open_stores
 
 KILLED_RANK, KILLED_AT_STEP = 3, 4
 
@@ -29,6 +30,8 @@ def main() -> None:
     """Trains every run of the list, the last one with a fault."""
     launched = dict(os.environ)
     runs = json.loads(Path(sys.argv[1]).read_text())
+    os.environ["MASTER_PORT"] = str(int(launched["MASTER_PORT"]) + 1)
+    open_stores(len(runs))
     for number, (recipe, config, overrides) in enumerate(runs):
         os.environ.clear()
         os.environ |= launched

@@ -12,12 +12,14 @@ from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import exit_code
 from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
+from tests.ranks import open_stores
 
 
 def main() -> None:
     """Trains every run of the list, one after another."""
-    launched = dict(os.environ)
-    for number, (recipe, config, overrides) in enumerate(json.loads(Path(sys.argv[1]).read_text())):
+    launched, runs = dict(os.environ), json.loads(Path(sys.argv[1]).read_text())
+    open_stores(len(runs))
+    for number, (recipe, config, overrides) in enumerate(runs):
         os.environ.clear()
         os.environ |= launched | {"MASTER_PORT": str(int(launched["MASTER_PORT"]) + number)}
         fine_tune(read_recipe(recipe, overrides), read_sharding(config, None, os.environ))
