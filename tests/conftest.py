@@ -1,15 +1,19 @@
 """Fixtures for every test: real inputs, tiny models, tiny recipes. Ranks are started by `tests.ranks`."""
 
 import atexit
+import fcntl
+import gc
 import json
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+gc.disable()  # until all is imported
 # Before any Hugging Face library reads them: no network, and nothing of the user's (caches, Accelerate's default config).
 _home = tempfile.mkdtemp(prefix="finetune-tests-")
 atexit.register(shutil.rmtree, _home, ignore_errors=True)
@@ -22,7 +26,7 @@ import yaml  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
 from tests.ranks import ROOT, run_command  # noqa: E402
-from tests.warm_processes import start_server  # noqa: E402
+from tests.warm_processes import freeze_imports, start_server, warm_reload  # noqa: E402
 
 MANY = 300  # tests, some of which will start ranks
 
@@ -42,6 +46,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if not torch.cuda.is_available():
             for item in marked:
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def pytest_collection_finish() -> None:
+    """All tests are imported."""
+    freeze_imports()
+
+
+@pytest.fixture(autouse=True)
+def reload_warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """The separate process that opens an export does not import all again, except where a test is marked `cold`."""
+    if "torch" in sys.modules and request.node.get_closest_marker("cold") is None:
+        from finetune.export import reload_check
+
+        monkeypatch.setattr(reload_check, "subprocess", warm_reload())
 
 
 QUICKSTART = ("accelerate", "launch", "finetune/run.py", "--config", "fsdp_full_shard.yaml")
@@ -64,6 +82,19 @@ def shared() -> Path:
     pytest.skip("the shared inputs (stories260k, GSM8K) are not at hand; FINETUNE_SHARED names their folder")
 
 
+def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], object]) -> Path:
+    """A folder that `make` has filled: once for all of pytest's workers, of which the others wait."""
+    base = factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / name
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            make(folder)
+            (folder / "made").touch()
+    return folder
+
+
 @dataclass(frozen=True, slots=True)
 class QuickstartRun:
     """A short run of the quickstart, by the README's command: its folder, and what was said."""
@@ -75,11 +106,15 @@ class QuickstartRun:
 @pytest.fixture(scope="session")
 def quickstart_run(tmp_path_factory: pytest.TempPathFactory) -> QuickstartRun:
     """The README's command with four steps instead of all, once for every test that looks at what it leaves."""
-    folder = tmp_path_factory.mktemp("short") / "runs" / "quickstart"
-    few = ("max_steps=4", "logging_steps=2", "exact_match_samples=2", f"output_dir={folder}")
-    finished = run_command((*QUICKSTART, *few), timeout=300)
-    assert finished.returncode == 0, finished.stderr
-    return QuickstartRun(folder, finished.stdout + finished.stderr)
+
+    def make(folder: Path) -> None:
+        few = ("max_steps=4", "logging_steps=2", "exact_match_samples=2", f"output_dir={folder}/runs/quickstart")
+        finished = run_command((*QUICKSTART, *few), timeout=300)
+        assert finished.returncode == 0, finished.stderr
+        (folder / "said.txt").write_text(finished.stdout + finished.stderr)
+
+    folder = make_once(tmp_path_factory, "quickstart", make)
+    return QuickstartRun(folder / "runs" / "quickstart", (folder / "said.txt").read_text())
 
 
 @pytest.fixture

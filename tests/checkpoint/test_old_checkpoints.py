@@ -10,10 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint import manifest, retention
 from finetune.cli import main
-from finetune.export import reload_check
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.ranks import ROOT, run_python
-from tests.warm_processes import warm_reload
 
 FILES = Path(__file__).parent / "from_993aeb8"
 RUN = str(ROOT / "finetune" / "run.py")
@@ -28,7 +26,6 @@ def metrics(run: Path) -> list[dict[str, Any]]:
 def test_a_run_of_993aeb8_resumes_with_its_own_next_losses_and_is_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str
 ) -> None:
-    monkeypatch.setattr(reload_check, "subprocess", warm_reload())
     place = tmp_path / "place"
     shutil.copytree(FILES, place)
     recorded = metrics(place / kind)

@@ -10,7 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, make_once
 from tests.models.families import FAMILIES, HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
 from tests.ranks import launch_ranks
 
@@ -22,7 +22,12 @@ Tensors = dict[str, torch.Tensor]
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What two ranks found, by the job's name: see load_on_ranks.py."""
-    root = tmp_path_factory.mktemp("folders")
+    root = make_once(tmp_path_factory, "loaded", _load)
+    jobs, results = (json.loads((root / f"{name}.json").read_text()) for name in ("jobs", "results"))
+    return {job["name"]: result for job, result in zip(jobs, results, strict=True)}
+
+
+def _load(root: Path) -> None:
     jobs = [
         *_families(root),
         *_probed(root),
@@ -34,8 +39,6 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     ]
     (root / "jobs.json").write_text(json.dumps(jobs))
     launch_ranks(SCRIPT, [str(root)], ranks=2, timeout=300).check()
-    results = json.loads((root / "results.json").read_text())
-    return {job["name"]: result for job, result in zip(jobs, results, strict=True)}
 
 
 def _families(root: Path) -> list[Job]:

@@ -96,9 +96,9 @@ def differing(model: torch.nn.Module, folder: Path) -> list[str]:
 
 
 def trains(job: dict[str, Any], world: World) -> dict[str, Any]:
-    """A family: the steps here and by transformers alone."""
+    """A family: the steps here and, on one rank, by transformers alone."""
     _, _, found = ours(job["folder"], world, steps=2)
-    return {"ours": found, "plain": plain(job["folder"], steps=2)}
+    return {"ours": found, "plain": plain(job["folder"], steps=2) if world.is_main else None}
 
 
 def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
@@ -111,11 +111,13 @@ def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
         check_training_forward(model, recipe, Data(packing=job["packing"], max_length=64), world)
     except UserError as error:
         return {"error": str(error)}
-    truth = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32, attn_implementation="eager")
     model.eval()  # GPT-2 and XGLM have dropout
     with torch.no_grad():
-        loss = model(**(packed if job["packing"] else padded)(documents()))
-        return {"error": None, "loss": float(loss), "plain": float(plain_loss(truth, documents()))}
+        loss = float(model(**(packed if job["packing"] else padded)(documents())))
+        if not world.is_main:
+            return {}
+        truth = AutoModelForCausalLM.from_pretrained(job["folder"], dtype=torch.float32, attn_implementation="eager")
+        return {"error": None, "loss": loss, "plain": float(plain_loss(truth, documents()))}
 
 
 def loads(job: dict[str, Any], world: World) -> dict[str, Any]:
