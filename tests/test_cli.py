@@ -13,7 +13,7 @@ import pytest
 
 from finetune.cli import COMMANDS
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
-from tests.ranks import ROOT, environment, run_command
+from tests.ranks import ROOT, environment, run_command, run_python
 
 FINETUNE = ("python", "-m", "finetune")
 RUN = ("python", "finetune/run.py")
@@ -112,7 +112,7 @@ def test_a_bad_row_is_reported_alone(tmp_path: Path, tiny_recipe: Callable[..., 
     data = tmp_path / "bad.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"mess\n')
     recipe = tiny_recipe(datasets=[{"path": str(data)}])
-    finished = run_command((*FINETUNE, "launch", "--recipe", str(recipe), "--num-processes", "2"))
+    finished = run_python(["-m", "finetune", "launch", "--recipe", str(recipe), "--num-processes", "2"])
     assert finished.returncode == EXIT_USER_ERROR
     assert finished.stderr.count("\n") == 1, finished.stderr
     assert finished.stderr.startswith(f"{data}:2: ")
@@ -144,7 +144,7 @@ def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
 
     assert f"stopped by a signal after step {stopped_at} of 40" in stderr
 
-    finished = run_command(command)
+    finished = run_python(command[1:])
     assert finished.returncode == 0, finished.stderr
     steps = [line["step"] for line in map(json.loads, metrics.read_text().splitlines()) if "loss" in line]
     assert steps == list(range(1, 41)), "nothing repeated, nothing lost"

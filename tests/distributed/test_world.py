@@ -11,7 +11,7 @@ from finetune.distributed import world
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import join
 from finetune.errors import UserError
-from tests.ranks import run_command
+from tests.ranks import run_command, run_python
 
 
 @pytest.mark.parametrize("layout", ["fsdp2", "fsdp1", "ddp", "single"])
@@ -59,7 +59,7 @@ def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(
         "import torch\nfrom finetune.distributed.accelerate_config import Sharding\nfrom finetune.distributed.world import join\n"
         "join(Sharding(layout='single', use_cpu=True))\nprint('threads', torch.get_num_threads())\n"
     )
-    launch = ["accelerate", "launch", str(script)]
-    assert run_command(launch).stdout == "threads 1\n"  # the tests' environment has OMP_NUM_THREADS=1
-    left_out = run_command(["env", "-u", "OMP_NUM_THREADS", *launch])
+    given = run_python(["-m", "accelerate.commands.launch", str(script)])
+    assert given.stdout == "threads 1\n", given.stderr  # the tests' environment has OMP_NUM_THREADS=1
+    left_out = run_command(["env", "-u", "OMP_NUM_THREADS", "accelerate", "launch", str(script)])
     assert left_out.stdout == f"threads {len(os.sched_getaffinity(0))}\n", left_out.stderr

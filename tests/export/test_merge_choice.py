@@ -18,7 +18,7 @@ from finetune.errors import UserError
 from finetune.export.comparison_rows import ROWS_FILE, read_comparison_rows
 from finetune.export.export import export
 from tests.conftest import make_chat, make_model
-from tests.ranks import run_command
+from tests.ranks import run_command, run_python
 
 bnb = pytest.importorskip("bitsandbytes")
 Scored = tuple[float, torch.Tensor]  # loss per labeled token, logits of the real tokens
@@ -44,8 +44,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     (folder / "fp32.yaml").write_text("distributed_type: 'NO'\nmixed_precision: 'no'\nuse_cpu: true\n")
-    command = ["python", "finetune/run.py", "--recipe", str(folder / "recipe.yaml")]
-    done = run_command([*command, "--config", str(folder / "fp32.yaml")], timeout=240)
+    command = ["finetune/run.py", "--recipe", str(folder / "recipe.yaml"), "--config", str(folder / "fp32.yaml")]
+    done = run_python(command, timeout=240)
     assert done.returncode == 0, done.stderr[-3000:]
     (folder / "said").write_text(done.stdout + done.stderr)
     return folder / "run"

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.conftest import make_chat, make_model
-from tests.ranks import run_command
+from tests.ranks import run_python
 
 LORA_STEPS = 8
 
@@ -29,7 +29,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "output_dir": str(folder / "run"),
     }
     (folder / "lora.yaml").write_text(yaml.safe_dump(recipe))
-    launched = run_command(["python", "-m", "finetune", "launch", "--recipe", str(folder / "lora.yaml")])
-    assert launched.returncode == 0, launched.stderr
+    trained = run_python(["finetune/run.py", "--recipe", str(folder / "lora.yaml")])
+    assert trained.returncode == 0, trained.stderr
     export_run(folder / "run", verify=False, log=lambda _: None)
     return folder / "run"

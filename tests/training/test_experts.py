@@ -16,7 +16,7 @@ from finetune.report.page import render_page
 from finetune.report.run_data import read_run
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
-from tests.ranks import run_command
+from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config, write_recipe
 
@@ -179,6 +179,6 @@ def test_idle_experts_are_seen_in_the_metrics_and_the_report(
 
 def test_a_dense_model_has_no_auxiliary_loss(folder: Path, tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
     recipe = tiny_recipe(router_aux_loss_coef=0.1)
-    finished = run_command(["python", "finetune/run.py", "--recipe", str(recipe)], timeout=120)
+    finished = run_python(["finetune/run.py", "--recipe", str(recipe)])
     assert finished.returncode == EXIT_USER_ERROR
     assert "router_aux_loss_coef: LlamaForCausalLM is a dense model; leave the key out" in finished.stderr

@@ -1,16 +1,16 @@
 """The end of a run: stopped in its last evaluation, then in its export, each time finished by the same command."""
 
 import json
+import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
 from tests.ranks import ROOT, environment, run_python
+from tests.warm_processes import WarmProcess
 
 SECONDS = 240.0
 STEPS = 6
@@ -109,20 +109,12 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
 
 def _interrupt_export(command: list[str], run: Path, log: Path) -> str:
     """Starts the command, sends it SIGINT once its export writes, and returns what it printed."""
-    with log.open("w") as output:
-        launcher = subprocess.Popen(
-            [sys.executable, *command],
-            env=environment(),
-            stdout=output,
-            stderr=output,
-            cwd=ROOT,
-            start_new_session=True,
-        )
+    launcher = WarmProcess(command, environment(), log, log, cwd=ROOT)
     deadline = time.monotonic() + SECONDS
     while not (run / ".export.exporting" / "config.json").exists():
         assert launcher.poll() is None and time.monotonic() < deadline, log.read_text()
         time.sleep(0.01)
-    launcher.send_signal(signal.SIGINT)
+    os.kill(launcher.pid, signal.SIGINT)
     assert launcher.wait(SECONDS) == EXIT_PREEMPTED, log.read_text()
     return log.read_text()
 

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from tests.conftest import make_chat, make_model
-from tests.ranks import run_command
+from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config
 
@@ -74,6 +74,6 @@ def test_they_train_unpacked_to_a_verified_export(recipes: dict[str, Path], tmp_
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_packed_rows_are_refused_before_anything_is_lost(family: str, recipes: dict[str, Path], tmp_path: Path) -> None:
     keys = ["packing=true", f"output_dir={tmp_path / 'run'}", "attn_implementation=auto"]
-    refused = run_command(["python", "finetune/run.py", "--recipe", str(recipes[family]), *keys], timeout=120)
+    refused = run_python(["finetune/run.py", "--recipe", str(recipes[family]), *keys])
     assert refused.returncode == 2
     assert "in which packed documents cannot be kept apart; set packing: false" in refused.stderr

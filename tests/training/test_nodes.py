@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +19,7 @@ from tests.ranks import environment, free_port
 from tests.training import reference
 from tests.training.layouts import steps_of, write_recipe
 from tests.training.nodes_on_ranks import KILLED_AT_STEP
+from tests.warm_processes import WarmProcess
 
 STEPS, SAVE_STEPS = 6, 2
 NODES, RANKS = 2, 4
@@ -68,23 +67,14 @@ def outputs(folder: Path, recipe: Path) -> list[str]:
 def launch_nodes(folder: Path, script: list[str]) -> list[str]:
     """Runs `script` under one `accelerate launch` for each node, as a cluster would, and waits for all of them."""
     port = free_port()
-    command = [str(Path(sys.executable).parent / "accelerate"), "launch", "--config_file", str(folder / "fsdp2.yaml")]
+    command = ["-m", "accelerate.commands.launch", "--config_file", str(folder / "fsdp2.yaml")]
     command += ["--num_machines", str(NODES), "--num_processes", str(RANKS), "--rdzv_backend", "c10d"]
     command += ["--main_process_ip", "127.0.0.1", "--main_process_port", str(port), "--max_restarts", "2"]
     logs = [folder / f"node{node}.log" for node in range(NODES)]
-    nodes = []
-    for node, log in enumerate(logs):
-        with log.open("wb") as output:
-            nodes.append(
-                subprocess.Popen(
-                    # On loopback each launcher takes itself for the host of the rendezvous, unless it is named.
-                    [*command, "--machine_rank", str(node), "--rdzv_conf", f"is_host={int(node == 0)}", *script],
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    env=environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"},  # see docs/clusters.md
-                    start_new_session=True,
-                )
-            )
+    environ = environment() | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}  # see docs/clusters.md
+    # On loopback each launcher takes itself for the host of the rendezvous, unless it is named.
+    ranks = [["--machine_rank", str(node), "--rdzv_conf", f"is_host={int(node == 0)}"] for node in range(NODES)]
+    nodes = [WarmProcess([*command, *rank, *script], environ, log, log) for rank, log in zip(ranks, logs, strict=True)]
     deadline = time.monotonic() + SECONDS
     try:
         while time.monotonic() < deadline and not any(node.poll() for node in nodes):
@@ -97,7 +87,7 @@ def launch_nodes(folder: Path, script: list[str]) -> list[str]:
                 os.killpg(node.pid, signal.SIGTERM)  # the launcher ends its ranks, which lead groups of their own
             node.wait(60)
     texts = [log.read_text(errors="replace") for log in logs]
-    assert [node.returncode for node in nodes] == [0] * NODES, "\n".join(text[-6000:] for text in texts)
+    assert [node.poll() for node in nodes] == [0] * NODES, "\n".join(text[-6000:] for text in texts)
     return texts
 
 
