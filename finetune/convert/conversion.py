@@ -11,7 +11,7 @@ import yaml
 from finetune.convert.datasets import add_sources
 from finetune.convert.layout import read_layout
 from finetune.convert.methods import BITSANDBYTES_MODEL, Refusal, recognize_tool, refuse_other_methods
-from finetune.convert.preferences import adapt_preferences, find_method
+from finetune.convert.preference_methods import adapt_preferences, find_method
 from finetune.convert.tool_keys import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,

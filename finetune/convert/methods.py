@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.convert.preferences import AXOLOTL_METHODS, Found, find_method, find_unsupported_losses
+from finetune.convert.preference_methods import AXOLOTL_METHODS, Found, find_method, find_unsupported_losses
 from finetune.convert.tool_keys import Tool
 from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
