@@ -23,6 +23,7 @@ class RenderedText:
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
     findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
+    rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:

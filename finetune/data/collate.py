@@ -22,7 +22,7 @@ class MicroBatch:
     Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
     ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the
     right; attention is causal and padding comes last without labels, so that no mask is needed. The documents of a group
-    (chosen, rejected) follow one another, and no group is in two micro-batches. A rank that has no row left in a step gets
+    (chosen, rejected; a rated answer, its prompt with another's) follow one another, and no group is in two micro-batches. A rank that has no row left in a step gets
     a filler, which has no document.
     """
 
@@ -40,6 +40,7 @@ class MicroBatch:
     # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them belongs
     # to; 0 for those without a label. None where documents are not compared.
     trained_documents: Tensor | None = None
+    desirable: Tensor | None = None  # bool[groups]: whether the rated answer is a good one; None where nothing is rated
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -70,17 +71,24 @@ class MicroBatch:
             cu_seq_lens=None if self.cu_seq_lens is None else change(self.cu_seq_lens),
             token_mask=None if self.token_mask is None else change(self.token_mask),
             trained_documents=None if self.trained_documents is None else change(self.trained_documents),
+            desirable=None if self.desirable is None else change(self.desirable),
         )
 
 
 def collate(examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int) -> MicroBatch:
     """The examples `ids` as one micro-batch; a filler where there are none."""
-    is_grouped = examples.group_size > 1
     if len(ids) == 0:
-        filler = make_filler(packing)
-        return replace(filler, trained_documents=torch.zeros(0, dtype=torch.int64)) if is_grouped else filler
-    micro_batch = _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
-    return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch)) if is_grouped else micro_batch
+        micro_batch = make_filler(packing)
+    else:
+        micro_batch = _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
+    if examples.group_size == 1:
+        return micro_batch
+    ratings = torch.from_numpy(examples.take(ids).find_ratings())
+    return replace(
+        micro_batch,
+        trained_documents=_find_trained_documents(micro_batch),
+        desirable=ratings > 0 if examples.is_rated else None,
+    )
 
 
 def _pack(examples: Examples, ids: Ids) -> MicroBatch:

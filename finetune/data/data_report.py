@@ -21,6 +21,8 @@ COUNTED = (
     "rows_skipped",
     "examples",
     "pairs",
+    "desirable",
+    "undesirable",
     "tokens",
     "trained_tokens",
     "overlong",
@@ -46,6 +48,8 @@ class SourceReport:
     trained_tokens: int
     examples: int  # documents, or stretches of them, that are trained or measured on
     pairs: int  # of a chosen and a rejected example
+    desirable: int  # answers rated good
+    undesirable: int  # answers rated bad
     overlong: int  # documents of more than max_length tokens
     tokens_lost: int  # to cutting and dropping
     trained_tokens_lost: int
@@ -65,16 +69,20 @@ class SourceReport:
         return describe_loss(self.path, self.tokens_lost, self.tokens, self.trained_tokens_lost)
 
 
-def count_pairs(examples: Examples) -> int:
-    """Pairs of a chosen and a rejected example."""
-    return examples.groups if examples.group_size > 1 else 0
+def count_groups(examples: Examples) -> dict[str, int]:
+    """Of `examples`: pairs of a chosen and a rejected one, and answers by their rating."""
+    ratings = examples.find_ratings() if examples.group_size > 1 else np.zeros(0, np.int8)
+    counts = {"pairs": ratings == 0, "desirable": ratings > 0, "undesirable": ratings < 0}
+    return {name: int(np.count_nonzero(found)) for name, found in counts.items()}
 
 
-def count_examples(examples: int, pairs: int) -> str:
+def count_examples(examples: int, pairs: int, desirable: int = 0, undesirable: int = 0) -> str:
     """
-    >>> count_examples(6, 0), count_examples(6, 3)
-    ('6 examples', '3 pairs')
+    >>> count_examples(6, 0), count_examples(6, 3), count_examples(6, 0, 2, 1)
+    ('6 examples', '3 pairs', '3 rated answers (2 good, 1 bad)')
     """
+    if rated := desirable + undesirable:
+        return f"{counted(rated, 'rated answer')} ({desirable:,} good, {undesirable:,} bad)"
     return counted(pairs, "pair") if pairs else counted(examples, "example")
 
 
@@ -124,10 +132,12 @@ class DataReport:
     eval_sources: tuple[SourceReport, ...]
     examples: int
     pairs: int  # of a chosen and a rejected example
+    desirable: int  # answers rated good
+    undesirable: int  # answers rated bad
     tokens: int
     trained_tokens: int
     held_out_examples: int
-    held_out_pairs: int
+    held_out_groups: dict[str, int]  # by what they are: see `count_groups`
     length_quantiles: dict[str, int]  # tokens of an example, by share of the examples
     rows: int  # packed rows, or padded ones
     fill: float  # the share of the rows that is not padding: of max_length where packed, of the longest row where not
@@ -151,7 +161,7 @@ class DataReport:
 
     def lines(self) -> list[str]:
         totals = (
-            f"{count_examples(self.examples, self.pairs)}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
+            f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
             f"rows {self.fill:.1%} full"
         )
         sources = (*self.sources, *self.eval_sources)
@@ -174,11 +184,11 @@ def make_report(
         sources=sources,
         eval_sources=eval_sources,
         examples=len(examples),
-        pairs=count_pairs(examples),
+        **count_groups(examples),
         tokens=int(examples.lengths.sum(dtype=np.int64)),
         trained_tokens=int(examples.trained.sum(dtype=np.int64)),
         held_out_examples=0 if held_out is None else len(held_out),
-        held_out_pairs=0 if held_out is None else count_pairs(held_out),
+        held_out_groups={} if held_out is None else count_groups(held_out),
         length_quantiles={f"{q:.0%}": int(v) for q, v in zip(QUANTILES, quantiles, strict=True)},
         rows=train.rows_per_epoch,
         fill=train.fill(),

@@ -68,9 +68,25 @@ class Examples:
         """The examples of `groups`, numbered in that order; a group may come more than once."""
         return self.take(expand_groups(groups, self.group_size))
 
+    @property
+    def is_rated(self) -> bool:
+        """Whether the first example of each group is a rated answer."""
+        return self.stores[0].is_rated
+
+    def find_ratings(self) -> NDArray[np.int8]:
+        """int8[groups]: 1 for a rated good answer, -1 for a bad one, 0 where nothing is rated."""
+        first = slice(None, None, self.group_size)
+        of, documents = self.store[first], self.document[first]
+        ratings = np.zeros(self.groups, np.int8)
+        for number, store in enumerate(self.stores):
+            ratings[of == number] = store.ratings[documents[of == number]]
+        return ratings
+
     def answers(self) -> "Examples":
-        """What is worth imitating, each by itself: every example, or the chosen sides of pairs."""
-        return replace(self.take(np.arange(0, len(self), self.group_size)), group_size=1)
+        """What is worth imitating, each by itself: every example, the chosen sides of pairs, or the answers rated good."""
+        if self.group_size == 1:
+            return self
+        return replace(self.take(np.flatnonzero(self.find_ratings() >= 0) * self.group_size), group_size=1)
 
     def where(self, example_id: int) -> str:
         """The file and the line or row that an example comes from: `data/math.jsonl:17`."""

@@ -1,6 +1,6 @@
-"""Rows as groups of documents, as a method compares them: an answer by itself, or a chosen answer with a rejected one."""
+"""Rows as groups of documents, as a method compares them: an answer by itself, chosen with rejected, rated with mismatched."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import xxhash
@@ -9,6 +9,7 @@ from finetune.data.chat import RenderedText, render
 from finetune.data.formats import Document, Row, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.preferences import is_empty_answer, parse_pair
+from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
 from finetune.data.renderer import Renderer
 from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import DatasetSource
@@ -18,14 +19,15 @@ NOT_UNICODE = "not valid Unicode: its text, or a column's name, has half of a UT
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Documents that no batch takes apart; of a pair the chosen one comes first."""
+    """Documents that no batch takes apart: an answer; chosen and rejected; a rated answer and the same prompt with another's."""
 
     documents: tuple[Document, ...]
+    rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
 
 
 @dataclass(frozen=True, slots=True)
 class RowGroups:
-    """What a row holds. Returned by `read_groups`."""
+    """What a row holds. Returned by `GroupReader.read`."""
 
     groups: tuple[Group, ...]
     format: str
@@ -33,9 +35,24 @@ class RowGroups:
     findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
 
 
-def read_groups(rows: Sequence[Row | BadRow], source: DatasetSource, kind: RowKind) -> list[RowGroups | BadRow]:
-    """The groups of each of `rows`, or what is wrong with it."""
-    return [_read_row(row, source, kind) for row in rows]
+@dataclass(slots=True)
+class GroupReader:
+    """Reads rows as the groups that a method compares. Grows while the rows of a source are read, in their order."""
+
+    kind: RowKind
+    earlier: Document | None = None  # the last rated answer that was read
+
+    def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[RowGroups | BadRow]:
+        """The groups of each of `rows`, or what is wrong with it."""
+        read = [_read_row(row, source, self.kind) for row in rows]
+        return self._add_mismatched(read) if self.kind == "ratings" else read
+
+    def _add_mismatched(self, read: list[RowGroups | BadRow]) -> list[RowGroups | BadRow]:
+        """With the second document of rated answers: the next answer, in these rows, to another prompt."""
+        documents = [group.documents[0] for row in read if isinstance(row, RowGroups) for group in row.groups]
+        others = iter(find_mismatched(documents, self.earlier))
+        self.earlier = documents[-1] if documents else self.earlier
+        return [row if isinstance(row, BadRow) else _complete_ratings(row, others) for row in read]
 
 
 def render_group(group: Group, renderer: Renderer) -> tuple[tuple[RenderedText, ...], tuple[str, ...]]:
@@ -44,18 +61,30 @@ def render_group(group: Group, renderer: Renderer) -> tuple[tuple[RenderedText, 
     Raises `BadRow` where the chat template rejects one of them, or it is not valid Unicode.
     """
     texts = tuple(render(document, renderer) for document in group.documents)
-    digest = xxhash.xxh3_64()
     try:
-        for text in texts:
-            digest.update(text.text.encode())
+        encoded = [text.text.encode() for text in texts]
     except UnicodeEncodeError:
         raise BadRow(NOT_UNICODE) from None
     if len(texts) == 1:
         return texts, ()
-    findings = tuple(_check_pair(group, texts))
+    findings = () if group.rating else tuple(_check_pair(group, texts))
     if {"sides_equal", "side_empty"} & set(findings):
         return (), findings
-    return tuple(replace(text, group_hash=digest.intdigest()) for text in texts), findings
+    # A mismatched answer depends on the rows around it: the same answer, rated alike, is a duplicate.
+    identity = b"".join(encoded) if not group.rating else encoded[0] + bytes([group.rating > 0])
+    group_hash = xxhash.xxh3_64_intdigest(identity)
+    return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
+
+
+def _complete_ratings(row: RowGroups, others: Iterator[Document | None]) -> RowGroups | BadRow:
+    groups = []
+    for group in row.groups:
+        other = next(others)
+        if other is not None:
+            groups.append(replace(group, documents=(group.documents[0], join_answer(group.documents[0], other))))
+    if len(groups) == len(row.groups):
+        return replace(row, groups=tuple(groups))
+    return BadRow("no answer to another prompt among the rows around it, from which kto estimates its KL term")
 
 
 def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> RowGroups | BadRow:
@@ -77,14 +106,24 @@ def _read_answer(row: Row, source: DatasetSource) -> RowGroups:
 
 def _read_pair(row: Row, source: DatasetSource) -> RowGroups:
     parsed = parse_pair(row, source)
-    findings = ("order_swapped",) if parsed.is_swapped else ()
     group = Group((parsed.pair.chosen, parsed.pair.rejected))
-    return RowGroups((group,), "preference", parsed.unused_columns, findings)
+    return RowGroups((group,), "preference", parsed.unused_columns, _find_swapped(parsed.is_swapped))
+
+
+def _read_ratings(row: Row, source: DatasetSource) -> RowGroups:
+    parsed = parse_ratings(row, source)
+    groups = tuple(Group((rated.document,), 1 if rated.is_good else -1) for rated in parsed.rated)
+    return RowGroups(groups, parsed.format, parsed.unused_columns, _find_swapped(parsed.is_swapped))
+
+
+def _find_swapped(is_swapped: bool) -> tuple[str, ...]:
+    return ("order_swapped",) if is_swapped else ()
 
 
 READERS: Mapping[RowKind, Callable[[Row, DatasetSource], RowGroups]] = {
     "answers": _read_answer,
     "pairs": _read_pair,
+    "ratings": _read_ratings,
 }
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 
 from finetune.constants import IGNORE_INDEX
@@ -123,8 +124,13 @@ def _select_examples(options: argparse.Namespace, examples: Examples) -> Sequenc
 
 
 def name_side(examples: Examples, example_id: int) -> str:
-    """Of a pair, which side an example is; "" where there are no sides."""
-    return "" if examples.group_size == 1 else ("chosen", "rejected")[example_id % 2]
+    """What an example is in its group; "" where it is alone."""
+    if examples.group_size == 1:
+        return ""
+    if not examples.is_rated:
+        return ("chosen", "rejected")[example_id % 2]
+    (rating,) = examples.take(np.array([example_id // 2 * 2, example_id // 2 * 2 + 1])).find_ratings()
+    return ("good" if rating > 0 else "bad", "mismatched")[example_id % 2]
 
 
 def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict[str, Any]:
@@ -199,12 +205,12 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
         yield from map(printable, _format_source(source, "held out: "))
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
-        f"an epoch: {count_examples(report.examples, report.pairs)}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
+        f"an epoch: {count_examples(report.examples, report.pairs, report.desirable, report.undesirable)}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
         f"them trained ({share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
         f"{counted(report.steps_per_epoch, 'step')} on one rank"
     )
     if report.held_out_examples:
-        yield f"held out: {count_examples(report.held_out_examples, report.held_out_pairs)}"
+        yield f"held out: {count_examples(report.held_out_examples, **report.held_out_groups)}"
     quantiles = ", ".join(f"{share} {tokens:,}" for share, tokens in report.length_quantiles.items())
     yield f"tokens in an example, by quantile: {quantiles}"
     for line in map(printable, (*map(str, report.findings), *warnings)):
@@ -216,7 +222,7 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
 def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
     yield (
         f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} skipped, "
-        f"{source.overlong:,} over max_length, {count_examples(source.examples, source.pairs)}, {counted(source.tokens, 'token')}, "
+        f"{source.overlong:,} over max_length, {count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, {counted(source.tokens, 'token')}, "
         f"{source.trained_tokens:,} trained"
     )
     yield from (f"  {line}" for line in (*source.sample(), *source.loss()))

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.data.checks import MAX_SHOWN_ROWS, Finding, Tally
-from finetune.data.data_report import SourceReport, count_pairs
+from finetune.data.data_report import SourceReport, count_groups
 from finetune.data.examples import Cuts, Examples, cut, join
 from finetune.data.sampler import make_generator
 from finetune.data.token_store import TokenStore
@@ -42,7 +42,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         tokens=len(store.input_ids),
         trained_tokens=int(store.trained.sum(dtype=np.int64)),
         examples=len(kept),
-        pairs=count_pairs(kept),
+        **count_groups(kept),
         overlong=len(cuts.truncated) + len(cuts.dropped) + len(cuts.split),
         tokens_lost=cuts.tokens_lost,
         trained_tokens_lost=cuts.trained_tokens_lost,
@@ -54,7 +54,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
 
 def _find_cut_equal(examples: Examples, cuts: Cuts) -> NDArray[np.int64]:
     """The groups of two documents that differ only in what was cut off, but still hold something to train on."""
-    if examples.group_size == 1:
+    if examples.group_size == 1 or examples.is_rated:
         return np.zeros(0, np.int64)
     is_cut = np.isin(examples.document, cuts.truncated).reshape(-1, 2).any(1)
     is_trained = (examples.trained > 0).reshape(-1, 2).all(1)
@@ -104,12 +104,12 @@ def _weigh(examples: Examples, weight: float, seed: int, number: int) -> Example
 
 
 def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Examples]:
-    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of documents, or of groups.
+    """(examples to train on, held-out ones), of which `size` is a share (below 1) or a count of rows.
 
-    The stretches of a document, its group and their repetitions stay on one side. Raises `UserError` where a side would be
-    empty.
+    All that comes of a row stays on one side: stretches of a document, groups, repetitions. Raises `UserError` where a side
+    would be empty.
     """
-    rows, of = np.unique(_number(examples.store, examples.document // examples.group_size), return_inverse=True)
+    rows, of = np.unique(_number(examples.store, _find_rows(examples)), return_inverse=True)
     total = len(rows)
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
@@ -121,6 +121,16 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
     held[make_generator(seed, "held out").permutation(total)[:count]] = True
     is_held = held[of]
     return examples.take(np.flatnonzero(~is_held)), _drop_repeats(examples.take(np.flatnonzero(is_held)))
+
+
+def _find_rows(examples: Examples) -> NDArray[np.int64]:
+    """int64[examples]: the row that each comes of, counted over its store."""
+    rows = np.zeros(len(examples), np.int64)
+    for number, store in enumerate(examples.stores):
+        is_next = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)
+        of_store = examples.store == number
+        rows[of_store] = np.append(0, np.cumsum(is_next))[examples.document[of_store]]
+    return rows
 
 
 def _drop_repeats(examples: Examples) -> Examples:

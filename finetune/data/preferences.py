@@ -57,7 +57,7 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
         raise BadRow(
             "plain text (type: text, text_column) holds no pairs of answers; remove the key, or set method: sft"
         )
-    names = _find_sides(row, source)
+    names = _require_sides(row, source)
     sides = [columns.take(name) for name in names]
     prompt_name = _find_prompt(row, source, names)
     prompt = None if prompt_name is None else _take_prompt(columns, prompt_name, source)
@@ -95,19 +95,26 @@ def find_end_of_prompt(chosen: str, rejected: str) -> int:
     return end - 1 if end > 0 and chosen[end - 1] == " " else end
 
 
-def _find_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
-    """The columns of the chosen and of the rejected answer. Raises `BadRow` where the row has none."""
+def find_sides(row: Row, source: DatasetSource) -> tuple[str | None, str | None]:
+    """The columns of the chosen and of the rejected answer; None where the row has none."""
+    chosen, rejected = (next((name for name in names if row.get(name) is not None), None) for names in _sides(source))
+    return chosen, rejected
+
+
+def _sides(source: DatasetSource) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The names that the columns of both answers may have."""
     chosen = source.chosen_column or source.completion_column
-    named = (
-        (*((chosen,) if chosen else CHOSEN),),
-        (*((source.rejected_column,) if source.rejected_column else REJECTED),),
-    )
-    found = [next((name for name in names if row.get(name) is not None), None) for names in named]
-    if found[0] is not None and found[1] is not None:
-        return found[0], found[1]
+    return (chosen,) if chosen else CHOSEN, (source.rejected_column,) if source.rejected_column else REJECTED
+
+
+def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
+    """The columns of the chosen and of the rejected answer. Raises `BadRow` where the row has none."""
+    named, (chosen, rejected) = _sides(source), find_sides(row, source)
+    if chosen is not None and rejected is not None:
+        return chosen, rejected
     rated = next((name for name in ("label", "kto_tag") if row.get(name) is not None), None)
     hint = f"; method: kto learns from answers rated by {rated}" if rated else ""
-    missing = " or ".join(named[0] if found[0] is None else named[1])
+    missing = " or ".join(named[0] if chosen is None else named[1])
     raise BadRow(
         f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a chosen and a "
         f"rejected answer (chosen_column and rejected_column name them){hint}"

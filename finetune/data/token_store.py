@@ -30,6 +30,9 @@ class Tokens:
     files: NDArray[np.int32]  # [documents]: index into the store's list of files
     rows: NDArray[np.int64]  # [documents]: number of the row in its file, from 1
     hashes: NDArray[np.uint64]  # [documents]: xxh3 of the text, in a group of all its texts, to find duplicates
+    ratings: NDArray[
+        np.int8
+    ]  # [documents]: 1 for a good answer (and its mismatched one), -1 for a bad one, 0 where not rated
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +46,18 @@ class TokenStore:
     files: NDArray[np.int32]  # [documents]: index into `facts["files"]`
     rows: NDArray[np.int64]  # [documents]
     hashes: NDArray[np.uint64]  # [documents]
+    ratings: NDArray[np.int8]  # [documents]
     facts: dict[str, Any]
 
     @property
     def group_size(self) -> int:
         """Documents that belong together, one after another: 2 for chosen and rejected."""
         return int(self.facts.get("group_size", 1))
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether the first document of each group is a rated answer."""
+        return bool(self.facts.get("is_rated", False))
 
     @property
     def is_text(self) -> NDArray[np.bool_]:
@@ -68,6 +77,7 @@ COLUMNS: dict[str, Any] = {
     "files": np.int32,
     "rows": np.int64,
     "hashes": np.uint64,
+    "ratings": np.int8,
 }
 
 

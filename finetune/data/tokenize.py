@@ -16,7 +16,7 @@ import xxhash
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.chat import RenderedText
 from finetune.data.checks import Tally
-from finetune.data.groups import read_groups, render_group
+from finetune.data.groups import GroupReader, render_group
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.renderer import Renderer, make_renderer
@@ -49,6 +49,7 @@ class SourceStats:
     structured_files: list[int] = field(default_factory=list)  # indexes of the files with rows that are not plain text
     tally: Tally = field(default_factory=Tally)
     group_size: int = 1  # documents that belong together: 2 for chosen and rejected
+    is_rated: bool = False  # the first document of each group is a rated answer
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
 
     def as_json(self) -> dict[str, Any]:
@@ -72,15 +73,15 @@ def tokenize_rows(
 
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
-    stats.group_size = GROUP_SIZES[kind]
+    stats.group_size, stats.is_rated = GROUP_SIZES[kind], kind == "ratings"
     renderer = make_renderer(tokenizer, data.assistant_only_loss, data.chat_template_date)
-    encoder = make_encoder(tokenizer)
+    reader, encoder = GroupReader(kind), make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
     with _without_tokenizer_threads(), ThreadPoolExecutor(threads, thread_name_prefix="tokenize") as pool:
         try:
             for source, batch in batches:
-                documents, places = _render_batch(batch, source, data, renderer, stats, kind)
+                documents, places = _render_batch(batch, source, data, renderer, stats, reader)
                 pending.append((documents, places, pool.submit(tokenize, documents, places, encoder)))
                 if len(pending) > PREFETCH_BATCHES * threads:
                     yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id)
@@ -106,7 +107,7 @@ def _without_tokenizer_threads() -> Iterator[None]:
 
 
 def _render_batch(
-    batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats, kind: RowKind
+    batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats, reader: GroupReader
 ) -> tuple[list[RenderedText], Places]:
     """(documents, their places) of the rows that can be used. Raises `UserError` for the others if `on_bad_row` is error."""
     if batch.file not in stats.files:
@@ -115,8 +116,7 @@ def _render_batch(
     documents: list[RenderedText] = []
     places: Places = []
     bad: dict[str, str] = {}  # place of a row -> what is wrong
-    groups = read_groups(batch.rows, source, kind)
-    for number, row, parsed in zip(batch.numbers, batch.rows, groups, strict=True):
+    for number, row, parsed in zip(batch.numbers, batch.rows, reader.read(batch.rows, source), strict=True):
         where = name_place(batch.file, number)
         try:
             if isinstance(parsed, BadRow):
@@ -212,6 +212,7 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         files=np.array([file for file, _ in places], np.int32),
         rows=np.array([row for _, row in places], np.int64),
         hashes=np.array([_hash(document) for document in documents], np.uint64),
+        ratings=np.array([document.rating for document in documents], np.int8),
     )
 
 

@@ -37,6 +37,9 @@ class DatasetSource:
         str | None, "The column that holds the better answer of a pair, or the conversation that ends in it."
     ] = None
     rejected_column: Annotated[str | None, "The column that holds the worse one."] = None
+    label_column: Annotated[
+        str | None, "The column that rates an answer: true for a good one, false for a bad one."
+    ] = None
     alpaca_prompt: Annotated[
         bool,
         "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), inside the "

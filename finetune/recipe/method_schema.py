@@ -100,6 +100,13 @@ METHODS: Mapping[str, MethodFacts] = {
     ),
 }
 
+# The keys of an entry of `datasets` that name columns of only some rows.
+COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
+    "chosen_column": ("pairs", "ratings"),
+    "rejected_column": ("pairs", "ratings"),
+    "label_column": ("ratings",),
+}
+
 
 def refuse_untrained_method(recipe: "Recipe") -> None:
     """Raises `UserError` where the recipe's method has no training yet. Called at the start of a run."""
@@ -132,9 +139,9 @@ def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             f"label_smoothing: {smoothing:g}: under dpo it is the share of pairs whose order is wrong; a number below 0.5 is expected",
         )
     for entry in ("datasets", "eval_datasets"):
-        for key in ("chosen_column", "rejected_column"):
-            if facts.rows == "answers" and any(getattr(source, key) for source in values.get(entry) or ()):
-                users = [name for name, other in METHODS.items() if other.rows != "answers"]
+        for key, kinds in COLUMN_KEYS.items():
+            if facts.rows not in kinds and any(getattr(source, key) for source in values.get(entry) or ()):
+                users = [name for name, other in METHODS.items() if other.rows in kinds]
                 yield entry, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
     if method == "distill" and not values.get("teacher_model_name_or_path"):
         yield "teacher_model_name_or_path", "method: distill learns from a teacher; set teacher_model_name_or_path"

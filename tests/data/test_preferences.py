@@ -15,7 +15,8 @@ from finetune.data.preferences import find_end_of_prompt, parse_pair
 from finetune.data.prepare import PreparedData
 from finetune.errors import UserError
 from finetune.recipe.schema import DatasetSource
-from tests.data.test_prepare import Prepare, names, prepare, write_lines  # noqa: F401
+from tests.data.conftest import Prepare
+from tests.data.test_prepare import names, write_lines
 
 USER, GOOD, BAD = ({"role": role, "content": text} for role, text in (("user", "Q"), ("assistant", "A"), ("assistant", "B")))  # fmt: skip
 SYSTEM = {"role": "system", "content": "S"}
@@ -152,7 +153,7 @@ def text_of_pair(data: PreparedData, number: int) -> list[tuple[str, str]]:
     return found
 
 
-def test_pairs_from_a_file_to_batches(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+def test_pairs_from_a_file_to_batches(prepare: Prepare, tmp_path: Path) -> None:
     rows = [*(pair_of(i) for i in range(12)), pair_of(3)]
     path = str(write_lines(tmp_path / "a.jsonl", rows))
     data = prepare([{"path": path}], method="dpo", eval_split_size=4, global_batch_size=2)
@@ -160,7 +161,7 @@ def test_pairs_from_a_file_to_batches(prepare: Prepare, tmp_path: Path) -> None:
     assert text_of_pair(data, 0)[0][0].endswith("?<|end|><|assistant|>")
     assert [trained for _, trained in text_of_pair(data, 0)] == ["yes<|end|>", "no<|end|>"]
     report = data.report.as_json()
-    assert (report["pairs"], report["examples"], report["held_out_pairs"]) == (9, 18, 4)
+    assert (report["pairs"], report["examples"], report["held_out_groups"]["pairs"]) == (9, 18, 4)
     assert report["sources"][0]["pairs"] == 13 and data.report.formats == {"preference"}
     assert data.report.lines()[0].startswith("9 pairs, ") and names(data)["duplicates"] == "notice"
     assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["yes"] * 4
@@ -173,7 +174,9 @@ def test_pairs_from_a_file_to_batches(prepare: Prepare, tmp_path: Path) -> None:
     assert named.train.examples.group_size == 1 and len(named.train.examples) == 13  # type: ignore[attr-defined]
 
 
-def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = str(write_lines(tmp_path / "a.jsonl", [pair_of(i, rejected="n" * (1 + i % 5)) for i in range(40)]))
     held_out = str(write_lines(tmp_path / "b.jsonl", [pair_of(7, rejected="nnn"), pair_of(99)]))
     half = prepare([{"path": path, "weight": 0.5}], method="orpo", eval_datasets=[{"path": held_out}])
@@ -182,6 +185,7 @@ def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(prepare: Pre
     (leak,) = [finding for finding in whole.report.findings if finding.name == "held_out_in_training"]
     assert (leak.rows, leak.of) == (1, 2)
     assert prepare([{"path": path, "max_samples": 6}], method="dpo").report.as_json()["pairs"] == 6
+    monkeypatch.setattr("finetune.data.streaming.BLOCK_ROWS", 64)
     streamed = prepare([{"path": path}], method="dpo", streaming=True, max_steps=2, global_batch_size=4)
     steps = list(streamed.train.batches())
     ids = [i for step in steps for m in step.micro_batches for i in m.example_ids]
@@ -189,7 +193,7 @@ def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(prepare: Pre
     assert all(m.trained_documents is not None for step in steps for m in step.micro_batches)
 
 
-def test_pairs_that_teach_nothing_are_found_and_not_used(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+def test_pairs_that_teach_nothing_are_found_and_not_used(prepare: Prepare, tmp_path: Path) -> None:
     rows = [pair_of(i, score_chosen=1, score_rejected=2 if i else 0) for i in range(4)]
     rows += [pair_of(4, "no"), pair_of(5, "  "), pair_of(6, rejected=""), pair_of(7, "y" * 60 + "a", "y" * 60 + "b")]
     rows += [{"question": "Q" * 70, "chosen": "a", "rejected": "b"}]
@@ -214,7 +218,7 @@ def test_pairs_that_teach_nothing_are_found_and_not_used(prepare: Prepare, tmp_p
             prepare([{"path": same}], method="dpo")
 
 
-def test_a_prompt_that_the_template_writes_differently_is_found(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+def test_a_prompt_that_the_template_writes_differently_is_found(prepare: Prepare, tmp_path: Path) -> None:
     count = "{{ messages|length }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
     longer = [{"role": "assistant", "content": "B"}, USER, GOOD]
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": [USER], "chosen": [GOOD], "rejected": longer}])
@@ -222,7 +226,7 @@ def test_a_prompt_that_the_template_writes_differently_is_found(prepare: Prepare
     assert names(data) == {"prompts_differ": "warning"}
 
 
-def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_path: Path) -> None:  # noqa: F811
+def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_path: Path) -> None:
     path = str(write_lines(tmp_path / "a.jsonl", [{"messages": [USER, GOOD]}, pair_of(1)]))
     with pytest.raises(UserError, match=r"a\.jsonl:1: chosen or response_w: no such answer: its columns are messages"):
         prepare([{"path": path}], method="dpo")
@@ -250,13 +254,13 @@ def test_inspect_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[
     ]
 
 
-def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, shared: Path) -> None:  # noqa: F811
+def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, shared: Path) -> None:
     """LLaMA-Factory's file with the tokenizer of Llama 3: the prompt of both sides is that of inference."""
     keys = {"tokenizer_name_or_path": str(shared / "tokenizers" / "llama3"), "chat_template": "llama3"}
     path = shared / "data" / "dpo_en_demo.json"
-    data = prepare([{"path": str(path), "split": "train[:80]"}], method="dpo", max_length=8192, **keys)
-    rows = json.loads(path.read_text())[:80]
-    assert data.report.as_json()["pairs"] == len(rows) == 80
+    data = prepare([{"path": str(path), "split": "train[:30]"}], method="dpo", max_length=8192, **keys)
+    rows = json.loads(path.read_text())[:30]
+    assert data.report.as_json()["pairs"] == len(rows) == 30
     for number, row in enumerate(rows):
         (prompt, chosen), (same, rejected) = text_of_pair(data, number)
         assert prompt == same and prompt.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
 
 from finetune.constants import IGNORE_INDEX
 from finetune.data.chat_templates import PLAIN
@@ -16,9 +15,9 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from tests.conftest import make_tokenizer
+from tests.data.conftest import Prepare
 from tests.data.world import Rank
 
-Prepare = Callable[..., PreparedData]
 ASKED = {"prompt_column": "question", "completion_column": "answer"}
 REAL: dict[str, dict[str, str]] = {
     "alpaca_en_demo.json": {},
@@ -35,29 +34,6 @@ def write_lines(path: Path, rows: Iterable[Any]) -> Path:
 
 def chat(question: str, answer: str) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
-
-
-@pytest.fixture
-def prepare(tmp_path: Path) -> Prepare:
-    """A maker of prepared data from recipe keys, with the tests' byte-level tokenizer unless one is given."""
-    tokenizer = tmp_path / "tokenizer"
-    make_tokenizer().save_pretrained(tokenizer)
-
-    def make(datasets: list[dict[str, Any]], *, rank: int = 0, size: int = 1, **keys: Any) -> PreparedData:
-        recipe = {
-            "model_config": {"model_type": "llama"},
-            "tokenizer_name_or_path": str(tokenizer),
-            "dataset_cache_dir": str(tmp_path / "cache"),
-            "max_length": 64,
-            "datasets": datasets,
-        } | keys
-        path = tmp_path / "recipe.yaml"
-        path.write_text(yaml.safe_dump(recipe))
-        read = read_recipe(str(path))
-        tokenizer_of_run = load_tokenizer(read.model, read.data)
-        return prepare_data(read, tokenizer_of_run, Rank(rank, size))
-
-    return make
 
 
 def names(prepared: PreparedData) -> dict[str, str]:

@@ -27,8 +27,10 @@ class Rank:
         return torch.device("cpu")
 
 
-def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1, group_size: int = 1) -> TokenStore:
-    """A store of documents of the given token ids, each trained on from its token `first_trained` on."""
+def store_of(
+    documents: Sequence[Sequence[int]], first_trained: int = 1, group_size: int = 1, ratings: Sequence[int] = ()
+) -> TokenStore:
+    """A store of documents of the given token ids, each trained on from its token `first_trained` on; the rating of each group."""
     flat = np.array([token for document in documents for token in document], np.int32)
     labels = [
         [
@@ -46,16 +48,20 @@ def store_of(documents: Sequence[Sequence[int]], first_trained: int = 1, group_s
         files=np.zeros(len(documents), np.int32),
         rows=np.arange(len(documents)) // group_size + 1,
         hashes=np.array([hash(tuple(d)) & 0xFFFFFFFFFFFFFFFF for d in documents], np.uint64),
+        ratings=np.repeat(np.array(ratings or [0] * (len(documents) // group_size), np.int8), group_size),
         facts={
             "files": ["made-up.jsonl"],
             "rows_read": len(documents),
             "tally": {"rows": {}, "where": {}},
             "group_size": group_size,
+            "is_rated": bool(ratings),
         },
     )
 
 
-def examples_of(lengths: Sequence[int], max_length: int = 64, group_size: int = 1) -> Examples:
+def examples_of(
+    lengths: Sequence[int], max_length: int = 64, group_size: int = 1, ratings: Sequence[int] = ()
+) -> Examples:
     """Examples of the given lengths; the tokens of example i are 1000 * i, 1000 * i + 1, ..."""
     documents = [[1000 * i + t for t in range(length)] for i, length in enumerate(lengths)]
-    return cut(store_of(documents, group_size=group_size), max_length, "error")[0]
+    return cut(store_of(documents, group_size=group_size, ratings=ratings), max_length, "error")[0]

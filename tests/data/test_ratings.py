@@ -1,0 +1,168 @@
+"""Rated answers in every form, each with another prompt's answer that depends on the order of the source alone."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from finetune.cli import main
+from finetune.constants import IGNORE_INDEX
+from finetune.data.formats import Completion, Conversation
+from finetune.data.messages import BadRow
+from finetune.data.prepare import PreparedData
+from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
+from finetune.errors import UserError
+from finetune.recipe.schema import DatasetSource
+from tests.data.conftest import Prepare
+from tests.data.test_prepare import chat, names, write_lines
+
+USER, ANSWER = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
+EARLIER = [USER, {"role": "assistant", "content": "Which?"}]
+
+
+def rated(row: dict[str, Any], **options: Any) -> list[tuple[Any, bool]]:
+    """(the answer as [(role, trained)] or (prompt, completion), whether it is good) of each rated answer."""
+    found: list[tuple[Any, bool]] = []
+    for each in parse_ratings(row, DatasetSource(path="rows.jsonl", **options)).rated:
+        document = each.document
+        if isinstance(document, Completion):
+            found.append(((document.prompt, document.completion), each.is_good))
+        else:
+            turns = zip(document.messages, document.trained, strict=True)
+            found.append(([(message["content"], on) for message, on in turns], each.is_good))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"messages": [USER, ANSWER], "label": True}, {}),
+        ({"messages": [USER, ANSWER], "kto_tag": "True"}, {}),
+        ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "kto_tag": True}, {}),
+        ({"instruction": "Q", "input": "", "output": "A", "label": 1}, {}),
+        ({"prompt": [USER], "completion": [ANSWER], "label": True}, {}),
+        ({"q": "Q", "a": "A", "good": True}, {"type": "messages", "prompt_column": "q", "completion_column": "a", "label_column": "good"}),
+    ],
+)  # fmt: skip
+def test_every_form_is_an_answer_with_its_rating(row: dict[str, Any], options: dict[str, Any]) -> None:
+    assert rated(row, **options) == [([("Q", False), ("A", True)], True)]
+
+
+def test_the_last_answer_is_rated_and_pairs_are_two() -> None:
+    conversation = [("Q", False), ("Which?", False), ("Q", False), ("A", True)]
+    assert rated({"messages": [*EARLIER, USER, ANSWER], "label": False}) == [(conversation, False)]
+    assert rated({"prompt": "Q", "completion": " A", "label": False}) == [(("Q", " A"), False)]
+    two = [(("Q", " A"), True), (("Q", " B"), False)]
+    assert rated({"prompt": "Q", "chosen": " A", "rejected": " B"}) == two
+    assert rated({"prompt": "Q", "response_w": " A", "response_l": " B", "label": True}) == two
+    row = {"prompt": "Q", "completion": "A", "label": True, "id": 7}
+    assert parse_ratings(row, DatasetSource(path="rows.jsonl")).unused_columns == ("id",)
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"messages": [USER, ANSWER]}, "label or kto_tag: nothing that rates the answer: its columns are messages"),
+        ({"messages": [USER, ANSWER], "label": 3}, "label: true or false is expected, found 3"),
+        ({"text": "Once", "label": True}, "plain text is no answer that could be rated"),
+        ({"prompt": "Q", "chosen": "A"}, "rows with a chosen and a rejected answer are read too"),
+    ],
+)
+def test_what_is_not_rated_is_refused(row: dict[str, Any], words: str) -> None:
+    with pytest.raises(BadRow) as problem:
+        parse_ratings(row, DatasetSource(path="rows.jsonl"))
+    assert words in str(problem.value)
+
+
+def test_a_mismatched_answer_is_the_next_to_another_prompt() -> None:
+    a, b, c, d = (Completion(prompt, answer) for prompt, answer in (("P", "1"), ("P", "2"), ("R", "3"), ("S", "4")))
+    assert find_mismatched([a, b, c, d], None) == [c, c, d, a]
+    assert find_mismatched([a, b], None) == [None, None] and find_mismatched([a, b], c) == [c, c]
+    assert find_mismatched([a], b) == [None]
+    turns = Conversation(({"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}), (False, True))
+    assert join_answer(a, turns) == Completion("P", "A")
+    joined = join_answer(turns, a)
+    assert isinstance(joined, Conversation) and joined.messages[1] == {"role": "assistant", "content": "1"}
+    assert joined.trained == (False, True)
+
+
+def texts(data: PreparedData) -> list[tuple[str, str]]:
+    """(prompt, answer) of each document."""
+    found = []
+    examples = data.train.examples  # type: ignore[attr-defined]
+    for example_id in range(len(examples)):
+        example = examples[example_id]
+        labels = np.flatnonzero(example.labels != IGNORE_INDEX)
+        prompt, answer = example.input_ids[: labels[0] + 1].tolist(), example.labels[labels].tolist()
+        found.append((data.tokenizer.decode(prompt), data.tokenizer.decode(answer)))
+    return found
+
+
+@pytest.mark.parametrize("packing", [True, False])
+def test_rated_answers_from_a_file_to_batches(prepare: Prepare, tmp_path: Path, packing: bool) -> None:
+    rows = [chat(f"Q{i}", f"A{i}") | {"label": i % 3 > 0} for i in range(7)]
+    path = str(write_lines(tmp_path / "a.jsonl", [*rows, rows[1], {**rows[1], "label": False}]))
+    data = prepare([{"path": path}], method="kto", packing=packing)
+    found = texts(data)
+    for i in range(7):
+        assert found[2 * i] == (f"<|begin|><|user|>Q{i}<|end|><|assistant|>", f"A{i}<|end|>")
+        assert found[2 * i + 1] == (found[2 * i][0], f"A{i + 1 if i < 6 else 1}<|end|>")
+    report = data.report.as_json()
+    assert (report["pairs"], report["desirable"], report["undesirable"], report["examples"]) == (0, 5, 4, 18)
+    assert data.report.lines()[0].startswith("9 rated answers (5 good, 4 bad), ")
+    (duplicate,) = [finding for finding in data.report.findings if finding.name == "duplicates"]
+    assert duplicate.rows == 1  # the same answer rated otherwise is another
+    for step in data.train.batches():
+        for m in step.micro_batches:
+            assert m.desirable is not None and m.desirable.dtype == torch.bool
+            expected = [i // 2 % 3 > 0 if i < 14 else i == 14 for i in m.example_ids[::2]]
+            assert m.desirable.tolist() == expected
+            assert "desirable" not in m.inputs
+    if not packing:
+        rank = prepare([{"path": path}], method="kto", packing=False, global_batch_size=1, rank=1, size=2)
+        filler = next(rank.train.batches()).micro_batches[0]
+        assert filler.desirable is not None and filler.desirable.shape == (0,)
+
+
+def test_mismatched_answers_reach_over_batches_of_rows_and_pairs_are_taken_apart(
+    prepare: Prepare, tmp_path: Path
+) -> None:
+    rows = [chat(f"Q{i}", f"A{i}") | {"label": True} for i in range(501)]  # 500 are read together
+    data = prepare([{"path": str(write_lines(tmp_path / "a.jsonl", rows))}], method="kto")
+    found = texts(data)
+    assert found[2 * 499 + 1][1] == "A0<|end|>" and found[2 * 500 + 1][1] == "A499<|end|>"
+    pairs = [{"question": f"Q{i}", "chosen": f"good {i}", "rejected": f"bad {i}"} for i in range(4)]
+    data = prepare([{"path": str(write_lines(tmp_path / "b.jsonl", pairs))}], method="kto", eval_split_size=2)
+    assert data.report.as_json()["held_out_groups"] == {"pairs": 0, "desirable": 2, "undesirable": 2}
+    assert sorted(answer.partition(" ")[0] for _, answer in texts(data)[::2]) == ["bad", "bad", "good", "good"]
+    for (prompt, _), (same, other) in zip(texts(data)[::2], texts(data)[1::2], strict=True):
+        assert prompt == same and prompt[len("<|begin|><|user|>Q")] != other.split()[1][0]
+    alone = str(write_lines(tmp_path / "c.jsonl", pairs[:1]))
+    with pytest.raises(UserError, match=r"c\.jsonl:1: no answer to another prompt among the rows around it"):
+        prepare([{"path": alone}], method="kto")
+    with pytest.raises(UserError, match="label_column has no effect with method: dpo; it is for kto"):
+        prepare([{"path": alone, "label_column": "x"}], method="dpo")
+
+
+def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
+    prepare: Prepare, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [chat(f"Q{i}", f"A{i}") | {"label": i % 2 == 0} for i in range(10)]
+    path = str(write_lines(tmp_path / "a.jsonl", rows))
+    other = str(write_lines(tmp_path / "b.jsonl", [chat(f"R{i}", f"B{i}") | {"label": i > 1} for i in range(4)]))
+    data = prepare([{"path": path}], method="kto", eval_datasets=[{"path": other}])
+    assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["B2", "B3"] and names(data) == {}
+    monkeypatch.setattr("finetune.data.streaming.BLOCK_ROWS", 64)
+    stream = prepare([{"path": path}], method="kto", streaming=True, max_steps=2, global_batch_size=2)
+    assert all(m.desirable is not None for step in stream.train.batches() for m in step.micro_batches)
+
+
+def test_inspect_names_the_rating(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [chat(f"Q{i}", f"A{i}") | {"label": i > 0} for i in range(3)]
+    path = str(write_lines(tmp_path / "a.jsonl", rows))
+    assert main(["inspect", path, "method=kto", f"dataset_cache_dir={tmp_path}", "--rows", "2"]) == 0
+    shown = capsys.readouterr().out
+    for head in ("example 0 (bad)", "example 1 (mismatched)", "example 2 (good)", "3 rated answers (2 good, 1 bad)"):
+        assert head in shown
