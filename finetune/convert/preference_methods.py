@@ -1,4 +1,4 @@
-"""Preference training in other tools' files: the method that they mean, the losses that are refused, and keys that only mean something together."""
+"""Preference training in other tools' files: the method that they mean, refused losses, keys that only together mean something."""
 
 import re
 from collections.abc import Iterator, Mapping
