@@ -2,9 +2,8 @@
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from datetime import date
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,14 +13,12 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from finetune.durable import replace_file
 from finetune.errors import UserError
+from finetune.recipe.contradictions import find_contradictions
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
-from finetune.recipe.lora_schema import find_lora_problems
-from finetune.recipe.method_schema import find_method_problems
 from finetune.recipe.module_patterns import find_problem
-from finetune.recipe.optimization_schema import find_schedule_problems
 from finetune.recipe.overrides import COMMAND_LINE, read_override
-from finetune.recipe.schema import SECTIONS, DatasetSource, Lora, Quantization, Recipe
+from finetune.recipe.schema import SECTIONS, DatasetSource, Recipe
 from finetune.recipe.wording import what_is_wrong
 from finetune.recipe.yaml_file import UNREADABLE, Entry, read_entries
 
@@ -83,7 +80,7 @@ def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
             in_file[entry.key] = entry
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     problems += checked.problems
-    problems += _contradictions(checked, in_file, str(path))
+    problems += find_contradictions(checked.values, checked.unusable, in_file, str(path))
     if problems:
         raise UserError.of(problems)
     values = checked.values
@@ -209,86 +206,3 @@ def _located(value: str, folder: Path) -> str | None:
 def _matches(pattern: Path) -> bool:
     anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
     return any(anchor.glob(str(pattern.relative_to(anchor))))
-
-
-def _is_day(text: str | None) -> bool:
-    try:
-        return text is None or bool(date.fromisoformat(text))
-    except ValueError:
-        return False
-
-
-def _contradictions(checked: _Checked, entries: Mapping[str, Entry], file: str) -> Iterable[str]:
-    """What each key alone allows, but all of them together do not. Silent about keys that are wrong in themselves."""
-    values = checked.values
-
-    def has(key: str) -> bool:
-        return key in checked.unusable or values.get(key) not in (None, ())
-
-    def at(key: str) -> str:
-        return entries[key].where if key in entries else file
-
-    if has("model_name_or_path") and has("model_config"):
-        yield f"{at('model_config')}: model_name_or_path and model_config both name a model; keep one"
-    if not (has("model_name_or_path") or has("model_config")):
-        yield f"{file}: no model; set model_name_or_path (a hub name or folder) or model_config (an architecture)"
-    if has("model_config") and not has("tokenizer_name_or_path"):
-        yield f"{at('model_config')}: model_config brings no tokenizer; set tokenizer_name_or_path"
-    if "model_type" not in (values.get("model_config") or {"model_type": ""}):
-        yield f"{at('model_config')}: model_config: model_type is missing; for example model_type: llama"
-    if not has("datasets"):
-        yield f"{file}: no data; set datasets, a list with at least `- path: FILE`"
-    if has("eval_datasets") and has("eval_split_size"):
-        yield f"{at('eval_split_size')}: eval_datasets and eval_split_size both name the held-out rows; keep one"
-    for key, problem in [] if "method" in checked.unusable else find_method_problems(values):
-        if key not in checked.unusable:
-            yield f"{at(key)}: {problem}"
-    if not _is_day(values.get("chat_template_date")):
-        yield f"{at('chat_template_date')}: chat_template_date: {values['chat_template_date']}: no day; write it as 2026-01-31"
-    for problem in find_schedule_problems(values):
-        key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
-        yield f"{at(key)}: {problem}"
-    if values.get("streaming") and not has("max_steps"):
-        yield f"{at('streaming')}: streaming has no known end; set max_steps"
-    if values.get("streaming") and has("eval_split_size"):
-        yield f"{at('eval_split_size')}: eval_split_size cannot be held out of a stream; set eval_datasets"
-    evaluates = "eval_strategy" if values.get("eval_strategy") == "epoch" else "eval_steps"
-    for key in ("early_stopping_patience", "keep_best_checkpoint"):
-        if values.get(key) and not has(evaluates):
-            yield f"{at(key)}: {key} goes by the held-out losses in between; set eval_steps, or eval_strategy: epoch"
-    if has(evaluates) and not (has("eval_datasets") or has("eval_split_size")):
-        yield f"{at(evaluates)}: {evaluates}, but no held-out rows; set eval_datasets or eval_split_size"
-    for strategy, steps in (("eval_strategy", "eval_steps"), ("save_strategy", "save_steps")):
-        if values.get(strategy) in ("no", "epoch") and has(steps):
-            yield f"{at(steps)}: {steps} has no effect with {strategy}: {values[strategy]}; keep one of the two"
-    if not (values.get("use_peft") or "use_peft" in checked.unusable):
-        # The recipe.yaml of every run writes their defaults.
-        for key in (
-            name
-            for name, key in keys_of(Lora).items()
-            if name != "use_dora" and values.get(name, key.default) != key.default
-        ):
-            yield f"{at(key)}: {key} has no effect without use_peft: true; set it, or every parameter is trained: then leave {key} out"
-    if values.get("use_peft"):
-        yield from (f"{at(key)}: {problem}" for key, problem in find_lora_problems(values))
-    for key in ("trainable_modules", "frozen_modules"):
-        if values.get("use_peft") and has(key):
-            yield f"{at(key)}: {key} is for full fine-tuning; LoRA freezes the base but for modules_to_save: name them there"
-    if values.get("use_peft") and has("model_config"):
-        yield f"{at('use_peft')}: use_peft adapts a trained model, but model_config starts from random weights; set model_name_or_path"
-    yield from _quantization_contradictions(values, "use_peft" in checked.unusable, at)
-    if values.get("use_dora") and not (values.get("use_peft") or "use_peft" in checked.unusable):
-        yield f"{at('use_dora')}: use_dora needs use_peft: true"
-
-
-def _quantization_contradictions(
-    values: Mapping[str, Any], is_use_peft_unusable: bool, at: Callable[[str], str]
-) -> Iterable[str]:
-    loads = [key for key in ("load_in_4bit", "load_in_8bit") if values.get(key)]
-    if len(loads) > 1:
-        yield f"{at(loads[1])}: load_in_4bit and load_in_8bit both say how the base is kept; keep one"
-    if loads and not (values.get("use_peft") or is_use_peft_unusable):
-        yield f"{at(loads[0])}: {loads[0]}: a quantized base is frozen, so it cannot be fine-tuned in full; set use_peft: true, or leave {loads[0]} out"
-    for name, key in keys_of(Quantization).items():
-        if name.startswith("bnb_4bit") and values.get(name, key.default) != key.default and "load_in_4bit" not in loads:
-            yield f"{at(name)}: {name} has no effect without load_in_4bit: true; set it, or leave {name} out"
