@@ -206,6 +206,7 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
     """
     parts = {
         "loss": f"loss {line['loss']:.4f} (smoothed {smoothed:.4f})",
+        "accuracy": f"accuracy {line['rewards/accuracies']:.0%}" if "rewards/accuracies" in line else None,
         "learning_rate": f"lr {line['learning_rate']:.2e}",
         "grad_norm": f"grad {line['grad_norm']:.3g}",
         "speed": f"{line['tokens_per_second']:,.0f} tokens/s",
@@ -213,7 +214,7 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
         "memory": f"{gib(line['peak_memory_bytes'])} GiB",
         "left": f"{timedelta(seconds=round(seconds_left))} left",
     }
-    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed"):
+    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed", "accuracy"):
         parts.pop(least, None)
         shown = "  ".join(part for part in parts.values() if part is not None)
         if width is None or len(shown) <= width:

@@ -38,7 +38,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     check_lora_layout(recipe.lora, sharding)
     silence_libraries()
     from finetune.checkpoint.inputs import fingerprint_inputs
-    from finetune.checkpoint.resume import resume
+    from finetune.checkpoint.resume import find_start, load_start
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
     from finetune.distributed.collective import RankGroup
@@ -52,6 +52,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
+    from finetune.training.method_objectives import make_objectives
     from finetune.training.run_folder import check_packages, fix_template_date, open_run_folder
     from finetune.training.signals import SignalListener
     from finetune.training.start import start_run
@@ -73,13 +74,15 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     inputs = fingerprint_inputs(recipe, tokenizer, data, world)
     if is_finished(folder, recipe, inputs, data.train.steps, world):
         return leave(world)
+    start = find_start(recipe, folder, world, inputs)
     with explain_out_of_memory(recipe, world):
         keys = recipe.quantization, recipe.optimization, vocabulary
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
         optimizer = build_optimizer(model, recipe.optimization)
-        progress = resume(recipe, folder, model, optimizer, world, inputs)
         check_training_forward(model, recipe.model, recipe.data, world)
-        run = start_run(recipe, world, folder, tokenizer, data, model, size, optimizer, progress, inputs)
+        objectives = make_objectives(model, recipe, data, inputs, world)  # of the weights before training
+        progress = load_start(start, model, optimizer, world)
+        run = start_run(recipe, world, folder, tokenizer, data, model, size, optimizer, objectives, progress, inputs)
         with run.log, SignalListener() as signals:
             evaluate_before_training(run, progress, signals)
             progress = train(run, progress, signals)

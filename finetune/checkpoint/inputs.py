@@ -48,7 +48,7 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     ),
     "base": (
         ("model_name_or_path", "model_revision"),
-        "model_name_or_path: the same name is given, but its weights, on which the adapters were trained, have changed",
+        "model_name_or_path: the same name is given, but its weights, from which the training started, have changed",
     ),
 }
 
@@ -56,7 +56,8 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    For LoRA, every byte of the base's weights is read; those of a full model are in its checkpoint.
+    For LoRA, and where the base is the reference, every byte of its weights is read; those of a full model are in its
+    checkpoint.
     """
     found: dict[str, str] = RankGroup(world).main(lambda: _read_fingerprints(recipe, tokenizer, data))
     return found
@@ -105,7 +106,7 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> di
     if base is not None:
         config = json.loads((base / CONFIG_FILE).read_bytes())
         found["config"] = _hash({key: value for key, value in config.items() if key not in BOOKKEEPING})
-        if recipe.lora.use_peft:
+        if recipe.lora.use_peft or recipe.method_facts.needs_reference:
             found["base"] = hash_base(base)
     return {name: text for name, text in found.items() if text is not None}
 

@@ -31,21 +31,14 @@ from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 
 
-def resume(
-    recipe: Recipe,
-    run_folder: Path,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    world: World,
-    inputs: Mapping[str, str] | None = None,
-) -> Progress:
-    """Resumes as `resume_from_checkpoint` says, or starts at step 0. All ranks call it.
+def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None) -> Path | None:
+    """The verified checkpoint from which `resume_from_checkpoint` says to resume; None to start at step 0. All ranks call it.
 
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
     recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
     """
     found = RankGroup(world).main(lambda: _find_and_compare(recipe, run_folder, world.size, inputs or {}))
-    return Progress() if found is None else load(Path(found), model, optimizer, world)
+    return None if found is None else Path(found)
 
 
 def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
@@ -78,6 +71,11 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
             "or remove the later checkpoints"
         )
     return path
+
+
+def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
+    """Loads the checkpoint that `find_start` has found; a run without one is at step 0, with the weights that it has."""
+    return Progress() if start is None else load(start, model, optimizer, world)
 
 
 def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:

@@ -50,6 +50,7 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # as many on every rank
     tokens: int  # of the step over all ranks, padding not counted
     trained_tokens: int  # of the step over all ranks: those with a label
+    chosen_tokens: int = 0  # of trained_tokens, those of each group's first document: of the chosen answers
     groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
 
 
@@ -141,6 +142,7 @@ class StoredBatches:
             ),
             tokens=int(self.examples.lengths[ids].sum(dtype=np.int64)),
             trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
+            chosen_tokens=int(self.examples.trained[ids[:: self.examples.group_size]].sum(dtype=np.int64)),
             groups=len(ids) // self.examples.group_size,
         )
 

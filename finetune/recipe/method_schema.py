@@ -90,9 +90,11 @@ class MethodFacts:
 
 METHODS: Mapping[str, MethodFacts] = {
     "sft": MethodFacts("answers", ("label_smoothing",), is_trained=True),
-    "dpo": MethodFacts("pairs", ("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True),
-    "orpo": MethodFacts("pairs", ("beta",)),
-    "simpo": MethodFacts("pairs", ("beta", "simpo_gamma")),
+    "dpo": MethodFacts(
+        "pairs", ("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True, is_trained=True
+    ),
+    "orpo": MethodFacts("pairs", ("beta",), is_trained=True),
+    "simpo": MethodFacts("pairs", ("beta", "simpo_gamma"), is_trained=True),
     "kto": MethodFacts("ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True),
     "distill": MethodFacts(
         "answers",
@@ -145,6 +147,13 @@ def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]
                 yield entry, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
     if method == "distill" and not values.get("teacher_model_name_or_path"):
         yield "teacher_model_name_or_path", "method: distill learns from a teacher; set teacher_model_name_or_path"
+    trains_base = not values.get("use_peft") or values.get("modules_to_save") or values.get("added_tokens")
+    if facts.needs_reference and values.get("streaming") and trains_base:
+        yield (
+            "streaming",
+            f"streaming: {method} compares with the model before training, whose log-probabilities of all the data are computed "
+            "first where more than adapters is trained; remove streaming, or set use_peft without modules_to_save and added_tokens",
+        )
     if facts.rows != "answers" and values.get("overlength") == "split":
         yield (
             "overlength",

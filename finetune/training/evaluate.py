@@ -19,6 +19,7 @@ from finetune.training.signals import SignalListener
 from finetune.training.training_run import TrainingRun
 
 SAMPLES = "samples.jsonl"
+ACCURACY = "rewards/accuracies"  # the share of pairs whose chosen answer has the larger reward
 SAMPLE_TOKENS = 64  # of an answer to one of sample_prompts, at most
 
 
@@ -48,11 +49,12 @@ def evaluate(
     step, results = progress.step, run.results.setdefault(progress.step, {})
     if run.data.evaluation is not None and "eval_loss" not in results:
         batches = run.watchdog.watched(run.data.evaluation.batches(), "evaluating")
-        loss, metrics = measure_held_out(run.model, watch(batches), run.world, run.held_out_objective)
+        loss, metrics = measure_held_out(run.model, watch(batches), run.world, run.objectives.held_out)
         results["eval_loss"] = loss
         shown = {f"eval_{name}": value for name, value in metrics.items()}
         run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown})
-        run.log.say(f"step {step}: held-out loss {results['eval_loss']:.4f}")
+        right = f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics else ""
+        run.log.say(f"step {step}: held-out loss {loss:.4f}{right}")
     if run.sample_prompts and "sample_prompts" not in results:
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
         for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):

@@ -99,7 +99,7 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
         is_over = last >= steps or is_out_of_patience(read_progress(newest), recipe.run)
     except ValueError:  # damaged, and passed over when the run resumes
         is_over = False
-    if is_over and not find_problems(newest):  # the checkpoint of a run that continues is read once, by `resume`
+    if is_over and not find_problems(newest):  # the checkpoint of a run that continues is read once, by `find_start`
         _refuse_other_training(folder, recipe, inputs, newest)
     return False
 
@@ -108,7 +108,7 @@ def _refuse_other_training(folder: Path, recipe: Recipe, inputs: Mapping[str, st
     """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is `newest`."""
     deciding, other = list_changes(read_state(newest), recipe, inputs)
     changed = [change for change in other if recipe_keys()[change.partition(":")[0]].section == "optimization"]
-    if changed and not deciding:  # those are refused, or taken, by `resume`
+    if changed and not deciding:  # those are refused, or taken, by `find_start`
         raise UserError.of(
             [
                 f"{folder}: this run is finished, nothing is left to train, and its recipe has changed since:",

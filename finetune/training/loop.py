@@ -93,7 +93,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         train_step,
         run.model,
         run.optimizer,
-        objective=run.objective,
+        objective=run.objectives.training,
         recipe=recipe,
         world=world,
         guard=guard,
@@ -108,7 +108,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             rate = compute_learning_rate(batch.step, run.schedule)
             result = step(batch, learning_rate=rate)
             if result.failed_check is None:
-                window.add(result.measured, run.objective.count(batch), batch, waited)
+                window.add(result.measured, run.objectives.training.count(batch), batch, waited)
             else:
                 run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
             before, progress = progress, progress.after_step(batch, is_skipped=result.failed_check is not None)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +52,13 @@ class Objective(Protocol):
             inputs: the model's keyword arguments for the micro-batch.
             batch: the step that it is part of.
         """
+
+
+class Objectives(NamedTuple):
+    """The objectives of a run."""
+
+    training: Objective
+    held_out: Objective
 
 
 class TokenCrossEntropy:

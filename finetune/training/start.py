@@ -27,7 +27,7 @@ from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 from finetune.trackers import Tracker, open_tracker
 from finetune.training.evaluate import SAMPLES
-from finetune.training.objective import SFT
+from finetune.training.objective import Objectives
 from finetune.training.profiler import profile_steps
 from finetune.training.run_folder import METRICS, choose_run_name, describe_run, write_data_report
 from finetune.training.summary import first_screen
@@ -45,6 +45,7 @@ def start_run(
     model: nn.Module,
     size: ModelSize,
     optimizer: torch.optim.Optimizer,
+    objectives: Objectives,
     progress: Progress,
     inputs: Mapping[str, str],
 ) -> TrainingRun:
@@ -65,8 +66,7 @@ def start_run(
         sample_prompts=tuple(Prompt(user_prompt(text, tokenizer), "") for text in recipe.run.sample_prompts),
         model=model,
         optimizer=optimizer,
-        objective=SFT,
-        held_out_objective=SFT,
+        objectives=objectives,
         schedule=build_schedule(recipe.optimization, data.train.steps),
         saver=Saver(folder, model, optimizer, world, recipe, tokenizer, inputs),
         log=log,

@@ -15,7 +15,7 @@ from finetune.errors import Preempted
 from finetune.metrics import MetricsLog
 from finetune.optim.learning_rate import Schedule
 from finetune.recipe.schema import Recipe
-from finetune.training.objective import Objective
+from finetune.training.objective import Objectives
 from finetune.training.watchdog import Watchdog
 
 if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it
@@ -37,8 +37,7 @@ class TrainingRun:
     sample_prompts: tuple[Prompt, ...]  # the recipe's, to be answered at every evaluation
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    objective: Objective  # of training
-    held_out_objective: Objective
+    objectives: Objectives
     schedule: Schedule
     saver: "Saver"
     log: MetricsLog

@@ -170,7 +170,7 @@ class Life:
             retention.lock_run(self.run_folder)
         model, optimizer = build(str(self.root / "model"), False, world)
         tokenizer = AutoTokenizer.from_pretrained(self.root / "model")
-        progress = resuming.resume(recipe, self.run_folder, model, optimizer, world)
+        progress = resuming.load_start(resuming.find_start(recipe, self.run_folder, world), model, optimizer, world)
 
         def compare(step: int) -> None:
             tensors = shards.get_model_state(model) | shards.select_tensors(

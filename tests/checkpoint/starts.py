@@ -157,7 +157,7 @@ def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
     assert set(read_state(checkpoint)["inputs"]) == {"base", "chat_template", "config", "tokenizer"}
     weights = MODEL / "model.safetensors"
     with edited(weights, lambda _: (OTHER / "model.safetensors").read_bytes()):
-        is_refused(start("lora", use_peft=True), "but its weights, on which the adapters were trained, have changed")
+        is_refused(start("lora", use_peft=True), "but its weights, from which the training started, have changed")
         is_refused(export(checkpoint), f"{MODEL}: not the weights that the adapter of {checkpoint} was")
         is_refused(export(ROOT / "lora"), "restore them, or name a folder with --base-model")
         text = succeeds(export(checkpoint, "--base-model", OTHER))

@@ -13,7 +13,7 @@ import pytest
 from finetune import durable
 from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.cli import summarize_checkpoints
-from finetune.checkpoint.resume import resume
+from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
@@ -105,7 +105,7 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         summarize_checkpoints(run_folder, checksums=True)
         try:
-            resume(recipe, run_folder, model, optimizer, world)
+            load_start(find_start(recipe, run_folder, world), model, optimizer, world)
         except UserError as error:
             refused.add(path.name.split("-")[0])
             assert path.name in str(error)
@@ -116,7 +116,7 @@ def test_a_checkpoint_made_by_an_enemy_runs_nothing_and_is_never_loaded_in_part(
     assert refused == {"pieces", manifest.STATE, manifest.MANIFEST}, "the others are read by nobody here"
     (checkpoint / manifest.MODEL / ".metadata").write_bytes(hostile)  # what torch's own format would unpickle
     with pytest.raises(UserError, match="does not belong to it"):
-        resume(recipe, run_folder, model, optimizer, world)
+        load_start(find_start(recipe, run_folder, world), model, optimizer, world)
     pickle.loads(hostile)  # noqa: S301
     assert marker.exists(), "the payload works"
 

@@ -11,7 +11,7 @@ import pytest
 from finetune import durable
 from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.cli import format_list, summarize_checkpoints
-from finetune.checkpoint.resume import resume
+from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World, join, leave
@@ -55,7 +55,8 @@ class Run:
     def start(self) -> int:
         """The step at which the next start resumes."""
         retention.remove_leftovers(self.folder)
-        return resume(self._recipe(None), self.folder, self.model, self.optimizer, self.world).step
+        start = find_start(self._recipe(None), self.folder, self.world)
+        return load_start(start, self.model, self.optimizer, self.world).step
 
     def damage(self, *steps: int) -> None:
         """Flips a byte of the weights: the sizes stay right."""

@@ -15,7 +15,7 @@ import xxhash
 from accelerate import init_empty_weights
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from finetune.checkpoint.resume import resume
+from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
 from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import parallelize
@@ -85,7 +85,7 @@ def main() -> None:
     world = join(Sharding(layout=given["layout"], use_cpu=True))
     model, optimizer = build(recipe.model.model_name_or_path or "", recipe.lora.use_peft, world)
     tokenizer = AutoTokenizer.from_pretrained(recipe.model.model_name_or_path)
-    progress = resume(recipe, run_folder, model, optimizer, world)
+    progress = load_start(find_start(recipe, run_folder, world), model, optimizer, world)
     print("resumed", progress.step)
     with Saver(run_folder, model, optimizer, world, recipe, tokenizer) as saver:
         saver.check_save(given["steps"])

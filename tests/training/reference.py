@@ -3,6 +3,7 @@
 It shares nothing with the project but the order of the data and the adapters' start.
 """
 
+import copy
 import math
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.models.lora import with_adapters
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Quantization, Recipe
+from tests.training.papers import paper
 
 
 class Alone:
@@ -44,6 +46,7 @@ def train(
         attn_implementation="eager",
         quantization_config=_by_bitsandbytes(recipe.quantization),
     )
+    before = copy.deepcopy(model) if recipe.method_facts.rows == "pairs" else None
     model.train()  # there is no dropout; bitsandbytes rounds the inputs of 8-bit layers too outside of training
     if recipe.lora.use_peft:
         model = _with_adapters(model, recipe)
@@ -54,7 +57,7 @@ def train(
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = _cosine(step, steps, recipe.optimization.learning_rate, recipe.optimization.warmup_ratio)
-        loss_sum, count, router_logits = torch.zeros(()), 0, []
+        documents, router_logits = [], []
         for ids in data.train.rows_of(step):
             for index in ids:
                 example = data.train.examples[index]
@@ -62,18 +65,38 @@ def train(
                 labels = torch.from_numpy(example.labels.astype("int64"))
                 asked = {"output_router_logits": True} if coefficient else {}
                 output = model(input_ids=input_ids, use_cache=False, **asked)
-                loss_sum = loss_sum + F.cross_entropy(
-                    output.logits[0], labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing
-                )
-                count += int((labels != -100).sum())
+                with torch.no_grad():
+                    unchanged = None if before is None else before(input_ids=input_ids).logits[0]
+                documents.append((output.logits[0], labels, unchanged))
                 router_logits.append(output.router_logits if coefficient else ())
-        loss = loss_sum / count
+        loss = _cross_entropy(documents, label_smoothing) if before is None else _compare(documents, recipe)
         (loss + coefficient * _auxiliary(model, router_logits) if coefficient else loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm or math.inf)
         optimizer.step()
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))
     return results
+
+
+Documents = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]  # (logits, labels, logits before training)
+
+
+def _cross_entropy(documents: Documents, label_smoothing: float) -> torch.Tensor:
+    losses = [
+        F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
+        for logits, labels, _ in documents
+    ]
+    return torch.stack(losses).sum() / sum(int((labels != -100).sum()) for _, labels, _ in documents)
+
+
+def _compare(documents: Documents, recipe: Recipe) -> torch.Tensor:
+    def log_probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return -F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum")
+
+    policy = [log_probability(logits, labels) for logits, labels, _ in documents]
+    before = [log_probability(logits, labels).item() for _, labels, logits in documents if logits is not None]
+    tokens = [int((labels != -100).sum()) for _, labels, _ in documents]
+    return paper(recipe.method, policy, before, tokens, recipe.optimization.label_smoothing)
 
 
 def _auxiliary(model: Any, router_logits: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:

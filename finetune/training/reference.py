@@ -1,0 +1,203 @@
+"""The reference of preference training: the log-probabilities that the model before training gives to every document.
+
+There is never a second copy of the weights. Where adapters alone are trained, the model without them is the reference: a
+forward of each micro-batch. Otherwise its log-probabilities are computed once, in the run's own layout, from the weights that
+training starts with, and kept beside the token cache.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from finetune.data.batches import StoredBatches
+from finetune.data.collate import MicroBatch
+from finetune.data.prepare import PreparedData
+from finetune.data.token_cache import cache_folder
+from finetune.distributed.collective import RankGroup
+from finetune.distributed.world import World
+from finetune.durable import make_folder, replace_file
+from finetune.errors import UserError
+from finetune.models.log_probabilities import head_log_probabilities
+from finetune.models.lora import is_adapter
+from finetune.recipe.schema import Recipe
+from finetune.units import counted
+
+Reference = Callable[[nn.Module, MicroBatch], Tensor]
+"""(the model in training, a micro-batch on the device) -> fp64[documents], each document's summed log-probability."""
+
+VERSION = 1  # raised when the same model and data would give other numbers
+PROGRESS_SECONDS = 60.0  # between two lines about a long computation
+
+
+def sum_log_probabilities(
+    model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor]:
+    """The log-probability of each document's trained tokens, summed, and their number; fp64[documents].
+
+    In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch around them.
+    """
+    found = model(**inputs, head_function=head_log_probabilities)
+    of, documents = micro_batch.trained_documents, len(micro_batch.example_ids)
+    assert of is not None, "documents in groups say where each trained position belongs"
+    zeros = torch.zeros(documents, dtype=torch.float64, device=found.device)
+    if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
+        return zeros + found.sum(), zeros
+    has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
+    return zeros.index_add(0, of, found.double()), zeros.index_add(0, of, has_label.double())
+
+
+def without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+    """The reference of a run that trains adapters alone: a forward without them, and without dropout and gradients."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), adapters_off(model):
+            return sum_log_probabilities(model, micro_batch, micro_batch.inputs)[0]
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Computes with the base weights alone. peft's own switch also changes `requires_grad`, which FSDP has built on."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    for layer in layers:
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer._disable_adapters = False
+
+
+def trains_adapters_alone(model: nn.Module) -> bool:
+    """Whether the model without its adapters is the model before training."""
+    return all(is_adapter(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+class StoredReference:
+    """The reference of any other run: log-probabilities that were computed before training."""
+
+    def __init__(self, log_probabilities: NDArray[np.float64]) -> None:
+        self._found = torch.from_numpy(log_probabilities)  # [examples]; nan where the run does not come to one
+
+    def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+        """Those of the micro-batch's documents."""
+        found = self._found[list(micro_batch.example_ids)]
+        return found.to(micro_batch.labels.device, non_blocking=True)
+
+
+def load_or_compute(
+    model: nn.Module, recipe: Recipe, data: PreparedData, weights: str | None, world: World
+) -> dict[str, NDArray[np.float64]]:
+    """The base model's log-probabilities of the training examples that the run comes to, and of the held-out ones.
+
+    `model` still has the weights that training starts with; `weights`: their hash. All ranks call it. Each node keeps the
+    numbers beside its token cache, under a hash of the model and the data, and computes them again where they are missing
+    or damaged.
+    """
+    batches = {"training": data.train, "held_out": data.evaluation}
+    if not isinstance(data.train, StoredBatches):
+        raise UserError(
+            f"{recipe.path}: streaming: {recipe.method.method} compares with the model before training, whose log-probabilities of "
+            "all the data are computed first where more than adapters is trained; remove streaming, or train adapters alone"
+        )
+    stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
+    key: str = RankGroup(world).main(lambda: _hash_inputs(recipe, stored, weights, world))
+    path = cache_folder(recipe.data) / f"reference-{key}.json"
+    found = _read(path, {name: len(each.examples) for name, each in stored.items()})
+    if found is not None and world.is_main:
+        print(f"reference  {path}", file=sys.stderr, flush=True)
+    if world.any(found is None):
+        found = {name: _compute(model, each, name, world) for name, each in stored.items()}
+        RankGroup(world).all(lambda: _write(path, found) if world.local_rank == 0 else None)
+    assert found is not None
+    return found
+
+
+@torch.no_grad()
+def _compute(model: nn.Module, batches: StoredBatches, name: str, world: World) -> NDArray[np.float64]:
+    steps, began = _steps_of(batches), time.monotonic()
+    total, said = torch.zeros(len(batches.examples), dtype=torch.float64), began
+    seen = torch.zeros(len(batches.examples), dtype=torch.float64)
+    training = model.training
+    model.eval()
+    for step in range(steps):
+        for micro_batch in batches.step_batch(step).micro_batches:
+            on_device = micro_batch.to(world.device)
+            ids = list(micro_batch.example_ids)
+            total[ids] = sum_log_probabilities(model, on_device, on_device.inputs)[0].cpu()
+            seen[ids] = 1.0
+        if world.is_main and time.monotonic() - said > PROGRESS_SECONDS:
+            said = time.monotonic()
+            print(
+                f"reference  {name.replace('_', '-')}: {step + 1:,} of {steps:,} batches", file=sys.stderr, flush=True
+            )
+    model.train(training)
+    world.sum(total), world.sum(seen)
+    if world.is_main:
+        what = f"{counted(int(seen.sum()), 'document')} ({name.replace('_', '-')})"
+        print(f"reference  {what} in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+    return torch.where(seen > 0, total, torch.nan).numpy()
+
+
+def _steps_of(batches: StoredBatches) -> int:
+    """Steps after which every example that the run comes to has been seen."""
+    return min(batches.steps, batches.steps_per_epoch)
+
+
+def _describe_share(batches: StoredBatches) -> Any:
+    """Which examples `_compute` comes to."""
+    if batches.steps >= batches.steps_per_epoch:
+        return "all"
+    return [batches.steps, asdict(batches.config)]
+
+
+def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World) -> str:
+    """Of what decides the numbers: the weights, how they compute, and every token in its document."""
+    keys = {"model": asdict(recipe.model), "lora": asdict(recipe.lora), "quantization": asdict(recipe.quantization)}
+    described = [VERSION, weights, keys, recipe.run.seed, world.sharding.mixed_precision]
+    described += [_describe_share(batches) for batches in stored.values()]
+    digest = xxhash.xxh3_128(json.dumps(described, sort_keys=True, default=str).encode())
+    for batches in stored.values():
+        examples = batches.examples
+        for store in examples.stores:
+            digest.update(np.ascontiguousarray(store.input_ids).data)
+            digest.update(np.ascontiguousarray(store.labels).data)
+        for column in (examples.store, examples.start, examples.lengths):
+            digest.update(np.ascontiguousarray(column).data)
+    return digest.hexdigest()
+
+
+def _read(path: Path, sizes: Mapping[str, int]) -> dict[str, NDArray[np.float64]] | None:
+    """What `_write` wrote; None where it is missing or damaged."""
+    try:
+        checksum, _, text = path.read_text(encoding="utf-8").partition("\n")
+    except (OSError, UnicodeDecodeError):
+        return None
+    if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
+        print(f"{path}: damaged; the reference is computed again", file=sys.stderr, flush=True)
+        return None
+    kept: dict[str, Sequence[float]] = json.loads(text)
+    found = {name: np.asarray(values, np.float64) for name, values in kept.items()}
+    return found if {name: len(values) for name, values in found.items()} == dict(sizes) else None
+
+
+def _write(path: Path, found: Mapping[str, NDArray[np.float64]]) -> None:
+    """JSON, whose numbers come back bit for bit, after a line with its checksum."""
+    text = json.dumps({name: values.tolist() for name, values in found.items()})
+    make_folder(path.parent)
+    replace_file(path, f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}")

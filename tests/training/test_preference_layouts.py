@@ -1,0 +1,146 @@
+"""Preference training gives the same losses and gradient norms on every layout, as a plain loop over whole logits does; killed
+and resumed it gives the same numbers bit for bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import make_model
+from tests.ranks import run_python
+from tests.training import reference
+from tests.training.layouts import steps_of, write_config, write_recipe
+
+STEPS, SAVED_AT = 4, 2
+ROWS = 20  # pairs, 6 in a step: 4 steps an epoch, the last of 2 pairs, fewer than 3 ranks
+LORA = {"use_peft": True, "lora_r": 4}
+MODES: dict[str, dict[str, Any]] = {
+    "dpo-lora": {"method": "dpo", "beta": 0.5, "rpo_alpha": 0.3, **LORA},
+    "dpo-full": {"method": "dpo", "beta": 0.3, "label_smoothing": 0.1},
+    "dpo-norm": {"method": "dpo", "loss_type": "ipo", "beta": 0.5, "modules_to_save": ["model.norm"], **LORA},
+    "packed": {"method": "dpo", "beta": 0.3, "packing": True, "global_batch_size": 2},
+    "orpo": {"method": "orpo", "beta": 0.5, "packing": True, "global_batch_size": 2},
+    "simpo-lora": {"method": "simpo", "beta": 2.0, "simpo_gamma": 0.8, **LORA},
+}
+# (ranks, layout) -> the modes that are run so.
+WANTED: dict[tuple[int, str], list[str]] = {
+    (1, "single"): ["dpo-lora", "packed"],
+    (1, "full_shard"): ["orpo"],
+    (2, "full_shard"): ["dpo-norm", "packed"],
+    (2, "FULL_SHARD"): ["dpo-lora"],
+    (2, "ddp"): ["dpo-lora", "orpo"],
+    (3, "full_shard"): ["dpo-lora", "dpo-full", "simpo-lora"],
+    (4, "hybrid"): ["dpo-full"],
+}
+CASES = [(ranks, layout, mode) for (ranks, layout), modes in WANTED.items() for mode in modes]
+
+
+def make_pairs(path: Path, rows: int) -> Path:
+    """A file of preferences of different lengths, with `rows` rows."""
+    with path.open("w") as file:
+        for row in range(rows):
+            prompt = [{"role": "user", "content": f"What is {row} plus {row}?" + " Tell me." * (row % 4)}]
+            answers = {"chosen": f"It is {2 * row}.", "rejected": "No" + " idea" * (row % 3) + "."}
+            sides = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
+            file.write(json.dumps({"prompt": prompt, **sides}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("preference-layouts")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    model = make_model(folder / "model", hidden_size=72, vocab_size=509, num_hidden_layers=2, tie_word_embeddings=True)
+    data = make_pairs(folder / "pairs.jsonl", ROWS)
+    common = {"global_batch_size": 6, "max_steps": STEPS}
+    return {mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys) for mode, keys in MODES.items()}
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Path:
+    """The folder of every run, `RANKS-LAYOUT-MODE`; all are run by one process that forks their ranks."""
+    mesh = {"hybrid": (2, 2)}
+    configs = {
+        layout: write_config(folder / layout, "full_shard" if layout == "hybrid" else layout, mesh=mesh.get(layout))
+        for layout in {layout for _, layout in WANTED}
+        if (folder / layout).mkdir() is None
+    }
+    held_out = f"eval_datasets=[{{path: {folder}/pairs.jsonl}}]"
+
+    def run(ranks: int, layout: str, mode: str, *overrides: str, name: str = "") -> tuple[str, str, list[str]]:
+        rows = f"per_device_train_batch_size={3 if ranks == 1 and 'packed' not in mode else 1 if ranks == 3 else 2}"
+        output = f"output_dir={folder}/{name or f'{ranks}-{layout}-{mode}'}"
+        return str(recipes[mode]), str(configs[layout]), [output, rows, *overrides]
+
+    def start(ranks: int, *its_runs: Any, killed_after: int | None = None) -> dict[str, Any]:
+        return {"ranks": ranks, "log": str(folder / "log.txt"), "runs": its_runs, "killed_after": killed_after}
+
+    starts = [
+        start(ranks, *(run(*case, held_out) for case in CASES if case[0] == ranks))
+        for ranks in sorted({ranks for ranks, _ in WANTED})
+    ]
+    dropout = ["attention_dropout=0.5", "lora_dropout=0.5", "max_steps=1"]
+    starts[0]["runs"] += (run(1, "single", "dpo-lora", *dropout, name="dropout"),)
+    killed = run(2, "full_shard", "packed", held_out, f"save_steps={SAVED_AT}", name="killed")
+    starts += [start(2, killed, killed_after=SAVED_AT), start(2, killed)]
+    (folder / "starts.json").write_text(json.dumps(starts))
+    script = Path(__file__).with_name("preferences_on_ranks.py")
+    done = run_python([str(script), str(folder / "starts.json")], timeout=500)
+    codes = [json.loads(line) for line in done.stdout.splitlines()]
+    expected = [[-9] * each["ranks"] if each["killed_after"] else [0] * each["ranks"] for each in starts]
+    assert codes == expected, done.stderr + (folder / "log.txt").read_text()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(recipes: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
+    """The plain loop's loss and gradient norm of every step, for each mode."""
+    return {mode: reference.train(path) for mode, path in recipes.items()}
+
+
+@pytest.mark.parametrize(("ranks", "layout", "mode"), CASES)
+def test_every_layout_computes_what_a_plain_loop_does(
+    ranks: int, layout: str, mode: str, runs: Path, expected: dict[str, list[tuple[float, float]]]
+) -> None:
+    lines = steps_of(runs / f"{ranks}-{layout}-{mode}")
+    assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in expected[mode]], rel=1e-5)
+    assert [line["grad_norm"] for line in lines] == pytest.approx([norm for _, norm in expected[mode]], rel=1e-5)
+
+
+def test_metrics_are_the_same_on_every_layout(runs: Path) -> None:
+    """Those of training, and those of the held-out pairs before and after it."""
+    for mode in ("dpo-lora", "dpo-full", "packed", "orpo"):
+        first, *others = [_metrics(runs / f"{r}-{layout}-{m}") for r, layout, m in CASES if m == mode]
+        assert all(line.keys() == other.keys() for lines in others for line, other in zip(first, lines, strict=True))
+        for lines in others:
+            if mode != "orpo":  # the model is its own reference: margins of 0, up to the rounding of another layout
+                assert abs(lines[0]["eval_rewards/margins"]) < 1e-6
+                lines[0]["eval_rewards/accuracies"] = first[0]["eval_rewards/accuracies"]
+            for line, other in zip(first, lines, strict=True):
+                assert other == pytest.approx(line, rel=1e-4, abs=2e-6), mode
+
+
+def test_the_reference_has_no_dropout(runs: Path) -> None:
+    """With it the model in training is another than its reference from the first step on; the reference stays what it is."""
+    (dropped,), (plain, *_) = steps_of(runs / "dropout"), steps_of(runs / "1-single-dpo-lora")
+    beta = MODES["dpo-lora"]["beta"]
+    for side in ("chosen", "rejected"):
+        assert plain[f"rewards/{side}"] == 0.0 != dropped[f"rewards/{side}"]
+        reference = dropped[f"logps/{side}"] - dropped[f"rewards/{side}"] / beta
+        assert reference == pytest.approx(plain[f"logps/{side}"], rel=1e-6)
+
+
+def test_killed_and_resumed_it_gives_the_same_numbers_bit_for_bit(runs: Path) -> None:
+    """Full fine-tuning, which resumes with the reference that was computed from the weights before training."""
+    assert _metrics(runs / "killed") == _metrics(runs / "2-full_shard-packed")
+
+
+def _metrics(run: Path) -> list[dict[str, float]]:
+    """Every line of metrics without what depends on the machine."""
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    other = {"tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds"}
+    return [{key: value for key, value in line.items() if key not in other} for line in lines]
