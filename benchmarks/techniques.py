@@ -1,6 +1,7 @@
 """What each technique gains on a CPU: the same model and batches with one technique taken away at a time, in turns.
 
     python benchmarks/techniques.py --data gsm8k_train.jsonl --tokenizer stories260k [--compile]
+    python benchmarks/techniques.py --checkpointing    # what is kept of a checkpointed layer; needs no data
 
 One thread, CPU seconds: what other jobs on the machine take is not counted. The loss's memory is that of a process of
 its own at a vocabulary of 128,256.
@@ -100,6 +101,43 @@ def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens:
     print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
 
 
+def checkpointing(rounds: int, tokens: int = 4096) -> None:
+    """Prints the CPU time of forward and backward over one document, by what checkpointed layers keep."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from finetune.models.attention import install_attention
+    from finetune.models.layers import checkpoint_activations
+    from finetune.models.loss import install_loss
+
+    def make(keeps: Any) -> Any:
+        sizes = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, "vocab_size": 512}
+        model: Any = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=8, num_key_value_heads=4)).train()
+        install_attention(model)
+        install_loss(model)
+        if keeps is not None:
+            checkpoint_activations(model, 1, keeps)
+        return model
+
+    torch.set_num_threads(1)
+    ids = torch.randint(0, 512, (1, tokens))
+    boundaries = torch.tensor([0, tokens], dtype=torch.int32)
+    batch = {"input_ids": ids, "labels": ids, "position_ids": torch.arange(tokens)[None], "cu_seq_lens": boundaries}
+    kept = (None, "nothing", "attention", "attention_and_projections")
+    models = {keeps: make(keeps) for keeps in kept}
+    seconds: dict[Any, list[float]] = {keeps: [] for keeps in kept}
+    for index in range(rounds + 1):
+        for keeps, model in models.items():
+            began = time.process_time()
+            model(**batch, max_document_length=tokens).backward()
+            if index:
+                seconds[keeps].append(time.process_time() - began)
+    print("| a checkpointed layer keeps | CPU s, median | x no checkpointing |\n|---|---|---|")
+    for keeps, measured in seconds.items():
+        ratio = statistics.median(m / b for m, b in zip(measured, seconds[None], strict=True))
+        print(f"| {keeps or '(no checkpointing)'} | {statistics.median(measured):.2f} | {ratio:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
@@ -107,9 +145,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--compile", action="store_true", help="also torch_compile, which takes a minute to start")
     parser.add_argument("--loss-memory", choices=["chunked", "whole"], help=argparse.SUPPRESS)
+    parser.add_argument("--checkpointing", action="store_true", help="measure what checkpointed layers keep, alone")
     options = parser.parse_args()
     if options.loss_memory:
         loss_memory(options.loss_memory)
+        return
+    if options.checkpointing:
+        checkpointing(options.steps)
         return
     import torch
 

@@ -1,9 +1,13 @@
 """What is done to decoder layers: activation checkpointing, torch.compile, Liger's kernels. Parameters keep their names."""
 
-from typing import Any
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import cache, partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from finetune.errors import UserError
 
@@ -12,8 +16,13 @@ from finetune.errors import UserError
 RECOMPILE_LIMIT = 64
 
 
-def checkpoint_activations(model: nn.Module, every: int) -> int:
+Kept = Literal["nothing", "attention", "attention_and_projections"]
+
+
+def checkpoint_activations(model: nn.Module, every: int, keeps: Kept = "nothing") -> int:
     """Recomputes the activations of every `every`-th decoder layer in backward (Chen et al. 2016); returns how many.
+
+    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al. 2022, section 5).
 
     By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that its gradients are wrong
     with dropout (relative error 0.5), and renames modules under LoRA, so that the saved adapter is empty.
@@ -21,11 +30,51 @@ def checkpoint_activations(model: nn.Module, every: int) -> int:
     transformer: Any = model
     # Renamed in transformers 5.23; the older name goes in 6.
     enable = getattr(transformer, "activation_checkpointing_enable", None) or transformer.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    contexts = {} if keeps == "nothing" else {"context_fn": partial(_make_contexts, model.config, keeps)}
+    enable({"use_reentrant": False, **contexts})
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing") and _is_layer(module)]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0  # type: ignore[assignment]
     return sum(bool(layer.gradient_checkpointing) for layer in layers)
+
+
+@cache
+def _attention_operators() -> frozenset[Any]:
+    """The kernels that attention may choose: torch's varlen one, and those of its scaled dot product."""
+    aten = torch.ops.aten
+    return frozenset(
+        [
+            torch.ops.torch_attn._varlen_attn.default,
+            aten._scaled_dot_product_flash_attention_for_cpu.default,
+            aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default,
+            aten._scaled_dot_product_cudnn_attention.default,
+        ]
+    )
+
+
+def _make_contexts(config: Any, keeps: Kept) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """The contexts in which torch runs a checkpointed layer, and runs it again."""
+    policy = _make_policy(_attention_width(config.get_text_config()) if keeps == "attention_and_projections" else 0)
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call,no-any-return]
+
+
+def _attention_width(config: Any) -> int:
+    """The widest state round attention: the hidden state, or all of its heads."""
+    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return max(int(config.hidden_size), int(config.num_attention_heads) * size)
+
+
+def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
+    """Keeps the outputs of attention's kernels, and of products from and to at most `width` features: the MLP's are wider."""
+
+    def choose(_context: object, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
+        is_kept = operator in _attention_operators()
+        if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            is_kept = max(arguments[-2].shape[-1], arguments[-1].shape[-1]) <= width
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return choose
 
 
 def _is_layer(module: nn.Module) -> bool:

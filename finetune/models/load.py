@@ -76,6 +76,12 @@ def load_model(
             f"torch_compile: {type(built).__name__} is a mixture of experts, whose tokens for each expert differ from step to "
             "step; leave the key out"
         )
+    if model.activation_checkpointing_keeps == "attention_and_projections" and (expert_modules(built) or lora.use_dora):
+        what = "DoRA's adapters" if lora.use_dora else f"the experts of {type(built).__name__}"
+        raise UserError(
+            f"activation_checkpointing_keeps: attention_and_projections: {what} multiply matrices that cannot be told from "
+            "attention's; set it to attention"
+        )
     use_grouped_products(built, world)
     install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
@@ -89,7 +95,7 @@ def load_model(
         used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
         values = with_adapters(base, shapes, seed, used)
     if world.sharding.activation_checkpointing:
-        checkpoint_activations(built, model.activation_checkpointing_every)
+        checkpoint_activations(built, model.activation_checkpointing_every, model.activation_checkpointing_keeps)
     size = count_parameters(built)
     if stored and quantization.bits is None:
         raise UserError(

@@ -28,6 +28,7 @@ class Computation:
         False  # fp32 parameters and residual stream, cast at each matmul (DDP, single); else parameters are
     )
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
+    keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/layers.py
     lora: Lora | None = None
     document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized
     cpu: bool = False  # attention runs document by document, and its outputs are concatenated
@@ -66,7 +67,7 @@ def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
     final_norm = _norm(a.hidden, a, run) + a.hidden * run.residual_itemsize
     return {
         "layers": layers,
-        "checkpoints": (a.layers - len(kept)) * a.hidden * run.residual_itemsize,
+        "checkpoints": (a.layers - len(kept)) * (a.hidden * run.residual_itemsize + selected_bytes(a, run)),
         "ends": TOKEN_ID + rotary + final_norm,
     }
 
@@ -92,9 +93,30 @@ def merged_expert_bytes(a: Architecture, run: Computation) -> MergedExperts:
     return MergedExperts(kept, max(map(sum, sizes)), max((size for layer in sizes for size in layer), default=0))
 
 
+def selected_bytes(a: Architecture, run: Computation) -> int:
+    """Bytes per token that a checkpointed layer keeps beside its input."""
+    if run.keeps == "nothing":
+        return 0
+    attended = (max(run.itemsize, FP32) if run.cpu else run.itemsize) * a.query_width + FP32 * a.heads
+    if (
+        a.family.caps_scores or a.family.sinks or (a.latent is not None and run.cpu)
+    ):  # written out, by no kernel of its own
+        attended = 0
+    if run.keeps == "attention":
+        return attended
+    width, products = max(a.hidden, a.query_width), 0
+    for linear in a.linears():
+        features = linear.shape
+        products += features[0] if max(features) <= width else 0
+        if run.lora is not None and is_adapted(linear, run.lora):
+            rank = _largest_rank(linear.name, a, run.lora)
+            products += (rank if features[1] <= width else 0) + (features[0] if features[0] <= width else 0)
+    return attended + products * run.itemsize
+
+
 def recomputed_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
-    return sum(layer_bytes(a, run).values()) if run.checkpoint_every is not None else 0
+    return sum(layer_bytes(a, run).values()) - selected_bytes(a, run) if run.checkpoint_every is not None else 0
 
 
 def working_bytes(a: Architecture, run: Computation) -> int:

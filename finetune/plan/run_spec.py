@@ -71,6 +71,7 @@ class RunSpec:
             checkpoint_every=(
                 self.recipe.model.activation_checkpointing_every if self.sharding.activation_checkpointing else None
             ),
+            keeps=self.recipe.model.activation_checkpointing_keeps,
             lora=self.recipe.lora if self.recipe.lora.use_peft else None,
             document_length=self.recipe.data.max_length,
             cpu=self.device == "cpu",

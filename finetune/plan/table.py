@@ -47,6 +47,8 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     if sharding.activation_checkpointing:
         every = recipe.model.activation_checkpointing_every
         checkpointing = "every layer" if every == 1 else f"every {every}th layer"
+        kept = recipe.model.activation_checkpointing_keeps
+        checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"
     model = recipe.model.model_name_or_path or "model_config"
     frozen = f"{_name_frozen(spec)} (frozen), adapters " if recipe.lora.use_peft else ""
     parameters = frozen + spec.trained_dtype

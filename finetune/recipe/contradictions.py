@@ -40,6 +40,9 @@ def find_contradictions(
             yield f"{at(key)}: {problem}"
     if not _is_day(values.get("chat_template_date")):
         yield f"{at('chat_template_date')}: chat_template_date: {values['chat_template_date']}: no day; write it as 2026-01-31"
+    if values.get("torch_compile") and values.get("activation_checkpointing_keeps", "nothing") != "nothing":
+        key = "activation_checkpointing_keeps"
+        yield f"{at(key)}: {key}: torch does not select activations inside compiled layers; remove it, or torch_compile"
     for problem in find_schedule_problems(values):
         key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
         yield f"{at(key)}: {problem}"

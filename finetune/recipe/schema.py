@@ -92,6 +92,12 @@ class Model:
     activation_checkpointing_every: Annotated[
         Positive, "Checkpoint every k-th decoder layer, where the Accelerate config turns activation checkpointing on."
     ] = 1
+    activation_checkpointing_keeps: Annotated[
+        Literal["nothing", "attention", "attention_and_projections"],
+        "What a checkpointed layer keeps beside its input, instead of computing it again: the output of attention, whose "
+        "computation grows with the length of documents; with the products round it (query, key, value, output). More "
+        "memory, less time. Not with torch_compile.",
+    ] = "nothing"
     attention_dropout: Annotated[
         float | None, Ge(0), Lt(1), SameOnResume, "Overrides the model's own attention dropout."
     ] = None

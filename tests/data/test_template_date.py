@@ -10,7 +10,7 @@ import pytest
 from finetune.data.renderer import apply_template, make_renderer
 from finetune.data.token_cache import cache_key
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe, write_recipe
+from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Data, DatasetSource, Recipe
 from finetune.training import run_folder
 from finetune.training.run_folder import fix_template_date
@@ -70,10 +70,3 @@ def test_a_run_keeps_the_day_on_which_it_began(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "recipe.yaml").write_text("- torn")
     with pytest.raises(UserError, match="set chat_template_date to the run's day"):
         fixed_on("2026-02-01", recipe_with(), dated)
-
-
-def test_what_is_no_day_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "r.yaml"
-    file.write_text("model_name_or_path: m\ndatasets:\n  - path: d\nchat_template_date: 2026-02-30\n")
-    with pytest.raises(UserError, match=r"r.yaml:4: chat_template_date: 2026-02-30: no day; write it as 2026-01-31"):
-        read_recipe(str(file))

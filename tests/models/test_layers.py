@@ -6,9 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.models.layers import compile_layers, decoder_layers, use_liger_kernels
+from finetune.models.layers import checkpoint_activations, compile_layers, decoder_layers, use_liger_kernels
+from finetune.models.load import load_model
+from finetune.recipe.schema import Lora, Model
 from tests.models.families import build, documents, gradients, ours, packed, relative_error
 from tests.ranks import launch_ranks
 
@@ -56,6 +61,48 @@ def test_under_fsdp2_one_graph_serves_every_layer_and_length_and_checkpointing_s
 
 def test_decoder_layers_are_those_that_transformers_does_not_split() -> None:
     assert len(decoder_layers(build("qwen3"))) == 2
+
+
+class KernelCalls(TorchDispatchMode):
+    """Counts the calls of attention's kernel on a CPU."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += operator is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+        return operator(*args, **(kwargs or {}))
+
+
+def test_attention_that_is_kept_is_not_computed_again() -> None:
+    def count_calls(keeps: Any) -> int:
+        model = ours(build("llama"))
+        checkpoint_activations(model, 1, keeps)
+        with KernelCalls() as calls:
+            model(**packed(documents())).backward()
+        return calls.count
+
+    once = count_calls("attention")
+    assert count_calls("nothing") == 2 * once > 0
+    assert count_calls("attention_and_projections") == once
+
+
+@pytest.mark.parametrize(
+    ("family", "lora", "said"),
+    [
+        ("mixtral", Lora(), "the experts of MixtralForCausalLM"),
+        ("llama", Lora(use_peft=True, use_dora=True), "DoRA's adapters"),
+    ],
+)
+def test_products_that_cannot_be_told_from_attentions_are_not_kept(family: str, lora: Lora, said: str) -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    model = Model(
+        model_config={"model_type": family, **sizes}, activation_checkpointing_keeps="attention_and_projections"
+    )
+    with pytest.raises(
+        UserError, match=f"{said} multiply matrices that cannot be told from attention's; set it to att"
+    ):
+        load_model(model, lora, 0, world)
 
 
 def test_liger_without_a_gpu_is_refused_in_a_sentence() -> None:

@@ -17,7 +17,7 @@ from finetune.plan.families import FAMILIES
 from finetune.plan.memory import loss_bytes
 from finetune.recipe.schema import Lora
 from tests.plan.run_specs import make_spec
-from tests.plan.traced import allocated_peak, saved_for_backward
+from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward
 
 CONFIG = {
     "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -52,6 +52,16 @@ RECIPES: dict[str, dict[str, Any]] = {
     "checkpointing": {"dtype": torch.bfloat16, "every": 1},
     "checkpointing every second": {"dtype": torch.bfloat16, "every": 2},
 }
+
+
+def packed_inputs() -> dict[str, Any]:
+    """A packed row of DOCUMENTS."""
+    return {
+        "input_ids": torch.randint(3, 256, (1, sum(DOCUMENTS)), generator=torch.Generator().manual_seed(0)),
+        "position_ids": torch.cat([torch.arange(n) for n in DOCUMENTS])[None],
+        "cu_seq_lens": torch.tensor([0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()], dtype=torch.int32),
+        "max_document_length": max(DOCUMENTS),
+    }
 
 
 def test_activations_of_every_family_are_planned_within_a_tenth(capsys: pytest.CaptureFixture[str]) -> None:
@@ -94,13 +104,7 @@ def _measured_and_planned(
     if every is not None:
         checkpoint_activations(model, every)
     model.train()
-    tokens = sum(DOCUMENTS)
-    inputs = {
-        "input_ids": torch.randint(3, 256, (1, tokens)),
-        "position_ids": torch.cat([torch.arange(n) for n in DOCUMENTS])[None],
-        "cu_seq_lens": torch.tensor([0, *torch.tensor(DOCUMENTS).cumsum(0).tolist()], dtype=torch.int32),
-        "max_document_length": max(DOCUMENTS),
-    }
+    tokens, inputs = sum(DOCUMENTS), packed_inputs()
     weights = [*model.parameters(), *model.buffers()]
     with saved_for_backward(iter(weights)) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model.model(**inputs, use_cache=False)
@@ -118,6 +122,39 @@ def _measured_and_planned(
         casts = run.itemsize * a.layers * sum(t.numel for t in (*a.linears(a.widest_layer), *a.experts(a.widest_layer)))
     casts += merged_expert_bytes(a, run).kept
     return sum(kept.values()), tokens * (sum(parts.values()) - elsewhere) + casts
+
+
+@pytest.mark.parametrize("family", ["llama", "phi3", "gemma2"])
+def test_what_checkpointed_layers_keep_is_planned_to_the_byte(family: str) -> None:
+    """Beyond their inputs; and the gradients are those of a layer that is computed again whole, bit for bit."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG | HEAD.get(family, {})
+    a = read_architecture({"model_type": family, **config}, "config.json")
+    inputs = packed_inputs()
+
+    def measure(keeps: Any, lora: Lora | None) -> tuple[int, int, torch.Tensor]:
+        torch.manual_seed(0)
+        model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=torch.bfloat16)
+        install_attention(model)
+        install_loss(model)
+        if lora is not None:
+            add_adapters(model, lora, torch.bfloat16)
+            model.to(torch.bfloat16)
+        checkpoint_activations(model, 1, keeps)
+        model.train()
+        held = allocated_after(lambda: model.model(**inputs, use_cache=False))
+        model.model(**inputs, use_cache=False).last_hidden_state.float().square().sum().backward()
+        gradients = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        run = Computation(itemsize=2, checkpoint_every=1, keeps=keeps, lora=lora, cpu=True)
+        return held, sum(DOCUMENTS) * sum(kept_bytes(a, run).values()), gradients
+
+    for lora in (None, Lora(use_peft=True, lora_r=8)):
+        plain, planned_plain, gradients = measure("nothing", lora)
+        for keeps in ("attention", "attention_and_projections"):
+            held, planned, same = measure(keeps, lora)
+            assert held - plain == planned - planned_plain >= (0 if family == "gemma2" else 1)
+            assert torch.equal(same, gradients)
 
 
 @pytest.mark.parametrize("mixed_precision", ["bf16", "no"])

@@ -1,5 +1,6 @@
 """What a forward really saves and allocates, by torch's own hooks and its allocator."""
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -14,6 +15,16 @@ def allocated_peak(run: Callable[[], object]) -> int:
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return max(accumulate(changes))
+
+
+def allocated_after(run: Callable[[], object]) -> int:
+    """The bytes that torch's CPU allocator still holds of what was allocated during `run`, whose result is kept meanwhile."""
+    gc.collect()  # what is freed of before would count as negative
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    held = sum(event.nbytes() for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]")
+    del kept
+    return held
 
 
 @contextmanager

@@ -101,6 +101,11 @@ MISTAKES = {
     "max_samples: 5": [
         "F:4: max_samples: a key of each entry of datasets; write it there, as in datasets=[{path: ..., max_samples: ...}]"
     ],
+    "torch_compile: true\nactivation_checkpointing_keeps: attention": [
+        "F:5: activation_checkpointing_keeps: torch does not select activations inside compiled layers; remove it, or "
+        "torch_compile"
+    ],
+    "chat_template_date: today": ["F:4: chat_template_date: today: no day; write it as 2026-01-31"],
     "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
     "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
     "mixed_precision: bf16": [
