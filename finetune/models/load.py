@@ -79,7 +79,7 @@ def load_model(
     if model.activation_checkpointing_keeps == "attention_and_projections" and (expert_modules(built) or lora.use_dora):
         what = "DoRA's adapters" if lora.use_dora else f"the experts of {type(built).__name__}"
         raise UserError(
-            f"activation_checkpointing_keeps: attention_and_projections: {what} multiply matrices that cannot be told from "
+            f"activation_checkpointing_keeps: attention_and_projections: {what} multiply matrices of the sizes of "
             "attention's; set it to attention"
         )
     use_grouped_products(built, world)

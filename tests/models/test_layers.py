@@ -93,15 +93,13 @@ def test_attention_that_is_kept_is_not_computed_again() -> None:
         ("llama", Lora(use_peft=True, use_dora=True), "DoRA's adapters"),
     ],
 )
-def test_products_that_cannot_be_told_from_attentions_are_not_kept(family: str, lora: Lora, said: str) -> None:
+def test_products_of_the_sizes_of_attentions_are_refused(family: str, lora: Lora, said: str) -> None:
     world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
     model = Model(
         model_config={"model_type": family, **sizes}, activation_checkpointing_keeps="attention_and_projections"
     )
-    with pytest.raises(
-        UserError, match=f"{said} multiply matrices that cannot be told from attention's; set it to att"
-    ):
+    with pytest.raises(UserError, match=f"{said} multiply matrices of the sizes of attention's; set it to att"):
         load_model(model, lora, 0, world)
 
 
