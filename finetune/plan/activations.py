@@ -137,6 +137,26 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
     return -(-tokens // chunks) * vocabulary * (run.itemsize + FP32 + casts)
 
 
+def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computation, head_gradient: int) -> int:
+    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py): first the hidden states'
+    gradient is scaled in fp32; then, where the head is trained, the chunks are computed again for the weight's in fp32.
+
+    head_gradient: bytes of the latter; 0 where the head is frozen.
+    """
+    hidden = a.hidden * tokens
+    prepared = run.itemsize * hidden  # the hidden states' gradient, from the forward
+    scaled = run.residual_itemsize * hidden
+    product = FP32 * hidden * (1 if run.itemsize == FP32 else 2)
+    if not head_gradient:
+        return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
+    trained = run.itemsize * hidden  # the hidden states at the trained positions
+    cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
+    cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
+    chunk = loss_chunk_bytes(a.vocabulary, tokens, run) + cast_head
+    again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
+    return prepared + trained + max(product, FP32 * hidden + scaled, again)
+
+
 def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1) -> int:
     """RMSNorm works in fp32: it saves its input in fp32 (the residual itself where that is fp32), the reciprocal root,
     and the normalized input if the weight is trained (in fp32 if the weight is multiplied in fp32, as in Gemma)."""

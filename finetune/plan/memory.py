@@ -14,6 +14,7 @@ from finetune.plan.activations import (
     evaluation_bytes,
     kept_bytes,
     layer_bytes,
+    log_probability_backward_bytes,
     loss_chunk_bytes,
     merged_expert_bytes,
     recomputed_bytes,
@@ -81,8 +82,10 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
     first = [replace(point, optimizer=0) if point.name != "optimizer step" else point for point in step]
     largest_shard = max(tensor.numel * FP32 for tensor in spec.tensors if tensor.trainable) // spec.shards
+    before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     by_name = {
         "load": [weights],
+        **({"reference": before} if before else {}),
         "first step": first,
         "steady step": step,
         "evaluation": [_evaluation(spec, at_rest)],
@@ -113,8 +116,12 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     one_layer = tokens * (sum(layer_bytes(a, run).values()) + working_bytes(a, run)) + merged.layer
     held, tail_share = held_by_layout(spec), _tail_share(spec)
     before = full if spec.accumulation > 1 else replace(full, gradients=0)  # of earlier micro-batches
+    if spec.reference == "adapters off":
+        yield _forward(spec, before, "forward of the reference", tokens)
     yield replace(before, name="loss", activations=all_kept, loss=loss_bytes(spec), **held["loss"])
-    yield replace(before, name="backward of the head", activations=all_kept, loss=_loss_backward(spec), **held["head"])
+    yield replace(
+        before, name="backward of the head", activations=all_kept, loss=loss_backward_bytes(spec), **held["head"]
+    )
     last = replace(before, gradients=max(before.gradients, int(full.gradients * tail_share)))
     # The gradient of the merged experts, and the part of it that is being added (an expert's, in the shape of all).
     layer = {"temporaries": 2 * merged.largest}
@@ -174,13 +181,16 @@ def loss_bytes(spec: RunSpec) -> int:
     """One chunk of logits, and the gradients that the loss computes in its forward: the head's in fp32, the hidden states'."""
     a, run = spec.architecture, spec.computation
     cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
+    head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
-    return _head_gradient(spec) + cast_head + hidden + loss_chunk_bytes(a.vocabulary, spec.tokens, run)
+    return head_gradient + cast_head + hidden + loss_chunk_bytes(a.vocabulary, spec.tokens, run)
 
 
-def _loss_backward(spec: RunSpec) -> int:
+def loss_backward_bytes(spec: RunSpec) -> int:
     """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in between."""
     a, run = spec.architecture, spec.computation
+    if spec.weighs_documents:
+        return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
     cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
     hidden = a.hidden * spec.tokens * (run.itemsize + FP32 + run.residual_itemsize)
     return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
@@ -217,12 +227,17 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 
 
 def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
+    tokens = (spec.recipe.batch.per_device_eval_batch_size or spec.rows) * spec.recipe.row_tokens
+    return _forward(spec, at_rest, "a held-out batch", tokens)
+
+
+def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
+    """A forward of `tokens` that saves nothing for a backward."""
     a, run = spec.architecture, spec.computation
-    tokens = (spec.recipe.batch.per_device_eval_batch_size or spec.rows) * spec.recipe.data.max_length
     rotary, merged = 2 * a.rotated_size * run.residual_itemsize, merged_expert_bytes(a, run)
     return replace(
         at_rest,
-        name="a held-out batch",
+        name=name,
         activations=tokens * (evaluation_bytes(a, run) + rotary),
         loss=loss_chunk_bytes(a.vocabulary, tokens, run),
         temporaries=dequantized_bytes(spec) + merged.layer + merged.largest,

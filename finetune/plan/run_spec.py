@@ -79,6 +79,20 @@ class RunSpec:
         )
 
     @property
+    def weighs_documents(self) -> bool:
+        """Whether the loss takes the log-probabilities of documents, as preference training does, not their sum."""
+        return self.recipe.method_facts.documents > 1
+
+    @property
+    def reference(self) -> Literal["adapters off", "stored"] | None:
+        """Where the method's reference comes from: the model without its adapters where these alone are trained, else numbers
+        that are computed before training."""
+        lora = self.recipe.lora
+        if not self.recipe.method_facts.needs_reference:
+            return None
+        return "adapters off" if lora.use_peft and not lora.modules_to_save else "stored"
+
+    @property
     def rows(self) -> int:
         """Rows in a micro-batch on one rank."""
         return self.recipe.batch.per_device_train_batch_size
@@ -86,7 +100,7 @@ class RunSpec:
     @property
     def tokens(self) -> int:
         """Tokens in a micro-batch on one rank if every row is full, as with packing; padded rows hold at most these."""
-        tokens = self.rows * self.recipe.data.max_length
+        tokens = self.rows * self.recipe.row_tokens
         return -(-tokens // ROUND_TOKENS) * ROUND_TOKENS if self.recipe.data.packing else tokens
 
     @property
@@ -97,7 +111,7 @@ class RunSpec:
     @property
     def tokens_per_step(self) -> int:
         """Tokens in an optimizer step over all ranks if every row is full."""
-        return self.global_batch_size * self.recipe.data.max_length
+        return self.global_batch_size * self.recipe.row_tokens
 
     @property
     def accumulation(self) -> int:

@@ -61,11 +61,32 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             *(f"           {line}" for line in sharding.translated),
             f"precision  parameters {parameters}, compute {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
-            f"batch      {spec.global_batch_size} rows x {recipe.data.max_length:,} tokens a step = {tokens:,} tokens: "
+            *_describe_method(spec),
+            f"batch      {spec.global_batch_size} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
             f"{counted(spec.ranks, 'rank')} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
             *([assumed] if ranks_assumed else []),
         ]
     )
+
+
+def _describe_method(spec: RunSpec) -> list[str]:
+    """The method of preference training, and where its reference comes from."""
+    if not spec.weighs_documents:
+        return []
+    rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
+    lines = [
+        f"method     {spec.recipe.method.method}: a row holds {rows} of up to {spec.recipe.data.max_length:,} tokens each; "
+        "log-probabilities by document"
+    ]
+    if spec.reference == "adapters off":
+        lines.append(
+            "reference  the model with its adapters off: one more forward of each micro-batch, without gradients"
+        )
+    elif spec.reference == "stored":
+        lines.append(
+            "reference  log-probabilities, computed once before training and stored; no second copy of the weights"
+        )
+    return lines
 
 
 def _name_frozen(spec: RunSpec) -> str:
@@ -132,6 +153,16 @@ def format_speed(found: Speed, ranks: int) -> str:
         f"{counted(ranks, 'rank')}{steps}; {epoch}\n"
         f"           at {found.mfu:.0%} of {PEAK_FLOPS[ASSUMED_DEVICE] / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
         f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu"
+        + (
+            f"\n           of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)"
+            if found.reference_share
+            else ""
+        )
+        + (
+            f"\n           before training {format_duration(found.reference_seconds)} for the reference: a forward of the data"
+            if found.reference_seconds is not None
+            else ""
+        )
         + (
             f"\n           of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over PCIe at "
             f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at {HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"

@@ -33,6 +33,10 @@ class Speed:
     steps_are_guessed: bool  # from the files' size, not from max_steps or the data itself
     micro_batch_seconds: float
     offload_seconds: float  # of a step
+    reference_share: float  # of a step's operations: the reference's forward, where adapters are switched off for it
+    reference_seconds: (
+        float | None
+    )  # before training, where the reference is computed once; None: unknown, or not needed
 
     @property
     def is_meaningful(self) -> bool:
@@ -54,6 +58,9 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         length=spec.recipe.data.max_length,
         frozen=_count_frozen(spec),
     )
+    forward = (flops + 2 * _count_frozen(spec)) / 3  # the backward takes twice as many, but for frozen weights
+    again = forward if spec.reference == "adapters off" else 0.0
+    flops += again
     offload = offload_seconds(spec)
     seconds_per_step = spec.tokens_per_step * flops / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks) + offload
     tokens_per_second = spec.tokens_per_step / seconds_per_step
@@ -73,7 +80,20 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         steps_are_guessed=read is None and optimization.max_steps is None,
         micro_batch_seconds=seconds_per_step / spec.accumulation,
         offload_seconds=offload,
+        reference_share=again / flops,
+        reference_seconds=_reference_seconds(
+            spec, forward / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks), epoch_tokens, steps
+        ),
     )
+
+
+def _reference_seconds(
+    spec: RunSpec, seconds_per_token: float, epoch_tokens: int | None, steps: int | None
+) -> float | None:
+    """Of a forward of every document that the run comes to; the held-out ones are not counted."""
+    if spec.reference != "stored" or epoch_tokens is None:
+        return None
+    return seconds_per_token * min(epoch_tokens, epoch_tokens if steps is None else steps * spec.tokens_per_step)
 
 
 def _count_frozen(spec: RunSpec) -> int:

@@ -1,0 +1,142 @@
+"""The plan of preference training, against what its loss and a real step of it allocate."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.data.batches import StepBatch
+from finetune.data.collate import MicroBatch
+from finetune.distributed.accelerate_config import MixedPrecision, Sharding
+from finetune.models.attention import install_attention
+from finetune.models.layers import checkpoint_activations
+from finetune.models.log_probabilities import linear_log_probabilities
+from finetune.models.lora import add_adapters
+from finetune.models.loss import install_loss
+from finetune.plan.memory import loss_backward_bytes, loss_bytes, plan_phases
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.table import format_header, format_speed
+from finetune.plan.time import estimate_speed
+from finetune.recipe.method_schema import Method
+from finetune.recipe.schema import Lora
+from finetune.training.preference_objective import PreferenceObjective
+from finetune.training.reference import without_adapters
+from tests.plan.run_specs import LLAMA_31_8B, make_spec
+from tests.plan.traced import allocated_peak
+
+TINY = {
+    "model_type": "llama", "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 4096, "head_dim": 16,
+}  # fmt: skip
+LENGTH = 256  # of each answer; a row holds two
+
+
+def preferences(config: dict[str, Any], *, method: str = "dpo", **keys: Any) -> RunSpec:
+    """A spec of preference training on a CPU."""
+    spec = make_spec(config, ranks=1, **keys)
+    return replace(spec, recipe=replace(spec.recipe, method=Method(method=method)), device="cpu")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mixed_precision", ["bf16", "no"])
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_log_probabilities_allocate_what_is_planned(
+    mixed_precision: MixedPrecision, lora: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In one chunk of logits and in several, forward and backward: nothing of the head's weight in the forward."""
+    dtype, errors = {"bf16": torch.bfloat16, "no": torch.float32}[mixed_precision], {}
+    for vocabulary, hidden, tokens in ((4096, 64, 1024), (32768, 64, 1536), (1000, 128, 4096)):
+        weight = torch.randn(vocabulary, hidden, dtype=dtype).requires_grad_(not lora)
+        states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
+        labels, positions = torch.randint(0, vocabulary, (tokens,)), torch.arange(tokens)
+        sharding = Sharding(layout="fsdp2", mixed_precision=mixed_precision)
+        config = TINY | {"vocab_size": vocabulary, "hidden_size": hidden}
+        spec = preferences(config, sharding=sharding, max_length=tokens // 2, lora=lora)
+        assert spec.tokens == tokens, "each answer has max_length"
+        found: list[torch.Tensor] = []
+
+        def forward() -> None:
+            found[:] = [linear_log_probabilities(states, weight, labels, positions)]  # noqa: B023
+
+        errors[vocabulary, "forward"] = loss_bytes(spec) / allocated_peak(forward) - 1
+        # Of the forward, the hidden states' gradient and the trained positions lie there already.
+        kept = states.numel() * dtype.itemsize * (1 if lora else 2)
+        measured = kept + allocated_peak(found[0].sum().backward)
+        errors[vocabulary, "backward"] = loss_backward_bytes(spec) / measured - 1
+    worst = max(errors, key=lambda case: abs(errors[case]))
+    with capsys.disabled():
+        print(f"\nlog-probabilities: worst error {errors[worst]:+.1%} {worst}")
+    assert abs(errors[worst]) < 0.02, errors
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
+def test_a_step_of_pairs_allocates_what_is_planned(checkpointing: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """LoRA: the forward of the reference, that of the model, and the backward; one packed row of two full answers."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    torch.manual_seed(0)
+    lora = Lora(use_peft=True, lora_r=8)
+    config = {name: value for name, value in TINY.items() if name != "model_type"}
+    model: Any = AutoModelForCausalLM.from_config(LlamaConfig(**config), dtype=torch.float32)
+    install_attention(model)
+    install_loss(model)
+    add_adapters(model, lora, torch.float32)
+    if checkpointing:
+        checkpoint_activations(model, 1)
+    model.train()
+    tokens = 2 * LENGTH
+    batch = MicroBatch(
+        input_ids=torch.randint(3, 4096, (1, tokens)),
+        labels=torch.randint(3, 4096, (1, tokens)),
+        position_ids=torch.arange(LENGTH).repeat(2)[None],
+        trained_positions=torch.arange(tokens),
+        cu_seq_lens=torch.tensor([0, LENGTH, tokens], dtype=torch.int32),
+        max_document_length=LENGTH,
+        example_ids=(0, 1),
+        trained_documents=torch.arange(2).repeat_interleave(LENGTH),
+    )
+    objective = PreferenceObjective(Method(method="dpo"), without_adapters)
+    step = StepBatch(0, 1.0, (batch,), tokens, tokens, chosen_tokens=LENGTH, groups=1)
+
+    def run() -> None:
+        loss: Any = objective.measure(model, batch, batch.inputs, step).loss_sum
+        loss.backward()
+
+    run()  # what is allocated once, such as the rotary embedding
+    for parameter in model.parameters():
+        parameter.grad = None
+    sharding = Sharding(layout="fsdp2", mixed_precision="no", activation_checkpointing=checkpointing)
+    spec = preferences(TINY, sharding=sharding, max_length=LENGTH, lora=True)
+    spec = replace(spec, recipe=replace(spec.recipe, lora=lora))
+    phase = next(phase for phase in plan_phases(spec) if phase.name == "first step")
+    planned = phase.peak.activations + phase.peak.loss + phase.peak.gradients
+    measured = allocated_peak(run)
+    with capsys.disabled():
+        print(f"\na step of pairs: {planned / measured - 1:+.1%} at {phase.peak.name}")
+    assert abs(planned / measured - 1) < 0.1, (planned, measured)
+
+
+def test_the_reference_costs_a_forward_of_each_step_or_one_of_the_data() -> None:
+    for lora, modules, line, phases in (
+        (True, (), "the model with its adapters off", 0),
+        (True, ("lm_head",), "computed once before training", 1),
+        (False, (), "computed once before training", 1),
+    ):
+        spec = preferences(LLAMA_31_8B, max_length=2048, lora=lora)
+        spec = replace(spec, recipe=replace(spec.recipe, lora=replace(spec.recipe.lora, modules_to_save=modules)))
+        sft = replace(spec, recipe=replace(spec.recipe, method=Method()))
+        header = format_header(spec, ranks_assumed=False)
+        assert line in header and "rows x 4,096 tokens" in header and "method     dpo: a row holds pairs" in header
+        assert "reference" not in format_header(sft, ranks_assumed=False)
+        assert [phase.name for phase in plan_phases(spec)].count("reference") == phases
+        read = (10_000_000, 100)
+        found, plain = estimate_speed(spec, 0.4, read), estimate_speed(sft, 0.4, read)
+        forward = 2 * (spec.architecture.parameters - spec.architecture.embedding.numel) + 4 * 32 * 4096 * 2048
+        share = forward / (plain.flop_per_token + forward) if not phases else 0.0
+        assert found.reference_share == pytest.approx(share) and ("33%" in format_speed(found, 1)) == (
+            lora and not phases
+        )
+        # 100 steps of 4,096 tokens come to fewer than an epoch has
+        seconds = 100 * 4096 * forward / (0.4 * 989e12)
+        assert found.reference_seconds == (pytest.approx(seconds) if phases else None)
+    assert "reference" not in format_header(preferences(LLAMA_31_8B, method="orpo"), ranks_assumed=False)
