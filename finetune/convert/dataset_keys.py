@@ -18,7 +18,7 @@ ROLES = "user, assistant, system and tool are known, human, gpt, function_call a
 TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
 PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
 PREFERENCE = (
-    "chosen_column and rejected_column under stage: dpo, recognized under kto; under sft completion_column: chosen trains on "
+    "chosen_column, rejected_column and label_column under stage: dpo and kto; under sft completion_column: chosen trains on "
     "the chosen answers alone, and on_bad_row: skip drops rows that are labeled false"
 )
 ALPACA_PROMPT = (

@@ -21,9 +21,11 @@ RATED_FORMS = {
     "intel": {"prompt_column": "question"},
     "prompt_pairs": {"prompt_column": "prompt"},
     "ultra": {"prompt_column": "prompt"},
+    "argilla_chat": {"prompt_column": "chosen"},  # messages, without the answer
 }
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
 OWN_TEMPLATES = {"chatml": "chatml", "llama3": "llama3"}
+LABELS = ("label", "kto_tag")
 KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
 KNOWN_PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
 PAIRED_COLUMNS = {"prompt": "prompt_column", "chosen": "chosen_column", "rejected": "rejected_column"}
@@ -45,14 +47,15 @@ def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) 
     keys: dict[str, Any] = {"name": entry.take("name"), "split": entry.take("split")}
     if isinstance(kind, dict):
         fields = {"prompt_column": "prompt", "chosen_column": "chosen", "rejected_column": "rejected"}
-        fields |= {"completion_column": "completion"} if method == "kto" else {}
+        fields |= {"completion_column": "completion", "label_column": "label"} if method == "kto" else {}
         keys |= {key: entry.take(f"type.field_{field}") for key, field in fields.items()}
     elif template == "chat_template" and form in (*MESSAGE_FORMS, "argilla"):
         entry.take("type")
         keys["prompt_column"] = entry.take("field_messages")
     elif form in forms:
         entry.take("type")
-        keys |= forms[form] | {"type": "messages"} | ({"completion_column": "completion"} if method == "kto" else {})
+        keys |= forms[form] | ({"completion_column": "completion"} if method == "kto" else {})
+        keys["type"] = None if form == "argilla_chat" else "messages"
     elif kind is None or form in MESSAGE_FORMS or (not form and template in OWN_TEMPLATES):
         entry.take("type")
     keys |= {key: entry.take(f"field_{key[:-7]}") or keys.get(key) for key in ("chosen_column", "rejected_column")}
@@ -63,21 +66,21 @@ def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) 
 
 def take_factory_columns(entry: TheirEntry, is_chat: bool, method: str) -> dict[str, Any]:
     """The columns of an entry of dataset_info.json. Those that are called as usual need no key."""
-    taken = {
-        name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected") if name != "query"
-    }
+    taken = {name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected")}
     entry.take("ranking")
     if entry.unread.get("columns.query") == "input":
         entry.take("columns.query")
-    if entry.unread.get("columns.kto_tag") in ("kto_tag", "label"):
-        entry.take("columns.kto_tag")
     prompt = taken["messages"] or "conversations" if is_chat else taken["prompt"] or "instruction"
-    keys: dict[str, Any] = {"prompt_column": None if prompt in KNOWN_PROMPTS else prompt}
+    if method == "kto":
+        label, answer = entry.take("columns.kto_tag"), entry.take("columns.response") or "output"
+        keys = {"label_column": None if label in LABELS else label}
+        if is_chat:
+            return keys | {"messages_column": None if prompt in KNOWN_PROMPTS else prompt}
+        is_usual = (prompt, answer) == ("instruction", "output")
+        return keys if is_usual else keys | {"type": "messages", "prompt_column": prompt, "completion_column": answer}
+    keys = {"prompt_column": None if prompt in KNOWN_PROMPTS else prompt}
     if not is_chat and prompt != "instruction":
         keys |= {"prompt_column": prompt, "type": "messages"}
-    if method == "kto":
-        answer = entry.take("columns.response")
-        return keys | {"completion_column": None if is_chat else answer or "output"}
     keys |= {f"{name}_column": taken[name] if taken[name] != name else None for name in ("chosen", "rejected")}
     return keys
 

@@ -136,14 +136,31 @@ def test_columns_of_axolotls_types(kind: str, expected: dict[str, str], tmp_path
     assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
 
 
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("chatml.argilla", {"prompt_column": "instruction", "completion_column": "completion", "type": "messages"}),
+        ("llama3.argilla_chat", {"prompt_column": "chosen", "completion_column": "completion"}),
+        ("{field_prompt: q, field_completion: a, field_label: good}", {"prompt_column": "q", "completion_column": "a", "label_column": "good"}),
+    ],
+)  # fmt: skip
+def test_columns_of_axolotls_rated_types(kind: str, expected: dict[str, str], tmp_path: Path) -> None:
+    found = convert(AXOLOTL + "rl: kto\n" + AXOLOTL_DATA % kind, tmp_path)
+    assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
+
+
 def test_columns_of_factorys_dataset_info(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     for entry, expected in (
+        ({"formatting": "sharegpt", "columns": {"messages": "messages", "kto_tag": "label"}, "tags": {"role_tag": "role"}}, {}),
+        ({"columns": {"kto_tag": "good"}}, {"label_column": "good"}),
+        ({"columns": {"prompt": "q", "response": "a", "kto_tag": "kto_tag"}}, {"type": "messages", "prompt_column": "q", "completion_column": "a"}),
         ({"ranking": True, "columns": {"prompt": "instruction", "query": "input", "chosen": "chosen", "rejected": "rejected"}}, {}),
         ({"ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}},
          {"prompt_column": "q", "type": "messages", "chosen_column": "good", "rejected_column": "bad"}),
         ({"ranking": True, "formatting": "sharegpt", "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"}}, {}),
     ):  # fmt: skip
         (tmp_path / "data" / "dataset_info.json").write_text(json.dumps({"ours": {"hf_hub_url": "a/pairs"} | entry}))
-        found = convert(FACTORY + "stage: dpo\n", tmp_path)
+        stage = "dpo" if "ranking" in entry else "kto"
+        found = convert(FACTORY + f"stage: {stage}\n", tmp_path)
         assert found.recipe["datasets"] == [{"path": "a/pairs"} | expected] and not found.differences
