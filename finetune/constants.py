@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from finetune.distributed.accelerate_config import Sharding
-    from finetune.recipe.schema import Batch, Lora
+    from finetune.recipe.schema import Batch, Lora, Model
 
 IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it
 # Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a CPU
@@ -80,6 +80,15 @@ def loss_chunk_tokens(vocabulary: int, device_type: str) -> int:
     return max(budget // (ITEMSIZE["float32"] * vocabulary), LOSS_CHUNK_MIN_TOKENS)
 
 
+def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
+    """Tokens in a chunk of the divergence from a teacher, at most: half as many, since two models' logits meet in it.
+
+    >>> divergence_chunk_tokens(32_000, "cpu"), divergence_chunk_tokens(128_256, "cuda")
+    (262, 1046)
+    """
+    return -(-loss_chunk_tokens(vocabulary, device_type) // 2)
+
+
 def compute_global_batch_size(batch: "Batch", world_size: int) -> int:
     """Rows in an optimizer step over all ranks."""
     if batch.global_batch_size is not None:
@@ -118,3 +127,10 @@ def frozen_dtype(sharding: "Sharding", lora: "Lora") -> str:
     if sharding.layout == "fsdp1" and (lora.use_dora or lora.modules_to_save):
         return "float32"
     return COMPUTE_DTYPE[sharding.mixed_precision]
+
+
+def compute_dtype(sharding: "Sharding", model: "Model", lora: "Lora") -> str:
+    """The dtype of mixed precision; without it, that of the trained parameters: adapters are float32, all others have the
+    recipe's `dtype`."""
+    trained = "float32" if lora.use_peft else model.dtype
+    return trained if sharding.mixed_precision == "no" else COMPUTE_DTYPE[sharding.mixed_precision]

@@ -79,6 +79,11 @@ def _read_head_size(config: Any) -> float:
     return getattr(config, "head_dim", None) or float(config.hidden_size // config.num_attention_heads)
 
 
+def forward_flop_per_token_of(config: Any, *, parameters: int, length: int) -> float:
+    """The same of a forward alone, which is a third: a teacher's."""
+    return flop_per_token_of(config, parameters=parameters, length=length) / 3
+
+
 def peak_flops_of(device_name: str) -> float | None:
     """The dense bf16 peak of a GPU in FLOP per second, by its name; None where it is not known.
 

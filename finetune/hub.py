@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 
+from finetune.constants import EXPORT
 from finetune.errors import UserError
 
 
@@ -56,7 +57,7 @@ def hub_error(repository: str, error: Exception, what: str = "its files", revisi
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     # The first class that matches is used, so subclasses come first.
     sentences: dict[type[Exception] | tuple[type[Exception], ...], str] = {
-        hub.HFValidationError: "neither a local folder nor a hub name (owner/name); correct model_name_or_path",
+        hub.HFValidationError: _explain_missing_folder(Path(repository)),
         hub.GatedRepoError: f"gated; accept its license at huggingface.co/{repository} and log in with `hf auth login`",
         hub.RepositoryNotFoundError: "no such repository on the hub, or it is private; correct the name, or log in with "
         "`hf auth login`",
@@ -71,3 +72,11 @@ def hub_error(repository: str, error: Exception, what: str = "its files", revisi
         Exception: f"{what} cannot be downloaded ({reason}); check the name and the network, or name a local folder",
     }
     return UserError(f"{repository}: {next(text for kind, text in sentences.items() if isinstance(error, kind))}")
+
+
+def _explain_missing_folder(path: Path) -> str:
+    """What to do about a path that does not exist and cannot be a hub's name."""
+    if path.name == EXPORT:
+        run = path.parent
+        return f"no such folder: {run} has not been trained here, or not to its end; do that first (finetune launch --recipe {run.name})"
+    return "neither a local folder nor a hub name (owner/name); correct model_name_or_path"

@@ -91,14 +91,18 @@ def complete_quantization(recipe: Recipe, config: Any, sharding: "Sharding") -> 
     cannot hold a quantized base, and where bitsandbytes is not installed.
     """
     completed = _adopt_stored_quantization(recipe, config)
-    if completed.quantization.bits is not None and count_experts(config):
-        name = recipe.model.model_name_or_path or "model_config"
-        raise UserError(
-            f"load_in_{completed.quantization.bits}bit: {name} is a mixture of experts ({config.model_type}), whose experts are "
-            "not quantized here; leave the key out, and name the unquantized model"
-        )
+    refuse_quantized_experts(config, completed.quantization, recipe.model.model_name_or_path or "model_config")
     check_quantization(completed.quantization, sharding)
     return completed
+
+
+def refuse_quantized_experts(config: Any, quantization: Quantization, name: str) -> None:
+    """Raises `UserError` for a mixture of experts in 4 or 8 bits."""
+    if quantization.bits is not None and count_experts(config):
+        raise UserError(
+            f"load_in_{quantization.bits}bit: {name} is a mixture of experts ({config.model_type}), whose experts are "
+            "not quantized here; leave the key out, and name the unquantized model"
+        )
 
 
 def _adopt_stored_quantization(recipe: Recipe, config: Any) -> Recipe:

@@ -48,6 +48,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.models.probe import check_training_forward
     from finetune.optim.optimizer import build_optimizer
     from finetune.pretrained_config import check_config, complete_quantization, load_config
+    from finetune.training.distillation import check_teacher
     from finetune.training.dry_run import explain_out_of_memory, print_dry_run
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
@@ -67,6 +68,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
     config = load_config(recipe.model, vocabulary)
     check_config(config, recipe.model, recipe.data, len(tokenizer))
+    check_teacher(recipe, tokenizer, sharding)
     recipe = complete_quantization(recipe, config, sharding)
     RankGroup(world, None).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
     data = prepare_data(recipe, tokenizer, world)

@@ -10,6 +10,15 @@ from finetune.errors import UserError
 from finetune.hub import download_file
 
 
+def test_the_export_of_a_run_that_has_not_been_trained_names_the_run() -> None:
+    with pytest.raises(UserError) as refused:
+        download_file("runs/quickstart/export", "config.json")
+    assert str(refused.value) == (
+        "runs/quickstart/export: no such folder: runs/quickstart has not been trained here, or not to its end; do that first "
+        "(finetune launch --recipe quickstart)"
+    )
+
+
 def _answered(kind: type[errors.HfHubHTTPError], status: int) -> errors.HfHubHTTPError:
     return kind("no", response=SimpleNamespace(status_code=status, headers={}, request=None))
 

@@ -19,7 +19,8 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.hub import find_local_folder
-from finetune.recipe.schema import Recipe
+from finetune.models.load import weights_folder
+from finetune.recipe.schema import Model, Recipe
 from finetune.safetensors_io.tensors import read_folder
 
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
@@ -50,15 +51,23 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
         ("model_name_or_path", "model_revision"),
         "model_name_or_path: the same name is given, but its weights, from which the training started, have changed",
     ),
+    "teacher": (
+        ("teacher_model_name_or_path", "teacher_model_revision"),
+        "teacher_model_name_or_path: the same name is given, but its config.json or weights have changed",
+    ),
 }
 
 
 def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    For LoRA, and where the base is the reference, every byte of its weights is read; those of a full model are in its
-    checkpoint.
+    For LoRA, and where the base is the reference, every byte of its weights is read, and of a teacher's; those of a full model
+    are in its checkpoint.
     """
+    is_base_hashed = recipe.lora.use_peft or recipe.method_facts.needs_reference
+    for model in (recipe.model if is_base_hashed else None, recipe.teacher):
+        if model is not None and model.model_name_or_path is not None:
+            weights_folder(model)  # a hub's are downloaded first, on every node
     found: dict[str, str] = RankGroup(world).main(lambda: _read_fingerprints(recipe, tokenizer, data))
     return found
 
@@ -101,14 +110,25 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> di
         "chat_template": _hash(tokenizer.chat_template),
         "tokenizer": _hash([vocabulary, tokenizer.special_tokens_map]),
     }
-    name = recipe.model.model_name_or_path
-    base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
+    base, teacher = _find_folder(recipe.model), _find_folder(recipe.teacher)
     if base is not None:
-        config = json.loads((base / CONFIG_FILE).read_bytes())
-        found["config"] = _hash({key: value for key, value in config.items() if key not in BOOKKEEPING})
+        found["config"] = _hash_config(base)
         if recipe.lora.use_peft or recipe.method_facts.needs_reference:
             found["base"] = hash_base(base)
+    if teacher is not None:
+        found["teacher"] = _hash([_hash_config(teacher), hash_base(teacher)])
     return {name: text for name, text in found.items() if text is not None}
+
+
+def _find_folder(model: Model | None) -> Path | None:
+    """A model's folder on this machine; None where there is no such model, or it is inline."""
+    name = None if model is None else model.model_name_or_path
+    return None if model is None or name is None else find_local_folder(name, model.model_revision)
+
+
+def _hash_config(folder: Path) -> str:
+    config = json.loads((folder / CONFIG_FILE).read_bytes())
+    return _hash({key: value for key, value in config.items() if key not in BOOKKEEPING})
 
 
 def _hash(value: Any) -> str:

@@ -1,5 +1,6 @@
 """The run's tokenizer: with the recipe's chat template and tokens, and prepared for encoding pieces of text."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,31 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
         f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items() if name != "unk_token"
     }
     return Vocabulary(known=len(_load_own(model)), tokens=len(tokenizer), rows=rows, token_ids=ids)
+
+
+def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
+    """Raises `UserError` where the teacher's own tokenizer has other tokens than `tokenizer`, or cuts a text into others: its
+    probabilities would be those of other tokens."""
+    own = _load_own(teacher)
+    ours, theirs = tokenizer.get_vocab(), own.get_vocab()
+    different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))
+    found = ""
+    if different:
+        token, index = different[0]
+        whose = "the teacher's tokenizer" if token in theirs and theirs[token] == index else "the model's tokenizer"
+        found = f"{token!r} is token {index} only of {whose}"
+    else:
+        parts = [json.loads(each.backend_tokenizer.to_str()) for each in (tokenizer, own)]
+        changed = [
+            part for part in ("model", "normalizer", "pre_tokenizer") if parts[0].get(part) != parts[1].get(part)
+        ]
+        if changed:
+            found = f"the tokens are the same, but a text is cut into others ({', '.join(changed)} in tokenizer.json)"
+    if found:
+        raise UserError(
+            f"{teacher.model_name_or_path}: its tokenizer is not that of the model that is trained: "
+            f"{found}; name a teacher of the same family, with the same tokenizer"
+        )
 
 
 def _add_tokens(tokenizer: Any, model: Model) -> None:

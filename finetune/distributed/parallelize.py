@@ -36,6 +36,8 @@ def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozen
         with _keep_recipe_dtype(world):
             return world.accelerator.prepare_model(sharded)  # type: ignore[no-any-return]
     _materialize(model, values, world.device, world.device, unfilled)
+    if not has_trained(model):
+        return model  # each rank has all of it, and DDP refuses a model without gradients to reduce
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
@@ -76,11 +78,29 @@ def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
     return tuple(sorted(large - {type(model.get_output_embeddings()).__name__}))
 
 
+def has_trained(model: nn.Module) -> bool:
+    """Whether anything in `model` is trained; nothing of a teacher is."""
+    return any(parameter.requires_grad for parameter in model.parameters())
+
+
 def unwrap(model: nn.Module) -> Any:
     """The transformers model inside the wrappers of DDP and FSDP1."""
     while isinstance(model, nn.parallel.DistributedDataParallel | Fsdp1):
         model = model.module
     return model
+
+
+@contextmanager
+def gathered(module: nn.Module) -> Iterator[None]:
+    """Within it, the parameters of `module`'s unit under FSDP2 are whole, in the compute dtype. All ranks enter it."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    module.unshard()
+    try:
+        yield
+    finally:
+        module.reshard()
 
 
 @contextmanager
@@ -144,6 +164,9 @@ def _fsdp2(
         fsdp2_prepare_model(world.accelerator, model)
     parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
     _materialize(model, values, parameters_on, world.device, unfilled)
+    assert isinstance(model, FSDPModule)
+    if not has_trained(model):  # no backward comes to free what stays gathered until then
+        model.set_reshard_after_forward(True)
     return model
 
 

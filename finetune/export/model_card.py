@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from finetune.benchmark_results import BenchmarkResult, benchmark_table
-from finetune.constants import CONFIG_FILE
+from finetune.constants import CONFIG_FILE, EXPORT
 from finetune.errors import UserError
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.merge_measure import TRAINED
@@ -61,7 +61,7 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: Me
     sections = [
         f"---\n{front}---",
         f"# {name}",
-        f"A {what} fine-tuned from {base}." if base else f"A causal language {what}{origin}.",
+        (f"A {what} fine-tuned from {base}" if base else f"A causal language {what}{origin}") + f"{_teacher(source)}.",
         OTHER_BASE if source.base_differs else "",
         _section("Training", _training(source)),
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
@@ -98,6 +98,13 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
         "datasets": datasets,
     }
     return {key: value for key, value in front.items() if value}
+
+
+def _teacher(source: Source) -> str:
+    teacher = source.recipe.get("teacher_model_name_or_path")
+    return (
+        f", distilled from {_shown_path(str(teacher))}" if source.recipe.get("method") == "distill" and teacher else ""
+    )
 
 
 def _license(source: Source) -> dict[str, Any]:
@@ -271,8 +278,11 @@ def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
 
 
 def _shown_path(path: str) -> str:
-    """A hub name, or the last part of a local path: the rest is private."""
-    return path if _is_hub_name(path) else PurePath(path).name
+    """A hub name, or the last part of a local path, of a run's export/ the run's name: the rest is private."""
+    local = PurePath(path)
+    return (
+        path if _is_hub_name(path) else local.parent.name if local.name == EXPORT and local.parent.name else local.name
+    )
 
 
 def _is_hub_name(name: str) -> bool:

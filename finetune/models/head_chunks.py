@@ -1,6 +1,7 @@
 """A linear head in chunks of tokens: the labels' log-probabilities and their gradients, never the logits of all tokens at once."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -31,8 +32,29 @@ class LogitTransform(NamedTuple):
         scaled = scores * self.scale
         return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
 
+    def bend(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits of a chunk's scores, fp32 or wider where they are not the scores themselves; and what `unbend` needs."""
+        wide = widen(scores.dtype)
+        if self.scale != 1.0:
+            scores = scores.to(wide) * self.scale
+        if self.softcap is None:
+            return scores, None
+        bend = torch.tanh(scores.to(wide) / self.softcap)
+        return bend * self.softcap, bend
+
+    def unbend(self, grad: Tensor, bend: Tensor | None) -> Tensor:
+        """The gradient to the scores, in place of that to the logits. `bend`: from `bend`."""
+        if bend is not None:
+            grad *= 1 - bend.square()
+        if self.scale != 1.0:
+            grad *= self.scale
+        return grad
+
 
 UNCHANGED = LogitTransform()
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""To hidden [tokens, hidden] in its type, weight and bias in fp32; None where not needed."""
 
 
 class Computed(NamedTuple):
@@ -65,10 +87,36 @@ def compute_in_chunks(
         chunk_tokens: tokens in a chunk, at most.
         token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
     """
-    to_hidden, to_weight, to_bias = needs_grad
-    wide = torch.promote_types(weight.dtype, torch.float32)
+    wide = widen(weight.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     log_probabilities = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+
+    def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
+        nonlocal loss
+        log_probabilities[chunk], grad_scores = _compute_chunk(
+            scores, labels[chunk], logits, label_smoothing, any(needs_grad)
+        )
+        loss -= log_probabilities[chunk].sum()
+        if grad_scores is not None and token_weights is not None:
+            grad_scores *= token_weights[chunk, None]
+        return grad_scores
+
+    gradients = backward_in_chunks(hidden, weight, bias, compute_chunk, chunk_tokens, needs_grad)
+    return Computed(loss, log_probabilities, *gradients)
+
+
+def backward_in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    compute_chunk: Callable[[Tensor, slice], Tensor | None],
+    chunk_tokens: int,
+    needs_grad: tuple[bool, ...],
+) -> Gradients:
+    """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its place among the tokens, and
+    multiplies the gradients to the scores that it returns, fp32 or wider, back through the head."""
+    to_hidden, to_weight, to_bias = needs_grad
+    wide = widen(weight.dtype)
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
     grad_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
     grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias and bias is not None else None
@@ -76,13 +124,8 @@ def compute_in_chunks(
     for start in range(0, len(hidden), chunk_tokens):
         chunk = slice(start, start + chunk_tokens)
         scores = F.linear(hidden[chunk], weight, None if bias is None else bias.to(weight.dtype))
-        log_probabilities[chunk], grad_scores = _compute_chunk(
-            scores, labels[chunk], logits, label_smoothing, any(needs_grad)
-        )
-        loss -= log_probabilities[chunk].sum()
+        grad_scores = compute_chunk(scores, chunk)
         if grad_scores is not None:
-            if token_weights is not None:
-                grad_scores *= token_weights[chunk, None]
             if grad_bias is not None:
                 grad_bias += grad_scores.sum(0)
             grad_scores = grad_scores.to(hidden.dtype)
@@ -91,7 +134,51 @@ def compute_in_chunks(
             if grad_weight is not None:
                 _accumulate_product(grad_weight, grad_scores.t(), hidden[chunk])
         del scores, grad_scores  # else they live until the next chunk's are there
-    return Computed(loss, log_probabilities, grad_hidden, grad_weight, grad_bias)
+    return grad_hidden, grad_weight, grad_bias
+
+
+class HeadLoss(torch.autograd.Function):
+    """A loss of the head's scores whose gradients `compute` finds in the forward, so that the backward keeps no logits and
+    multiplies nothing again (as Liger does: Hsu et al. 2024, arXiv:2410.10989)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        positions: Tensor | None,
+        needs_grad: tuple[bool, ...],
+        compute: Callable[[Tensor, Tensor], tuple[Tensor, Gradients]],
+    ) -> Tensor:
+        """`compute`: from hidden at `positions` (None: all) and weight, both in the type in which products run, to the loss
+        (0-dim), or to sums of which the first is the loss, and the loss's gradients."""
+        dtype = product_dtype(weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            trained = hidden if positions is None else hidden[positions]
+            sums, (grad_hidden, *others) = compute(trained.to(dtype), weight.to(dtype))
+        if positions is not None and grad_hidden is not None:
+            grad_hidden = scatter_rows(grad_hidden, positions, hidden.shape)
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        ctx.gradients = [grad_hidden, *others]
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream,) = grad_outputs
+        upstream = upstream if upstream.dim() == 0 else upstream[0]
+        gradients, ctx.gradients = ctx.gradients, None  # the graph may live on until the next forward; these need not
+        # In fp32: 1 / trained tokens, rounded to bf16, would be wrong by up to 0.4%, the same way everywhere.
+        scaled = (
+            None if g is None else g.to(upstream.dtype).mul_(upstream).to(t)
+            for g, t in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None, None)
+
+
+def widen(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or `dtype` where that is wider: what a softmax and the sums of a loss are computed in."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def product_dtype(weight: Tensor) -> torch.dtype:
@@ -125,31 +212,31 @@ def _compute_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probabilities of one chunk, and the gradient of minus their sum to `scores` [tokens, vocabulary]; both in fp32
     (or wider)."""
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    if logits.scale != 1.0:
-        scores = scores.to(wide) * logits.scale
-    bend = None
-    if logits.softcap is not None:
-        bend = torch.tanh(scores.to(wide) / logits.softcap)
-        scores = bend * logits.softcap
-    log_probabilities = torch.log_softmax(scores, -1, dtype=wide)
+    bent, bend = logits.bend(scores)
+    log_probabilities = torch.log_softmax(bent, -1, dtype=widen(scores.dtype))
     trained = labels != IGNORE_INDEX
-    chosen = labels.clamp(min=0).unsqueeze(1)  # any id will do where the position is not trained
-    agreement = log_probabilities.gather(1, chosen).squeeze(1)
-    if label_smoothing:
-        agreement = agreement.lerp(log_probabilities.mean(1), label_smoothing)
-    agreement = torch.where(trained, agreement, 0.0)
+    agreement = torch.where(trained, label_log_probabilities(log_probabilities, labels, label_smoothing), 0.0)
     if not gradient:
         return agreement, None
-    grad = log_probabilities.exp_()
+    grad = logits.unbend(cross_entropy_gradient(log_probabilities, labels, label_smoothing), bend)
+    return agreement, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+
+
+def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    """[tokens] of [tokens, vocabulary]: those of the labels, or a share of `label_smoothing` of their mean; without meaning at
+    tokens without a label."""
+    # Any id will do where the position is not trained.
+    agreement = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return agreement.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else agreement
+
+
+def cross_entropy_gradient(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place of `log_probabilities`."""
+    grad, chosen = log_probabilities.exp_(), labels.clamp(min=0).unsqueeze(1)
     grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
     if label_smoothing:
         grad -= label_smoothing / grad.shape[1]
-    if bend is not None:
-        grad *= 1 - bend.square()
-    if logits.scale != 1.0:
-        grad *= logits.scale
-    return agreement, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+    return grad
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:

@@ -62,7 +62,7 @@ def load_model(
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # how the files are quantized: they are read here, and the model exported is not
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
-    base, stored = _base_values(built, config, model, seed, vocabulary)
+    base, stored = read_base_values(built, config, model, seed, vocabulary)
     values = base
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
@@ -158,13 +158,13 @@ def count_parameters(model: Any) -> ModelSize:
     )
 
 
-def _base_values(
-    built: nn.Module, config: Any, model: Model, seed: int, vocabulary: Vocabulary | None
+def read_base_values(
+    built: nn.Module, config: Any, model: Model, seed: int = 0, vocabulary: Vocabulary | None = None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
-    """The values of the parameters, and the weights that the files hold quantized."""
+    """The values of the parameters of `built`, whose saved buffers are filled, and the weights that the files hold quantized."""
     if model.model_config is not None:
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
-    folder = _weights_folder(model)
+    folder = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
     stored = convert_to_parameters(built, stored, str(folder))
     values = stored_values(built, stored, str(folder), quantized, vocabulary)
@@ -172,7 +172,7 @@ def _base_values(
     return values, quantized
 
 
-def _weights_folder(model: Model) -> Path:
+def weights_folder(model: Model) -> Path:
     """The local folder with the model's safetensors: a folder as it is, a hub name from the cache or the hub.
 
     Raises `UserError` where the hub is unreachable, or the model or the permission to read it is missing.

@@ -1,26 +1,21 @@
-"""The loss: cross entropy of a linear head in chunks of tokens, so that the logits [tokens, vocabulary] are never whole.
-
-Per chunk the forward computes the loss and, where needed, its gradients at once (as Liger does: Hsu et al.
-2024, arXiv:2410.10989), so that the backward keeps no logits and multiplies nothing again.
-"""
+"""The loss: cross entropy of a linear head in chunks of tokens, so that the logits [tokens, vocabulary] are never whole."""
 
 import functools
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.errors import UserError
 from finetune.models.head_chunks import (
     UNCHANGED,
+    Gradients,
+    HeadLoss,
     LogitTransform,
     compute_in_chunks,
     find_needed_gradients,
-    product_dtype,
-    scatter_rows,
 )
 
 HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
@@ -59,47 +54,14 @@ def linear_cross_entropy(
     if chunk_tokens is None:
         chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
-    arguments = (hidden, weight, bias, labels, trained_positions, logits, label_smoothing, chunk_tokens, needs_grad)
-    loss: Tensor = _LinearCrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+    ids = labels if trained_positions is None else labels[trained_positions]
+
+    def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
+        found = compute_in_chunks(trained, weight, bias, ids, logits, label_smoothing, chunk_tokens, needs_grad)
+        return found.loss, (found.grad_hidden, found.grad_weight, found.grad_bias)
+
+    loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
     return loss
-
-
-class _LinearCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        positions: Tensor | None,
-        logits: LogitTransform,
-        label_smoothing: float,
-        chunk_tokens: int,
-        needs_grad: tuple[bool, ...],
-    ) -> Tensor:
-        dtype = product_dtype(weight)
-        with torch.autocast(hidden.device.type, enabled=False):
-            trained, ids = (hidden, labels) if positions is None else (hidden[positions], labels[positions])
-            loss, _, *gradients = compute_in_chunks(
-                trained.to(dtype), weight.to(dtype), bias, ids, logits, label_smoothing, chunk_tokens, needs_grad
-            )
-        if positions is not None and gradients[0] is not None:
-            gradients[0] = scatter_rows(gradients[0], positions, hidden.shape)
-        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
-        ctx.gradients = gradients
-        return loss
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        (upstream,) = grad_outputs
-        gradients, ctx.gradients = ctx.gradients, None  # the graph may live on until the next forward; these need not
-        # In fp32: 1 / trained tokens, rounded to bf16, would be wrong by up to 0.4%, the same way everywhere.
-        scaled = (
-            None if g is None else g.to(upstream.dtype).mul_(upstream).to(t)
-            for g, t in zip(gradients, ctx.dtypes, strict=True)
-        )
-        return (*scaled, None, None, None, None, None, None)
 
 
 class CrossEntropyHead(nn.Linear):

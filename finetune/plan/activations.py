@@ -6,7 +6,7 @@ Counted from the forward of transformers' models and tested against torch's save
 
 from dataclasses import dataclass
 
-from finetune.constants import loss_chunk_tokens
+from finetune.constants import divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.architecture import Architecture
 from finetune.plan.parts import LatentAttention, Mixture
 from finetune.plan.state import FP32, is_adapted
@@ -132,9 +132,23 @@ def evaluation_bytes(a: Architecture, run: Computation) -> int:
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
     """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back."""
-    chunks = max(-(-tokens // loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda")), 1)
     casts = 0 if run.itemsize == FP32 else FP32 if run.cpu else run.itemsize  # a CPU's softmax casts its input first
-    return -(-tokens // chunks) * vocabulary * (run.itemsize + FP32 + casts)
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+    return chunk * vocabulary * (run.itemsize + FP32 + casts)
+
+
+def divergence_chunk_bytes(vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float) -> int:
+    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities, and three more tensors of
+    their size for the divergence and its gradient, two for the forward KL; one more where a temperature makes the student's
+    log-probabilities others than those of the labels."""
+    tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
+    chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+    return chunk * vocabulary * (run.itemsize + tensors * FP32)
+
+
+def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
+    """Tokens in each of as many chunks as are needed."""
+    return -(-tokens // max(-(-tokens // chunk_tokens), 1))
 
 
 def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computation, head_gradient: int) -> int:

@@ -71,11 +71,12 @@ def plan_host(spec: RunSpec) -> Host:
     state = sum(t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize) for t in trained)
     frozen = sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
     gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)
+    teacher = sum(tensor.numel * tensor.itemsize for tensor in spec.teacher_tensors)
     share = ranks / spec.shards  # of the sharded state, on this node
     largest = max(tensor.numel for tensor in spec.tensors) * 4
     return Host(
         processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if spec.device == "cpu" else PROCESS_BYTES),
-        offloaded=int((state + frozen + gradients) * share) if spec.sharding.cpu_offload else 0,
+        offloaded=int((state + frozen + gradients + teacher) * share) if spec.sharding.cpu_offload else 0,
         saving=int((state + (0 if spec.recipe.lora.use_peft else frozen)) * min(share, 1))
         if spec.device == "cuda"
         else 0,

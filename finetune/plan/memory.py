@@ -22,6 +22,7 @@ from finetune.plan.activations import (
 )
 from finetune.plan.run_spec import RunSpec, split_into_units
 from finetune.plan.state import FP32, HEAD, State
+from finetune.plan.teacher import meeting_bytes, teacher_forward, teachers_tail
 
 SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
 UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated
@@ -35,6 +36,7 @@ class Snapshot:
 
     name: str
     parameters: int = 0  # trained and frozen, as sharded
+    teacher: int = 0  # its parameters, as sharded
     gradients: int = 0
     optimizer: int = 0
     gathered: int = 0  # FSDP units gathered for the computation, or weights cast by autocast
@@ -50,6 +52,7 @@ class Snapshot:
         """What torch.cuda.max_memory_allocated counts."""
         return (
             self.parameters
+            + self.teacher
             + self.gradients
             + self.optimizer
             + self.gathered
@@ -77,7 +80,8 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     """Every phase of the run with its peak, on the rank that holds the most."""
     state = spec.state()
     on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else state
-    weights = Snapshot("weights in place", parameters=on_device.trained + on_device.frozen)
+    teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
+    weights = Snapshot("weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher)
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
     first = [replace(point, optimizer=0) if point.name != "optimizer step" else point for point in step]
@@ -88,7 +92,7 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
         **({"reference": before} if before else {}),
         "first step": first,
         "steady step": step,
-        "evaluation": [_evaluation(spec, at_rest)],
+        "evaluation": [*_teacher_first(spec, at_rest, _evaluated_tokens(spec)), _evaluation(spec, at_rest)],
         "save": [at_rest],
         "resume": [replace(at_rest, name="optimizer state read", temporaries=largest_shard)],
         "export": [at_rest],
@@ -118,6 +122,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     before = full if spec.accumulation > 1 else replace(full, gradients=0)  # of earlier micro-batches
     if spec.reference == "adapters off":
         yield _forward(spec, before, "forward of the reference", tokens)
+    yield from _teacher_first(spec, before, tokens)
     yield replace(before, name="loss", activations=all_kept, loss=loss_bytes(spec), **held["loss"])
     yield replace(
         before, name="backward of the head", activations=all_kept, loss=loss_backward_bytes(spec), **held["head"]
@@ -140,7 +145,7 @@ def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
     """Bytes that the layout itself holds at each point: `gathered` units, and gradients in `communication`."""
     if not spec.sharding.is_fsdp:
         return _held_whole(spec)
-    u, size = split_into_units(spec), spec.computation.itemsize
+    u, size = split_into_units(spec.architecture, spec.tensors, spec.sharding), spec.computation.itemsize
     buffers = 2 if spec.shards > 1 else 1  # the unit in use, and an all-gather buffer: its own, or the next unit's
     layers = size * u.layers.numel if u.stay_gathered else 0
     layer = 0 if u.stay_gathered else size * u.layer.numel * buffers
@@ -151,14 +156,18 @@ def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
     reduced = (size + FP32) * (u.tail if waits else u.embedding).trained
     layer_gradients, previous = size * u.layer.trained + tail_gradient_waits, FP32 * u.layer.trained
     head_reduced = 0 if waits else FP32 * u.tail.trained
+    other_tail = teachers_tail(spec)
     return {
-        "loss": {"gathered": tail * buffers + layers, "communication": 0},
+        "loss": {"gathered": tail * buffers + layers + other_tail, "communication": 0},
         "head": {"gathered": tail + layers, "communication": 0},
         "last layer": {"gathered": tail_waits + layers + layer, "communication": head_reduced + layer_gradients},
         "first layer": {"gathered": tail_waits + layer, "communication": previous + layer_gradients},
         "embedding": {"gathered": tail_waits + embedding, "communication": reduced},
         "optimizer": {"gathered": 0, "communication": 0},
-        "evaluation": {"gathered": max(layer, tail * buffers) + tail_waits + layers, "communication": 0},
+        "evaluation": {
+            "gathered": max(layer, tail * buffers + other_tail) + tail_waits + layers,
+            "communication": 0,
+        },
     }
 
 
@@ -183,7 +192,19 @@ def loss_bytes(spec: RunSpec) -> int:
     cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
-    return head_gradient + cast_head + hidden + loss_chunk_bytes(a.vocabulary, spec.tokens, run)
+    return head_gradient + cast_head + hidden + _chunk_bytes(spec, spec.tokens)
+
+
+def _chunk_bytes(spec: RunSpec, tokens: int) -> int:
+    if spec.teacher is not None:
+        return meeting_bytes(spec, tokens)
+    return loss_chunk_bytes(spec.architecture.vocabulary, tokens, spec.computation)
+
+
+def _teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
+    forward = teacher_forward(spec, tokens)
+    if forward is not None:
+        yield replace(before, name="forward of the teacher", **forward)
 
 
 def loss_backward_bytes(spec: RunSpec) -> int:
@@ -227,8 +248,7 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
 
 
 def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
-    tokens = (spec.recipe.batch.per_device_eval_batch_size or spec.rows) * spec.recipe.row_tokens
-    return _forward(spec, at_rest, "a held-out batch", tokens)
+    return _forward(spec, at_rest, "a held-out batch", _evaluated_tokens(spec))
 
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
@@ -239,16 +259,21 @@ def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapsh
         at_rest,
         name=name,
         activations=tokens * (evaluation_bytes(a, run) + rotary),
-        loss=loss_chunk_bytes(a.vocabulary, tokens, run),
+        loss=_chunk_bytes(spec, tokens),
         temporaries=dequantized_bytes(spec) + merged.layer + merged.largest,
         **held_by_layout(spec)["evaluation"],
     )
+
+
+def _evaluated_tokens(spec: RunSpec) -> int:
+    """Tokens in a held-out micro-batch on one rank."""
+    return (spec.recipe.batch.per_device_eval_batch_size or spec.rows) * spec.recipe.row_tokens
 
 
 def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:
     """The snapshot with what the device needs beside the tensors."""
     if spec.device == "cpu":
         return point
-    moving = point.allocated - point.parameters - point.optimizer
+    moving = point.allocated - point.parameters - point.teacher - point.optimizer
     context = CUDA_CONTEXT + (NCCL_BUFFERS if spec.ranks > 1 else 0)
     return replace(point, slack=int(SLACK * moving), context=context)

@@ -8,16 +8,18 @@ from typing import Any
 
 from finetune.constants import grow_rows
 from finetune.distributed.accelerate_config import Sharding
+from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.memory import Phase, find_peak, plan_phases
-from finetune.plan.run_spec import RunSpec
+from finetune.plan.run_spec import RunSpec, Teacher
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
 from finetune.recipe.lora_schema import check_lora_layout
-from finetune.recipe.quantization import check_quantization, read_stored_quantization
-from finetune.recipe.schema import Recipe
+from finetune.recipe.method_schema import refuse_layout
+from finetune.recipe.quantization import check_quantization, read_stored_quantization, read_teacher_quantization
+from finetune.recipe.schema import Method, Model, Recipe
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
@@ -61,6 +63,7 @@ def make_plan(
     stored = read_stored_quantization(SimpleNamespace(quantization_config=config.get("quantization_config")), where)
     if stored is not None:
         recipe = replace(recipe, quantization=stored)
+    refuse_layout(recipe.method.method, sharding)
     if sharding.layout == "fsdp1":  # elsewhere a plan needs no bitsandbytes
         check_quantization(recipe.quantization, sharding)
     check_lora_layout(recipe.lora, sharding)
@@ -72,6 +75,7 @@ def make_plan(
         ranks=ranks,
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
+        teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
     )
     base_dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return Plan(
@@ -81,6 +85,16 @@ def make_plan(
         host=plan_host(spec),
         speed=estimate_speed(spec, mfu, read),
     )
+
+
+def _read_teacher(model: Model, method: Method) -> Teacher:
+    try:
+        config, where = find_config(model)
+    except UserError as error:
+        raise UserError(f"teacher_model_name_or_path: {error}") from None
+    quantized = SimpleNamespace(quantization_config=config.get("quantization_config"))
+    quantization = read_teacher_quantization(quantized, method)
+    return Teacher(architecture=read_architecture(config, where), quantization=quantization)
 
 
 def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:
@@ -113,6 +127,7 @@ def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
         "parameters": spec.architecture.parameters,
         "active_parameters": spec.architecture.parameters - spec.architecture.idle_parameters,
         "trained_parameters": spec.trained_numel,
+        "teacher_parameters": None if spec.teacher is None else spec.teacher.architecture.parameters,
         "ranks": spec.ranks,
         "sharding": asdict(spec.sharding),
         "global_batch_size": spec.global_batch_size,

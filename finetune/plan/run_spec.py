@@ -1,15 +1,31 @@
 """What is planned: the model, the recipe, the layout and the number of ranks, and what follows from them directly."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, ROUND_TOKENS, compute_global_batch_size
+from finetune.constants import ITEMSIZE, ROUND_TOKENS, compute_dtype, compute_global_batch_size
 from finetune.distributed.accelerate_config import Sharding
+from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
-from finetune.plan.state import State, StateTensor, count_shards, count_state, list_state_tensors
-from finetune.recipe.schema import Recipe
+from finetune.plan.state import State, StateTensor, count_shards, count_state, list_frozen_tensors, list_state_tensors
+from finetune.recipe.schema import Quantization, Recipe
+
+
+@dataclass(frozen=True, kw_only=True)
+class Teacher:
+    """A frozen model that the trained one learns from; `quantization`: as its files are stored."""
+
+    architecture: Architecture
+    quantization: Quantization
+
+    def flop_per_token(self, length: int) -> float:
+        """FLOP of the forward of one token in rows of `length`: a third of those of training."""
+        a = self.architecture
+        sizes = {"parameters": count_multiplied(a), "layers": a.layers, "heads": a.heads}
+        return flop_per_token(**sizes, head_size=a.mean_head_size, length=length) / 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,12 +39,25 @@ class RunSpec:
     ranks_per_node: int = 8
     device: Literal["cuda", "cpu"] = "cuda"
     grouped_attention: bool = True  # see Computation
+    teacher: Teacher | None = None
 
     @cached_property
     def tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter as it is trained, adapters included."""
         recipe = self.recipe
         return list_state_tensors(self.architecture, recipe.model, recipe.lora, self.sharding, recipe.quantization)
+
+    @cached_property
+    def teacher_tensors(self) -> tuple[StateTensor, ...]:
+        """Every parameter of the teacher, frozen in the compute dtype; none where there is no teacher."""
+        if self.teacher is None:
+            return ()
+        return list_frozen_tensors(self.teacher.architecture, ITEMSIZE[self.compute_dtype], self.teacher.quantization)
+
+    @property
+    def teacher_bytes(self) -> int:
+        """Bytes of the teacher's parameters on rank 0."""
+        return count_state(self.teacher_tensors, self.sharding, self.shards, "sgd").frozen
 
     @property
     def shards(self) -> int:
@@ -52,8 +81,7 @@ class RunSpec:
     @property
     def compute_dtype(self) -> str:
         """The dtype of mixed precision; without it, that of the parameters."""
-        mixed = self.sharding.mixed_precision
-        return self.trained_dtype if mixed == "no" else COMPUTE_DTYPE[mixed]
+        return compute_dtype(self.sharding, self.recipe.model, self.recipe.lora)
 
     @property
     def reduced_dtype(self) -> str:
@@ -119,6 +147,12 @@ class RunSpec:
         return -(-self.global_batch_size // (self.rows * self.ranks))
 
 
+def count_multiplied(architecture: Architecture) -> int:
+    """Numbers that multiply a token: of a mixture's experts the chosen ones, and no untied input embedding."""
+    a = architecture
+    return a.parameters - a.idle_parameters - (0 if a.tied else a.embedding.numel)
+
+
 @dataclass(frozen=True, slots=True)
 class Unit:
     """Numbers in one FSDP unit, which is gathered and freed together, and the trained ones among them."""
@@ -145,30 +179,30 @@ class FsdpUnits:
     stay_gathered: bool  # layers remain gathered from forward to backward
 
 
-def split_into_units(spec: RunSpec) -> FsdpUnits:
-    """The FSDP units that `spec`'s layout makes of its model."""
-    widest, layers = spec.architecture.widest_layer, Unit(0, 0)
-    embedding, one, tail = (_unit(spec, name) for name in ("embedding", f"layer {widest}", "tail"))
-    if spec.architecture.mixture is None:
-        layers = Unit(one.numel * spec.architecture.layers, one.trained * spec.architecture.layers)
+def split_into_units(architecture: Architecture, tensors: Sequence[StateTensor], sharding: Sharding) -> FsdpUnits:
+    """The FSDP units that a layout makes of a model."""
+    widest, layers = architecture.widest_layer, Unit(0, 0)
+    embedding, one, tail = (_unit(tensors, name) for name in ("embedding", f"layer {widest}", "tail"))
+    if architecture.mixture is None:
+        layers = Unit(one.numel * architecture.layers, one.trained * architecture.layers)
     else:  # some layers may be dense
-        for index in range(spec.architecture.layers):
-            layers += _unit(spec, f"layer {index}")
-    if spec.sharding.wrapping == "SIZE_BASED_WRAP":
-        separate = sum(tensor.numel for tensor in spec.architecture.layer(widest)) > spec.sharding.min_num_params
+        for index in range(architecture.layers):
+            layers += _unit(tensors, f"layer {index}")
+    if sharding.wrapping == "SIZE_BASED_WRAP":
+        separate = sum(tensor.numel for tensor in architecture.layer(widest)) > sharding.min_num_params
     else:
-        separate = spec.sharding.wrapping != "NO_WRAP"
-    if spec.architecture.tied or spec.sharding.layout == "fsdp1":
+        separate = sharding.wrapping != "NO_WRAP"
+    if architecture.tied or sharding.layout == "fsdp1":
         embedding, tail = Unit(0, 0), tail + embedding
     return FsdpUnits(
         embedding=embedding,
         layer=one if separate else layers,
         tail=tail,
         layers=layers,
-        stay_gathered=spec.sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not separate,
+        stay_gathered=sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not separate,
     )
 
 
-def _unit(spec: RunSpec, name: str) -> Unit:
-    own = [tensor for tensor in spec.tensors if tensor.unit == name]
+def _unit(tensors: Sequence[StateTensor], name: str) -> Unit:
+    own = [tensor for tensor in tensors if tensor.unit == name]
     return Unit(sum(t.numel for t in own), sum(t.numel for t in own if t.trainable))

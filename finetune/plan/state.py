@@ -67,9 +67,7 @@ def list_state_tensors(
     Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the output head.
     """
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
-    units: list[tuple[str, tuple[TensorShape, ...]]] = [("embedding", (architecture.embedding,))]
-    units += [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
-    units += [("tail", architecture.tail)]
+    units = _list_units(architecture)
     linears = {f"layer {index}": architecture.linears(index) for index in range(architecture.layers)}
     names = {
         t.name: [t.name, HEAD] if architecture.tied and unit == "embedding" else [t.name]
@@ -104,6 +102,27 @@ def list_state_tensors(
     if lora.use_peft:
         refuse_unadapted(lora, adapted)
     return tuple(found)
+
+
+def list_frozen_tensors(
+    architecture: Architecture, itemsize: int, quantization: Quantization
+) -> tuple[StateTensor, ...]:
+    """Every parameter of a model that is not trained, a teacher, whose linear layers may be quantized."""
+    found: list[StateTensor] = []
+    for unit, tensors in _list_units(architecture):
+        linears = architecture.linears(int(unit.split()[1])) if unit.startswith("layer") else ()
+        for tensor in tensors:
+            if tensor in linears and quantization.bits is not None:
+                found += _list_quantized(tensor, unit, itemsize, quantization)
+            else:
+                found.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, False))
+    return tuple(found)
+
+
+def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape, ...]]]:
+    """The tensors of each FSDP unit."""
+    layers = [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
+    return [("embedding", (architecture.embedding,)), *layers, ("tail", architecture.tail)]
 
 
 def _list_quantized(linear: TensorShape, unit: str, itemsize: int, quantization: Quantization) -> Iterator[StateTensor]:

@@ -57,6 +57,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         [
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
+            *_describe_teacher(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in sharding.translated),
             f"precision  parameters {parameters}, compute {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
@@ -87,6 +88,17 @@ def _describe_method(spec: RunSpec) -> list[str]:
             "reference  log-probabilities, computed once before training and stored; no second copy of the weights"
         )
     return lines
+
+
+def _describe_teacher(spec: RunSpec) -> list[str]:
+    if spec.teacher is None:
+        return []
+    a, quantization = spec.teacher.architecture, spec.teacher.quantization
+    stored = f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
+    return [
+        f"teacher    {spec.recipe.method.teacher_model_name_or_path}: {a.model_type}, {count(a.parameters)} parameters, frozen in "
+        f"{spec.compute_dtype}{stored}"
+    ]
 
 
 def _name_frozen(spec: RunSpec) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.flops import PEAK_FLOPS, flop_per_token
-from finetune.plan.run_spec import RunSpec
+from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.recipe.schema import Data
 
 ASSUMED_DEVICE = "H100"
@@ -51,7 +51,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     """
     a = spec.architecture
     flops = flop_per_token(
-        parameters=a.parameters - a.idle_parameters - (0 if a.tied else a.embedding.numel),
+        parameters=count_multiplied(a),
         layers=a.layers,
         heads=a.heads,
         head_size=a.mean_head_size,
@@ -61,6 +61,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     forward = (flops + 2 * _count_frozen(spec)) / 3  # the backward takes twice as many, but for frozen weights
     again = forward if spec.reference == "adapters off" else 0.0
     flops += again
+    if spec.teacher is not None:
+        flops += spec.teacher.flop_per_token(spec.recipe.data.max_length)
     offload = offload_seconds(spec)
     seconds_per_step = spec.tokens_per_step * flops / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks) + offload
     tokens_per_second = spec.tokens_per_step / seconds_per_step

@@ -10,6 +10,7 @@ from finetune.errors import UserError
 from finetune.recipe.markers import FileOrName, SameOnResume
 
 if TYPE_CHECKING:
+    from finetune.distributed.accelerate_config import Sharding
     from finetune.recipe.schema import Recipe
 
 RowKind = Literal["answers", "pairs", "ratings"]
@@ -54,6 +55,11 @@ class Method:
     teacher_model_revision: Annotated[
         str | None, SameOnResume, "distill: the hub revision of teacher_model_name_or_path."
     ] = None
+    teacher_load_in_4bit: Annotated[
+        bool,
+        SameOnResume,
+        "distill: keep the teacher's linear layers in 4 bits (nf4, double quantization); needs bitsandbytes.",
+    ] = False
     distill_beta: Annotated[
         float,
         Ge(0),
@@ -98,7 +104,16 @@ METHODS: Mapping[str, MethodFacts] = {
     "kto": MethodFacts("ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True),
     "distill": MethodFacts(
         "answers",
-        ("teacher_model_name_or_path", "teacher_model_revision", "distill_beta", "temperature", "distill_alpha"),
+        (
+            "teacher_model_name_or_path",
+            "teacher_model_revision",
+            "teacher_load_in_4bit",
+            "distill_beta",
+            "temperature",
+            "distill_alpha",
+            "label_smoothing",
+        ),
+        is_trained=True,
     ),
 }
 
@@ -116,6 +131,15 @@ def refuse_untrained_method(recipe: "Recipe") -> None:
     if not METHODS[method].is_trained:
         trained = ", ".join(name for name, facts in METHODS.items() if facts.is_trained)
         raise UserError(f"{recipe.path}: method: {method} is not supported yet; methods that train: {trained}")
+
+
+def refuse_layout(method: str, sharding: "Sharding") -> None:
+    """Raises `UserError` where a layout cannot run the method."""
+    if method == "distill" and sharding.layout == "fsdp1":
+        raise UserError(
+            f"{sharding.source}: method: distill: FSDP1 gathers no single unit, as the teacher's head needs it; set fsdp_version: 2, "
+            "or use ddp"
+        )
 
 
 def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -145,6 +169,12 @@ def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]
             if facts.rows not in kinds and any(getattr(source, key) for source in values.get(entry) or ()):
                 users = [name for name, other in METHODS.items() if other.rows in kinds]
                 yield entry, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
+    if method == "distill" and smoothing and values.get("distill_alpha", 1.0) == 1:
+        yield (
+            "label_smoothing",
+            "label_smoothing is of the cross entropy, which has no weight with distill_alpha: 1; set distill_alpha below 1, or "
+            "remove it",
+        )
     if method == "distill" and not values.get("teacher_model_name_or_path"):
         yield "teacher_model_name_or_path", "method: distill learns from a teacher; set teacher_model_name_or_path"
     trains_base = not values.get("use_peft") or values.get("modules_to_save") or values.get("added_tokens")

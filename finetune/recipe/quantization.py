@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.recipe.lora_schema import Quantization
+from finetune.recipe.method_schema import Method
 
 if TYPE_CHECKING:
     from finetune.distributed.accelerate_config import Sharding
@@ -85,6 +86,13 @@ def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
         bnb_4bit_quant_type="fp4" if recipe.get("bnb_4bit_quant_type") == "fp4" else "nf4",
         bnb_4bit_use_double_quant=recipe.get("bnb_4bit_use_double_quant") is True,
     )
+
+
+def read_teacher_quantization(config: Any, method: Method) -> Quantization:
+    """How a teacher is kept: as its files are quantized, by its config, or as the recipe says."""
+    stored = read_stored_quantization(config, str(method.teacher_model_name_or_path))
+    in_4_bits = method.teacher_load_in_4bit
+    return stored or Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
 
 
 def read_stored_quantization(config: Any, name: str) -> Quantization | None:

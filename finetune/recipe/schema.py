@@ -226,6 +226,21 @@ class Recipe:
         return METHODS[self.method.method]
 
     @property
+    def teacher(self) -> Model | None:
+        """The teacher as a model to load; None where the method has none."""
+        name = self.method.teacher_model_name_or_path
+        if self.method.method != "distill" or name is None:
+            return None
+        revision, own = self.method.teacher_model_revision, self.model
+        return Model(
+            model_name_or_path=name,
+            model_revision=revision,
+            trust_remote_code=own.trust_remote_code,
+            attn_implementation=own.attn_implementation,
+            torch_compile=own.torch_compile,
+        )
+
+    @property
     def row_tokens(self) -> int:
         """Tokens in a packed row: max_length for each document of a group, so that any pair fits."""
         return self.data.max_length * self.method_facts.documents

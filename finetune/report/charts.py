@@ -77,6 +77,8 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
     ]
     found = [
         _make_chart("loss", "Loss", "nats per trained token; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs)),
+        _make_chart("kl", "Divergence from the teacher", "nats per trained token; points: held-out", _loss_lines(runs, "kl"), zero=True),
+        _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
         _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
         _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
         _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
@@ -115,11 +117,11 @@ def _smooth_lines(runs: Sequence[RunRecord], key: str) -> list[Line]:
     return faint + strong
 
 
-def _loss_lines(runs: Sequence[RunRecord]) -> list[Line]:
+def _loss_lines(runs: Sequence[RunRecord], key: str = "loss") -> list[Line]:
     held_out = [
-        Line(f"{line.label} held-out", line.run, line.points, dots=True) for line in _make_lines(runs, "eval_loss")
+        Line(f"{line.label} held-out", line.run, line.points, dots=True) for line in _make_lines(runs, f"eval_{key}")
     ]
-    return _smooth_lines(runs, "loss") + held_out
+    return _smooth_lines(runs, key) + held_out
 
 
 def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False) -> Chart | None:

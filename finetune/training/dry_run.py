@@ -14,6 +14,7 @@ from finetune.plan.memory import find_peak
 from finetune.plan.plan import format_plan, make_plan
 from finetune.pretrained_config import check_config, complete_quantization, load_config
 from finetune.recipe.schema import Recipe
+from finetune.training.distillation import check_teacher
 from finetune.units import gib
 
 
@@ -25,6 +26,7 @@ def print_dry_run(recipe: Recipe, world: World) -> None:
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     check_config(config, recipe.model, recipe.data, len(tokenizer))
+    check_teacher(recipe, tokenizer, world.sharding)
     recipe = complete_quantization(recipe, config, world.sharding)
     data = prepare_data(recipe, tokenizer, world)
     if world.is_main:
@@ -71,9 +73,10 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
         )
         return "\n".join(lines)
     planned = max((phase.peak for phase in plan.phases), key=lambda moment: moment.total)
+    teacher = f"teacher {gib(planned.teacher)}, " if planned.teacher else ""
     lines.append(
         f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, at {planned.name}: "
-        f"weights {gib(planned.parameters)}, gradients {gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, "
+        f"weights {gib(planned.parameters)}, {teacher}gradients {gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, "
         f"gathered {gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
     )
     smaller = [change for change in list_changes(plan.spec) if find_peak(change.apply(plan.spec)).total < planned.total]

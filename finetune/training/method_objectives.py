@@ -9,7 +9,10 @@ from torch import nn
 from finetune.data.batches import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.distributed.world import World
+from finetune.models.probe import check_training_forward
+from finetune.models.teacher import load_teacher
 from finetune.recipe.schema import Recipe
+from finetune.training.distillation import Distillation
 from finetune.training.objective import SFT, Objectives
 from finetune.training.preference_objective import PreferenceObjective
 from finetune.training.reference import StoredReference, load_or_compute, trains_adapters_alone, without_adapters
@@ -23,6 +26,10 @@ def make_objectives(
     `model` still has the weights that training starts with, which are the reference of a method that needs one.
     `inputs`: of `fingerprint_inputs`.
     """
+    if recipe.teacher is not None:
+        teacher = load_teacher(recipe, world)
+        check_training_forward(teacher.model, recipe.teacher, recipe.data, world)
+        return Objectives(Distillation(teacher), Distillation(teacher))
     if recipe.method_facts.rows == "answers":
         return Objectives(SFT, SFT)
     training = PreferenceObjective(recipe.method, None, recipe.optimization.label_smoothing)

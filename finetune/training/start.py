@@ -26,6 +26,7 @@ from finetune.progress import Progress
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
 from finetune.trackers import Tracker, open_tracker
+from finetune.training.distillation import teacher_flop_per_token
 from finetune.training.evaluate import SAMPLES
 from finetune.training.objective import Objectives
 from finetune.training.profiler import profile_steps
@@ -75,7 +76,8 @@ def start_run(
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
         flop_per_token=flop_per_token_of(
             config, parameters=size.multiplied, length=recipe.data.max_length, frozen=size.frozen_multiplied
-        ),
+        )
+        + teacher_flop_per_token(objectives.training, recipe.data.max_length),
         peak_flops=peak_flops(world.device),
     )
     for line in first_screen(run, size, progress):

@@ -18,6 +18,8 @@ from finetune.progress import Progress
 from finetune.recipe.quantization import describe_quantization
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Quantization, Recipe
+from finetune.training.distillation import Distillation
+from finetune.training.objective import Objective
 from finetune.training.run_folder import METRICS
 from finetune.training.training_run import TrainingRun
 from finetune.units import counted, disk_size
@@ -50,6 +52,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]
     lines += describe_quantized(model, recipe.quantization)
+    lines += describe_teacher(run.objectives.training)
     report = run.data.report
     positions = getattr(model.config, "max_position_embeddings", None)
     lines += [f"        {line}" for line in check_longest_example(report.longest, positions)]
@@ -88,6 +91,15 @@ def describe_trained(recipe: Recipe) -> str:
     ]
     whole = f"; whole: {', '.join(saved)}" if saved else ""
     return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+
+
+def describe_teacher(objective: Objective) -> list[str]:
+    """The model that is learned from, if any."""
+    if not isinstance(objective, Distillation):
+        return []
+    teacher = objective.teacher
+    name, dtype = type(teacher.model).__name__.removeprefix("FSDP"), next(teacher.model.parameters()).dtype
+    return [f"teacher {name}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}"]
 
 
 def _flop_of_weights(recipe: Recipe) -> str:

@@ -6,7 +6,7 @@ The files are shipped; this script makes them again, byte for byte: python recip
 import json
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_token
 SMALL, LARGE = range(1_000), range(1_000, 10_000)  # drawn evenly, one in ten would be small: too few to learn from
 HELD_OUT = 100
 TRAINED = 5_000
+NOISY, WRONG = 2_000, 0.3  # conversations for the distillation, and the share of them with a wrong answer
 VOCABULARY = 384
 SEED = 20
 
@@ -89,6 +90,16 @@ def conversations(numbers: Iterable[int], chance: random.Random) -> list[dict[st
     ]
 
 
+def exchange_answers(rows: Sequence[dict[str, Any]], chance: random.Random) -> list[dict[str, Any]]:
+    """The same questions; a share of `WRONG` of them gets another one's answer."""
+    questions = [row["messages"][0] for row in rows]
+    answers = [row["messages"][1] for row in rows]
+    places = [place for place in range(len(answers)) if chance.random() < WRONG]
+    for place, other in zip(places, chance.sample(places, len(places)), strict=True):
+        answers[place] = rows[other]["messages"][1]
+    return [{"messages": list(pair)} for pair in zip(questions, answers, strict=True)]
+
+
 def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
     """A byte-level BPE tokenizer: any text can be written in it, and a digit is a token of its own."""
     tokenizer = Tokenizer(models.BPE())
@@ -115,13 +126,14 @@ def train_tokenizer(texts: Iterable[str]) -> Tokenizer:
 
 
 def make(folder: Path) -> None:
-    """Writes train.jsonl, heldout.jsonl and the tokenizer's three files into `folder`."""
+    """Writes train.jsonl, heldout.jsonl, noisy.jsonl and the tokenizer's three files into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     chance = random.Random(SEED)
     numbers = [*SMALL, *chance.sample(LARGE, TRAINED + HELD_OUT - len(SMALL))]
     chance.shuffle(numbers)
     train, heldout = conversations(numbers[HELD_OUT:], chance), conversations(numbers[:HELD_OUT], chance)
-    for name, rows in (("train", train), ("heldout", heldout)):
+    noisy = exchange_answers(train[:NOISY], random.Random(SEED))
+    for name, rows in (("train", train), ("heldout", heldout), ("noisy", noisy)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     tokenizer = train_tokenizer(message["content"] for row in train for message in row["messages"])

@@ -32,7 +32,7 @@ def read(*keys: str) -> list[str]:
         ["method=orpo", "beta=0.2", "overlength=drop"],
         ["method=simpo", "beta=2", "simpo_gamma=1.2"],
         ["method=kto", "desirable_weight=1.3", "undesirable_weight=0"],
-        ["method=distill", "teacher_model_name_or_path=some/teacher", "teacher_model_revision=main", "distill_beta=0", "temperature=2", "distill_alpha=0.5"],
+        ["method=distill", "teacher_model_name_or_path=some/teacher", "teacher_model_revision=main", "teacher_load_in_4bit=True", "distill_beta=0", "temperature=2", "distill_alpha=0.5", "label_smoothing=0.1"],
     ],
 )  # fmt: skip
 def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
@@ -52,6 +52,7 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["method=orpo", "loss_type=hinge"], "loss_type has no effect with method: orpo; it is for dpo"),
         (["method=kto", "simpo_gamma=1"], "simpo_gamma has no effect with method: kto; it is for simpo"),
         (["method=simpo", "label_smoothing=0.1"], "label_smoothing has no effect with method: simpo; it is for sft, dpo"),
+        (["method=distill", "teacher_model_name_or_path=a/b", "label_smoothing=0.1"], "label_smoothing is of the cross entropy, which has no"),
         (["method=dpo", "loss_type=ipo", "label_smoothing=0.1"], "label_smoothing has no effect with loss_type: ipo"),
         (["method=dpo", "label_smoothing=0.5"], "label_smoothing: 0.5: under dpo it is the share of pairs whose order is"),
         (["method=distill"], "method: distill learns from a teacher; set teacher_model_name_or_path"),

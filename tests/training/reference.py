@@ -36,17 +36,20 @@ def train(
         trained, lr=0.0, weight_decay=0.0
     ),
     label_smoothing: float = 0.0,
+    other: Any = None,
+    loss_of: "Callable[[Documents], torch.Tensor] | None" = None,
 ) -> list[tuple[float, float]]:
-    """(loss, gradient norm) of every step. `prepare` may change what is trained."""
+    """(loss, gradient norm) of every step. `prepare` may change what is trained; `loss_of`: the loss of a step, of its documents
+    with the logits of `other`."""
     recipe = read_recipe(str(recipe_path))
     data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
     model = AutoModelForCausalLM.from_pretrained(
         recipe.model.model_name_or_path,
         dtype=torch.float32,
         attn_implementation="eager",
-        quantization_config=_by_bitsandbytes(recipe.quantization),
+        quantization_config=by_bitsandbytes(recipe.quantization),
     )
-    before = copy.deepcopy(model) if recipe.method_facts.rows == "pairs" else None
+    before = copy.deepcopy(model) if recipe.method_facts.rows == "pairs" else other
     model.train()  # there is no dropout; bitsandbytes rounds the inputs of 8-bit layers too outside of training
     if recipe.lora.use_peft:
         model = _with_adapters(model, recipe)
@@ -69,7 +72,10 @@ def train(
                     unchanged = None if before is None else before(input_ids=input_ids).logits[0]
                 documents.append((output.logits[0], labels, unchanged))
                 router_logits.append(output.router_logits if coefficient else ())
-        loss = _cross_entropy(documents, label_smoothing) if before is None else _compare(documents, recipe)
+        if loss_of is not None:
+            loss = loss_of(documents)
+        else:
+            loss = _cross_entropy(documents, label_smoothing) if before is None else _compare(documents, recipe)
         (loss + coefficient * _auxiliary(model, router_logits) if coefficient else loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm or math.inf)
         optimizer.step()
@@ -78,7 +84,9 @@ def train(
     return results
 
 
-Documents = list[tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]  # (logits, labels, logits before training)
+Documents = list[
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+]  # (logits, labels, of another model: before training)
 
 
 def _cross_entropy(documents: Documents, label_smoothing: float) -> torch.Tensor:
@@ -114,7 +122,7 @@ def _cosine(step: int, steps: int, peak: float, warmup_ratio: float) -> float:
     return peak * 0.5 * (1 + math.cos(math.pi * (step - warmup) / (steps - warmup)))
 
 
-def _by_bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig | None:
+def by_bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig | None:
     if quantization.bits is None:
         return None
     return BitsAndBytesConfig(

@@ -1,0 +1,166 @@
+"""The divergence of a student from its teacher over the trained tokens, in chunks, beside the cross entropy of the labels.
+
+Student's and teacher's logits meet a chunk of tokens at a time, and are never whole. The divergence D of the teacher's
+probabilities t and the student's s, both of logits divided by the temperature, and its gradient to the student's divided logits
+(Agarwal et al. 2023, arXiv:2306.13649, section 3; `generalized_jsd_loss` of TRL's GKDTrainer):
+
+    beta 0     forward KL:  D = sum t log(t / s)                                gradient s - t
+    beta 1     reverse KL:  D = sum s log(s / t)                                gradient s (log(s / t) - D)
+    between    D = beta KL(t | m) + (1 - beta) KL(s | m), m = beta t + (1 - beta) s;
+                                                       gradient (1 - beta) s (log(s / m) - KL(s | m))
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
+from finetune.models.head_chunks import (
+    UNCHANGED,
+    Gradients,
+    HeadLoss,
+    LogitTransform,
+    backward_in_chunks,
+    cross_entropy_gradient,
+    find_needed_gradients,
+    label_log_probabilities,
+    widen,
+)
+
+
+class Mixture(NamedTuple):
+    """The recipe's keys for what a student learns: alpha D + (1 - alpha) cross entropy."""
+
+    beta: float
+    temperature: float = 1.0
+    alpha: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TeacherScores:
+    """What a teacher's scores are computed from: what enters its head, and the head."""
+
+    hidden: Tensor  # [trained tokens, the teacher's hidden]
+    weight: Tensor  # [rows of the teacher's vocabulary, its hidden], in hidden's type
+    bias: Tensor | None = None
+    logits: LogitTransform = UNCHANGED
+
+    def log_probabilities(self, chunk: slice, rows: int, temperature: float) -> Tensor:
+        """[tokens of the chunk, rows], fp32 or wider: over the first `rows` of the vocabulary."""
+        scores = F.linear(self.hidden[chunk], self.weight[:rows], None if self.bias is None else self.bias[:rows])
+        logits, _ = self.logits.bend(scores)
+        return _log_softmax(logits, temperature)
+
+
+def linear_divergence(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    teacher: TeacherScores,
+    mixture: Mixture,
+    *,
+    bias: Tensor | None = None,
+    logits: LogitTransform = UNCHANGED,
+    trained_positions: Tensor | None = None,
+    chunk_tokens: int | None = None,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """The sums over the trained tokens of the mixed loss, the divergence, and the cross entropy; see `linear_cross_entropy`.
+
+    The divergence is over the ids that both vocabularies have rows for: some models have more rows than tokens.
+
+    Args:
+        hidden: [tokens, hidden] of the student.
+        weight: [vocabulary, hidden] of the student.
+        teacher: its `hidden` is at `trained_positions`, or at all tokens where those are None.
+    Returns:
+        fp32[3]. The first has gradients to hidden, weight and bias, the others are for the log.
+    """
+    rows = min(len(weight), len(teacher.weight))
+    tokens = chunk_tokens or divergence_chunk_tokens(max(len(weight), len(teacher.weight)), hidden.device.type)
+    needs_grad = find_needed_gradients(hidden, weight, bias)
+    ids = labels if trained_positions is None else labels[trained_positions]
+
+    def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
+        sums = torch.zeros(3, dtype=widen(weight.dtype), device=weight.device)
+
+        def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
+            of_teacher = teacher.log_probabilities(chunk, rows, mixture.temperature)
+            bent, bend = logits.bend(scores)
+            found, grad = _compute_chunk(bent, of_teacher, ids[chunk], mixture, label_smoothing, any(needs_grad))
+            sums.add_(found)
+            return None if grad is None else logits.unbend(grad, bend)
+
+        return sums, backward_in_chunks(trained, weight, bias, compute_chunk, tokens, needs_grad)
+
+    sums: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
+    return sums
+
+
+def _compute_chunk(
+    logits: Tensor, teacher: Tensor, labels: Tensor, mixture: Mixture, label_smoothing: float, gradient: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of one chunk.
+
+    teacher: log-probabilities [tokens, rows that both have].
+    """
+    beta, temperature, alpha = mixture
+    rows, trained = teacher.shape[1], labels != IGNORE_INDEX
+    plain = torch.log_softmax(logits, -1, dtype=widen(logits.dtype))
+    is_plain = temperature == 1.0 and rows == logits.shape[1]
+    student = plain if is_plain else _log_softmax(logits[:, :rows], temperature)
+    divergence, grad_divergence = measure_divergence(student, teacher, beta, gradient)
+    cross_entropy = -label_log_probabilities(plain, labels, label_smoothing)
+    found = torch.stack([divergence, cross_entropy])
+    divergence_sum, cross_entropy_sum = torch.where(trained, found, 0.0).sum(1)
+    loss = alpha * divergence_sum + (1 - alpha) * cross_entropy_sum
+    sums = torch.stack([loss, divergence_sum, cross_entropy_sum])
+    if grad_divergence is None:
+        return sums, None
+    grad_divergence *= alpha / temperature
+    if alpha < 1:
+        grad = cross_entropy_gradient(plain, labels, label_smoothing).mul_(1 - alpha)
+        grad[:, :rows] += grad_divergence
+    else:
+        grad = grad_divergence if rows == logits.shape[1] else F.pad(grad_divergence, (0, logits.shape[1] - rows))
+    return sums, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+
+
+def measure_divergence(
+    student: Tensor, teacher: Tensor, beta: float, gradient: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """The divergence of each token, and its gradient to the student's logits.
+
+    Args:
+        student, teacher: log-probabilities [tokens, vocabulary].
+        beta: 0 for the forward KL, 1 for the reverse, between them for the generalized Jensen-Shannon divergence.
+    Returns:
+        ([tokens], [tokens, vocabulary] or None).
+    """
+    # In place where it can be: the chunk's logits are the largest tensors of a step.
+    if beta == 0:
+        probabilities = teacher.exp()
+        divergence = (teacher - student).mul_(probabilities).sum(1)
+        return divergence, student.exp().sub_(probabilities) if gradient else None
+    share, divergence = 1.0, torch.zeros_like(student[:, 0])
+    if beta == 1:
+        excess = student - teacher
+    else:
+        share, mixed = 1 - beta, student + math.log1p(-beta)
+        torch.logaddexp(mixed, teacher + math.log(beta), out=mixed)
+        divergence = beta * (teacher - mixed).mul_(teacher.exp()).sum(1)
+        excess = mixed.neg_().add_(student)
+    probabilities = student.exp()
+    of_student = (probabilities * excess).sum(1, keepdim=True)
+    divergence = divergence + share * of_student.squeeze(1)
+    return divergence, excess.sub_(of_student).mul_(probabilities).mul_(share) if gradient else None
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    """fp32 or wider."""
+    wide = widen(logits.dtype)
+    return torch.log_softmax(logits if temperature == 1.0 else logits.to(wide) / temperature, -1, dtype=wide)

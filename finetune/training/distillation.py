@@ -1,0 +1,63 @@
+"""Distillation as an `Objective`: the divergence from a teacher at every trained token, beside the cross entropy of its label."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from finetune.constants import IGNORE_INDEX
+from finetune.data.batches import StepBatch
+from finetune.data.collate import MicroBatch
+from finetune.data.tokenizer import refuse_other_tokenizer
+from finetune.distributed.accelerate_config import Sharding
+from finetune.errors import UserError
+from finetune.models.teacher import Teacher
+from finetune.pretrained_config import check_config, load_config, refuse_quantized_experts
+from finetune.recipe.method_schema import refuse_layout
+from finetune.recipe.quantization import check_quantization, read_teacher_quantization
+from finetune.recipe.schema import Recipe
+from finetune.training.objective import Measured, Objective
+
+
+class Distillation:
+    """alpha x divergence + (1 - alpha) x cross entropy, averaged over the trained tokens of the step."""
+
+    def __init__(self, teacher: Teacher) -> None:
+        self.teacher = teacher
+
+    def count(self, batch: StepBatch) -> int:
+        """The trained tokens of the step."""
+        return batch.trained_tokens
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The loss, and as metrics the divergence and the cross entropy of a token. The teacher reads no noise."""
+        head_function = self.teacher.compare(micro_batch.inputs)
+        loss, divergence, cross_entropy = model(**inputs, head_function=head_function).unbind()
+        trained = (micro_batch.labels != IGNORE_INDEX).sum().to(loss.dtype)
+        means = {"kl": divergence, "cross_entropy": cross_entropy}
+        return Measured(loss, {name: torch.stack([total.detach(), trained]) for name, total in means.items()})
+
+
+def teacher_flop_per_token(objective: Objective, length: int) -> float:
+    """FLOP of the teacher's forward of one token in rows of `length`; 0 where there is no teacher."""
+    return objective.teacher.flop_per_token(length) if isinstance(objective, Distillation) else 0.0
+
+
+def check_teacher(recipe: Recipe, tokenizer: Any, sharding: Sharding) -> None:
+    """Raises `UserError` where the recipe's teacher, if it has one, cannot teach in this layout, by its config and tokenizer."""
+    teacher = recipe.teacher
+    if teacher is None:
+        return
+    refuse_layout(recipe.method.method, sharding)
+    try:
+        config = load_config(teacher)
+        check_config(config, teacher, recipe.data, len(tokenizer))
+        quantization = read_teacher_quantization(config, recipe.method)
+        refuse_quantized_experts(config, quantization, str(teacher.model_name_or_path))
+        check_quantization(quantization, sharding)
+        refuse_other_tokenizer(tokenizer, teacher)
+    except UserError as error:
+        raise UserError(f"teacher_model_name_or_path: {error}") from None

@@ -1,0 +1,257 @@
+"""Distillation through the whole command: the losses, divergences and gradients of a plain loop in every layout, packed or not;
+resumed exactly; and teachers that cannot teach are refused in a sentence."""
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from finetune.checkpoint.inputs import find_changed_inputs, fingerprint_inputs
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenizer import load_tokenizer
+from finetune.distributed.accelerate_config import Sharding
+from finetune.errors import UserError
+from finetune.recipe.reader import read_recipe
+from finetune.training.distillation import check_teacher
+from tests.conftest import make_chat, make_model
+from tests.ranks import run_python
+from tests.training import reference
+from tests.training.layouts import steps_of, write_config
+
+ROWS, STEPS = 26, 3
+# Teachers: of another family and size, with more rows than tokens; tied. In 4 bits bitsandbytes itself computes wrongly on a CPU
+# where the length of a row is no multiple of 64 (models/quantize.py).
+TEACHERS: dict[str, dict[str, Any]] = {
+    "wide": {"model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 3, "vocab_size": 320},
+    "tied": {"hidden_size": 48, "tie_word_embeddings": True},
+}
+# The recipe's keys by mode. Every step trains on all rows, so that packing changes nothing.
+MODES: dict[str, dict[str, Any]] = {
+    "jsd": {"teacher": "wide", "distill_beta": 0.4, "temperature": 1.5, "distill_alpha": 0.6},
+    "reverse": {"teacher": "tied", "distill_beta": 1.0, "label_smoothing": 0.1, "distill_alpha": 0.5},
+    "forward": {"teacher": "wide", "distill_beta": 0.0, "teacher_load_in_4bit": True, "use_peft": True, "lora_r": 4},
+}
+PADDED: dict[str, Any] = {"packing": False, "global_batch_size": ROWS}
+EVERY: list[tuple[int, str, str, str]] = [
+    (1, "single", "jsd", "packed"),
+    (1, "full_shard", "forward", "packed"),
+    (2, "full_shard", "jsd", "padded"),
+    (2, "shard_grad_op", "reverse", "packed"),
+    (2, "offload", "jsd", "padded"),
+    (2, "ddp", "reverse", "packed"),
+    (2, "full_shard", "forward", "packed"),
+    (3, "full_shard", "jsd", "packed"),
+    (3, "ddp", "reverse", "padded"),
+    (4, "hybrid", "reverse", "padded"),
+]
+FSDP2 = Sharding(layout="fsdp2")
+Expected = dict[str, list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def recipes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A recipe for each mode, whose packed rows hold everything in one step."""
+    folder = tmp_path_factory.mktemp("distillation")
+    data = make_chat(folder / "chat.jsonl", rows=ROWS)
+    student = make_model(folder / "student", hidden_size=72, num_hidden_layers=2, initializer_range=0.1)
+    for seed, (name, config) in enumerate(TEACHERS.items(), 1):
+        make_model(folder / name, seed=seed, initializer_range=0.2, **config)
+    common = {
+        "method": "distill",
+        "model_name_or_path": str(student),
+        "datasets": [{"path": str(data)}],
+        "eval_datasets": [{"path": str(data)}],
+        "dataset_cache_dir": str(folder / "cache"),
+        "max_length": 512,
+        "global_batch_size": 3,
+        "max_steps": STEPS,
+        "learning_rate": 1e-3,
+        "logging_steps": 1,
+        "export_at_end": False,
+    }
+    paths = {}
+    for mode, keys in MODES.items():
+        paths[mode] = folder / f"{mode}.yaml"
+        teacher = {"teacher_model_name_or_path": str(folder / keys["teacher"])}
+        own = {key: value for key, value in keys.items() if key != "teacher"}
+        paths[mode].write_text(yaml.safe_dump(common | teacher | own))
+    return paths
+
+
+@pytest.fixture(scope="module")
+def runs(recipes: dict[str, Path]) -> Callable[..., Path]:
+    """(ranks, layout, mode, rows) -> the run's folder. One process forks the ranks of all of them."""
+    folder = next(iter(recipes.values())).parent
+    configs = {layout: write_config(folder, layout) for _, layout, _, _ in EVERY if layout != "hybrid"}
+    hybrid = write_config(folder / "student", "full_shard", mesh=(2, 2))
+    wanted: dict[int, list[Any]] = {}
+    for ranks, layout, mode, rows in EVERY:
+        own = {"output_dir": f"{folder}/{ranks}-{layout}-{mode}-{rows}"}
+        own |= PADDED | {"per_device_train_batch_size": 9} if rows == "padded" else {}
+        given = [f"{key}={value}" for key, value in own.items()]
+        wanted.setdefault(ranks, []).append([str(recipes[mode]), str(configs.get(layout, hybrid)), given])
+    saved, single = f"output_dir={folder}/saved", str(configs["single"])
+    wanted[1].append([str(recipes["jsd"]), single, [saved, "save_steps=1", "save_total_limit=9"]])
+    again = [f"output_dir={folder}/resumed", f"resume_from_checkpoint={folder}/saved/checkpoints/step-00000001"]
+    wanted[1].append([str(recipes["jsd"]), single, again])
+    (folder / "runs.json").write_text(json.dumps(wanted))
+    script = Path(__file__).with_name("distilled_on_ranks.py")
+    done = run_python([str(script), str(folder / "runs.json")], timeout=400)
+    logs = "\n".join(log.read_text()[-3000:] for log in sorted(folder.glob("*.log")))
+    assert done.returncode == 0, done.stderr[-3000:] + logs
+    return lambda *which: folder / "-".join(map(str, which))
+
+
+def plain_losses(recipe_path: Path) -> list[dict[str, float]]:
+    """Loss, gradient norm, divergence and cross entropy of every step: whole logits, F.kl_div, one document at a time."""
+    recipe = read_recipe(str(recipe_path))
+    method = recipe.method
+    in_4_bits = replace(recipe.quantization, load_in_4bit=True, bnb_4bit_use_double_quant=True)
+    teacher = AutoModelForCausalLM.from_pretrained(
+        method.teacher_model_name_or_path,
+        dtype=torch.float32,
+        attn_implementation="eager",
+        quantization_config=reference.by_bitsandbytes(
+            in_4_bits if method.teacher_load_in_4bit else recipe.quantization
+        ),
+    ).train()  # there is no dropout
+    lines: list[dict[str, float]] = []
+
+    def loss_of(documents: reference.Documents) -> Tensor:
+        trained = torch.cat([labels for _, labels, _ in documents]) != -100
+        logits, targets = (torch.cat(part)[trained] for part in list(zip(*documents, strict=True))[:2])
+        theirs = torch.cat([each for _, _, each in documents if each is not None])[trained, : logits.shape[1]]
+        student, theirs = ((each / method.temperature).log_softmax(-1) for each in (logits, theirs))
+        beta = method.distill_beta
+        if beta in (0, 1):
+            to, of = (student, theirs) if beta == 0 else (theirs, student)
+            divergence = F.kl_div(to, of, reduction="batchmean", log_target=True)
+        else:
+            mixed = ((1 - beta) * student.exp() + beta * theirs.exp()).log()
+            of_teacher = F.kl_div(mixed, theirs, reduction="batchmean", log_target=True)
+            of_student = F.kl_div(mixed, student, reduction="batchmean", log_target=True)
+            divergence = beta * of_teacher + (1 - beta) * of_student
+        cross_entropy = F.cross_entropy(logits, targets, label_smoothing=recipe.optimization.label_smoothing)
+        lines.append({"kl": divergence.item(), "cross_entropy": cross_entropy.item()})
+        return method.distill_alpha * divergence + (1 - method.distill_alpha) * cross_entropy
+
+    steps = reference.train(recipe_path, other=teacher, loss_of=loss_of)
+    return [{"loss": loss, "grad_norm": norm} | line for (loss, norm), line in zip(steps, lines, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def expected(recipes: dict[str, Path]) -> Expected:
+    return {mode: plain_losses(path) for mode, path in recipes.items()}
+
+
+def test_the_plain_loop_learns(expected: Expected) -> None:
+    for mode, lines in expected.items():
+        assert lines[-1]["loss"] < 0.97 * lines[0]["loss"], mode
+    assert expected["forward"][-1]["kl"] < expected["forward"][0]["kl"]
+
+
+@pytest.mark.parametrize(("ranks", "layout", "mode", "rows"), EVERY)
+def test_every_layout_and_packing_gives_the_numbers_of_a_plain_loop(
+    ranks: int, layout: str, mode: str, rows: str, runs: Callable[..., Path], expected: Expected
+) -> None:
+    lines = steps_of(runs(ranks, layout, mode, rows))
+    assert len(lines) == STEPS
+    for line, truth in zip(lines, expected[mode], strict=True):
+        assert {key: line[key] for key in truth} == pytest.approx(truth, rel=1e-5), line["step"]
+
+
+def test_held_out_rows_have_a_divergence_and_a_cross_entropy_too(runs: Callable[..., Path], expected: Expected) -> None:
+    """What is held out here is what is trained on, so that before the first step it has the first step's numbers."""
+    for ranks, layout, mode, rows in ((1, "single", "jsd", "packed"), (3, "full_shard", "jsd", "packed")):
+        log = (runs(ranks, layout, mode, rows) / "metrics.jsonl").read_text().splitlines()
+        first, last = (line for line in map(json.loads, log) if "eval_loss" in line)
+        for key in ("loss", "kl", "cross_entropy"):
+            assert first[f"eval_{key}"] == pytest.approx(expected[mode][0][key], rel=1e-5)
+        assert last["eval_loss"] < first["eval_loss"]
+
+
+def test_a_resumed_run_has_the_same_numbers_and_a_checkpoint_holds_no_teacher(runs: Callable[..., Path]) -> None:
+    whole, resumed = steps_of(runs("saved")), steps_of(runs("resumed"))
+    numbers = ("step", "loss", "grad_norm", "kl", "cross_entropy")
+    assert [{key: line[key] for key in numbers} for line in resumed] == [
+        {key: line[key] for key in numbers} for line in whole[1:]
+    ]
+    of_last = [runs(name) / "checkpoints" / f"step-{STEPS:08d}" for name in ("saved", "resumed")]
+    ours, again = (
+        {
+            name: value
+            for file in sorted((checkpoint / "model").glob("*.safetensors"))
+            for name, value in load_file(file).items()
+        }
+        for checkpoint in of_last
+    )
+    student = load_file(runs("student") / "model.safetensors")
+    assert ours.keys() == student.keys()
+    assert all(torch.equal(ours[name], again[name]) for name in ours)
+    recorded = json.loads((of_last[0] / "state.json").read_text())["inputs"]
+    assert recorded["teacher"]
+
+
+def test_the_content_of_a_teacher_is_compared_when_a_run_resumes(recipes: dict[str, Path], tmp_path: Path) -> None:
+    teacher = shutil.copytree(recipes["jsd"].parent / "tied", tmp_path / "teacher")
+    recipe = read_recipe(str(recipes["jsd"]), [f"teacher_model_name_or_path={teacher}"])
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    data = prepare_data(recipe, tokenizer, reference.Alone())
+
+    class Alone(reference.Alone):
+        is_main = True
+
+        def gather(self, value: Any, group: Any = None) -> list[Any]:
+            return [value]
+
+    before = fingerprint_inputs(recipe, tokenizer, data, Alone())  # type: ignore[arg-type]
+    make_model(teacher, seed=9, **TEACHERS["tied"])
+    after = fingerprint_inputs(recipe, tokenizer, data, Alone())  # type: ignore[arg-type]
+    (sentence,) = find_changed_inputs(before, after, [])
+    assert sentence == "teacher_model_name_or_path: the same name is given, but its config.json or weights have changed"
+    assert not find_changed_inputs(before, after, ["teacher_model_name_or_path: a -> b"])
+
+
+def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str, Path], tmp_path: Path) -> None:
+    recipe = read_recipe(str(recipes["jsd"]))
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    check_teacher(recipe, tokenizer, FSDP2)
+
+    def refusal(teacher: Path, sharding: Sharding = FSDP2) -> str:
+        with pytest.raises(UserError) as error:
+            own = read_recipe(str(recipes["jsd"]), [f"teacher_model_name_or_path={teacher}"])
+            check_teacher(own, tokenizer, sharding)
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    good = recipes["jsd"].parent / "wide"
+    small = make_model(tmp_path / "small", vocab_size=250, bos_token_id=None, eos_token_id=None, pad_token_id=None)
+    assert "FSDP1 gathers no single unit" in refusal(good, Sharding(layout="fsdp1", source="my.yaml"))
+    assert "its embedding has 250 rows, but the tokenizer has 262 tokens" in refusal(small)
+
+    def with_tokenizer(name: str, change: Callable[[dict[str, Any]], None]) -> Path:
+        folder = shutil.copytree(good, tmp_path / name)
+        content = json.loads((folder / "tokenizer.json").read_text())
+        change(content)
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        return folder
+
+    def swap(content: dict[str, Any]) -> None:
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+
+    swapped = refusal(with_tokenizer("swapped", swap))
+    assert "its tokenizer is not that of the model that is trained: 'a' is token 64 only of the model's" in swapped
+    lowered = refusal(with_tokenizer("lowered", lambda content: content.update(normalizer={"type": "Lowercase"})))
+    assert "the tokens are the same, but a text is cut into others (normalizer in tokenizer.json)" in lowered
+    assert "runs/none has not been trained here, or not to its end; do that first" in refusal(Path("runs/none/export"))
