@@ -94,6 +94,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     # Else sizes that are equal in the first batch (tokens and hidden size, tokens and the longest document) become one symbol.
     torch.fx.experimental._config.use_duck_shape = False
+    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile, which then starts over.
+    torch._dynamo.config.specialize_float = True
     layers = decoder_layers(model)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
