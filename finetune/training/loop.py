@@ -89,16 +89,8 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
-    step = partial(
-        train_step,
-        run.model,
-        run.optimizer,
-        objective=run.objectives.training,
-        recipe=recipe,
-        world=world,
-        guard=guard,
-        before_update=saver.before_update,
-    )
+    step = partial(train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard)
+    objective = run.objectives.training
     with run.watchdog, saver, garbage_collected_between_lines():
         saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
@@ -106,9 +98,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
         for batch, waited in _timed(run.read_batches(progress.step)):
             run.watchdog.beat(f"training step {batch.step + 1}")
             rate = compute_learning_rate(batch.step, run.schedule)
-            result = step(batch, learning_rate=rate)
+            result = step(batch, objective=objective, learning_rate=rate, before_update=saver.before_update)
             if result.failed_check is None:
-                window.add(result.measured, run.objectives.training.count(batch), batch, waited)
+                window.add(result.measured, objective.count(batch), batch, waited)
             else:
                 run.log.say(handle_nonfinite(recipe.optimization, result.failed_check, progress.skipped_steps, world))
             before, progress = progress, progress.after_step(batch, is_skipped=result.failed_check is not None)
