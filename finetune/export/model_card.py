@@ -18,6 +18,7 @@ from finetune.export.source import Source
 from finetune.json_lines import read_json_lines
 from finetune.metrics import find_divergence, losses_of
 from finetune.recipe.keys import keys_of
+from finetune.recipe.method_schema import describe_method
 from finetune.recipe.schema import Lora, Quantization
 from finetune.safetensors_io.header import read_json
 
@@ -94,7 +95,7 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
         "library_name": "peft" if is_adapter else "transformers",
         "pipeline_tag": "text-generation",
         **_license(source),
-        "tags": ["finetune", *(["lora"] if source.adapter else [])],
+        "tags": ["finetune", *filter(None, [source.recipe.get("method")]), *(["lora"] if source.adapter else [])],
         "datasets": datasets,
     }
     return {key: value for key, value in front.items() if value}
@@ -131,6 +132,9 @@ def _training(source: Source) -> str:
     """Steps, tokens and losses up to the checkpoint that is exported; the run may have continued after it."""
     state = source.state
     rows = [(label, f"{state[key]:,}") for label, key in _COUNTS if isinstance(state.get(key), int)]
+    if source.recipe:
+        shown = {key: value for key, value in source.recipe.items() if not key.startswith("teacher")}  # may be a path
+        rows.insert(0, ("Method", describe_method(shown)))
     if isinstance(state.get("epoch"), int | float):
         rows.append(("Epochs", f"{state['epoch']:.3g}"))
     lines = read_metrics(source.run)
@@ -139,6 +143,11 @@ def _training(source: Source) -> str:
             rows.append((f"{label}, first and last", f"{found[0][1]:.4f} → {found[-1][1]:.4f}"))
             best_step, best = min(found, key=lambda point: point[1])
             rows += [(f"{label}, best", f"{best:.4f} at step {best_step:,}")] if key == "eval_loss" else []
+    for label, key in _PREFERENCES:
+        named = ((label, key), (f"{label}, held out", f"eval_{key}"))
+        rows += [
+            (name, f"{found[-1][1]:.3g}") for name, of in named if (found := _series(lines, of, state.get("step")))
+        ]
     diverged = find_divergence(losses_of(lines, state.get("step")))
     warning = [f"**This run diverged**: {diverged}."] if diverged else []
     return "\n\n".join([*warning, _table(("", ""), rows)])
@@ -177,6 +186,7 @@ def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple
 
 
 _COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "trained_tokens"))
+_PREFERENCES = (("Reward margin, last", "rewards/margins"), ("Pairs in order, last", "rewards/accuracies"))
 
 
 def read_metrics(run: Path | None) -> list[dict[str, Any]]:
@@ -203,14 +213,14 @@ def _data(source: Source) -> str:
 
 def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[str, ...]:
     """Path, split, format, weight and examples of one source; `reported` is its entry in data_report.json."""
-    formats, examples = reported.get("formats"), reported.get("examples")
+    formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
     recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
     return (
         _shown_path(str(entry.get("path"))),
         str(entry.get("split", "")),
         str(entry.get("type") or recognized),
         str(entry.get("weight", 1.0)),
-        f"{examples:,}" if isinstance(examples, int) else "",
+        f"{pairs:,} pairs" if pairs else f"{examples:,}" if isinstance(examples, int) else "",
     )
 
 

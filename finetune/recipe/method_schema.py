@@ -142,6 +142,20 @@ def refuse_layout(method: str, sharding: "Sharding") -> None:
         )
 
 
+def describe_method(values: Mapping[str, Any]) -> str:
+    """The method of a recipe with these `values`, and its keys, where they are set.
+
+    >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None, "label_smoothing": 0.0})
+    'dpo: beta 0.1, loss_type sigmoid'
+    """
+    method = values.get("method", "sft")
+    if method == "sft":
+        return "supervised fine-tuning"
+    given = ((key, values.get(key)) for key in METHODS[method].keys)
+    used = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in given if value]
+    return f"{method}: {', '.join(used)}"
+
+
 def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(a key, what is wrong with it) for what the method of a recipe with these `values` does not allow.
 

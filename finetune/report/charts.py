@@ -10,10 +10,12 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
+from finetune.recipe.method_schema import METHODS
 from finetune.report.run_data import RunRecord
 from finetune.report.series import Points, choose_ticks, format_compact, smooth, smoothing_weight, thin
 
 BOX = 1000
+ROWS = {"pairs": "pair", "ratings": "rated answer"}  # what the loss of a preference method is averaged over
 COLORS = ("#2563c9", "#c8590c", "#18804e", "#8a46c2", "#b3294e", "#0e7c86")  # of the PNG; page.css's by light
 
 
@@ -76,9 +78,10 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         if planned is not None
     ]
     found = [
-        _make_chart("loss", "Loss", "nats per trained token; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs)),
-        _make_chart("kl", "Divergence from the teacher", "nats per trained token; points: held-out", _loss_lines(runs, "kl"), zero=True),
+        _make_chart("loss", "Loss", f"{_loss_unit(runs)}; faint: as logged, strong: smoothed, points: held-out", _loss_lines(runs)),
+        _make_chart("kl", *_name_kl(runs), _loss_lines(runs, "kl"), zero=True),
         _make_chart("cross_entropy", "Cross entropy", "nats per trained token, of the labels; points: held-out", _loss_lines(runs, "cross_entropy"), zero=True),
+        *_preference_charts(runs),
         _make_chart("learning_rate", "Learning rate", "", _make_lines(runs, "learning_rate"), zero=True),
         _make_chart("grad_norm", "Gradient norm", "before clipping", _smooth_lines(runs, "grad_norm"), zero=True),
         _make_chart("tokens_per_second", "Tokens per second", "all ranks, padding not counted", _make_lines(runs, "tokens_per_second"), zero=True),
@@ -122,6 +125,47 @@ def _loss_lines(runs: Sequence[RunRecord], key: str = "loss") -> list[Line]:
         Line(f"{line.label} held-out", line.run, line.points, dots=True) for line in _make_lines(runs, f"eval_{key}")
     ]
     return _smooth_lines(runs, key) + held_out
+
+
+def _loss_unit(runs: Sequence[RunRecord]) -> str:
+    units = {
+        "nats per trained token" if run.rows == "answers" else f"of {run.method}, per {ROWS[run.rows]}" for run in runs
+    }
+    return " or ".join(sorted(units))
+
+
+def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
+    """What preference training shows beside the loss, by TRL's names; points: held-out."""
+    beta = "beta times the log-probability"
+    against = " above the reference's" if any(METHODS[run.method].needs_reference for run in runs) else " per token"
+    both = "solid: chosen, dashed: rejected; points: held-out"
+    percent = _preference_lines(runs, ("rewards/accuracies",), 100.0)
+    return [
+        _make_chart("reward_margins", "Reward margin", "chosen minus rejected; points: held-out", _preference_lines(runs, ("rewards/margins",))),
+        _make_chart("reward_accuracies", "Pairs in order", "% whose chosen answer has the larger reward; points: held-out", percent, zero=True),
+        _make_chart("rewards", "Rewards", f"{beta}{against}; {both}", _preference_lines(runs, ("rewards/chosen", "rewards/rejected"))),
+        _make_chart("log_probabilities", "Log-probabilities", f"of an answer{'' if 'above' in against else against}; {both}", _preference_lines(runs, ("logps/chosen", "logps/rejected"))),
+        _make_chart("nll_loss", "Cross entropy of the chosen answers", "nats per trained token; points: held-out", _preference_lines(runs, ("nll_loss",))),
+    ]  # fmt: skip
+
+
+def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
+    """The title and the note of the plot of `kl`, which distillation and kto log."""
+    if all(run.method != "kto" for run in runs):
+        return "Divergence from the teacher", "nats per trained token; points: held-out"
+    return "KL divergence", "kto: from the reference, estimated on mismatched answers; points: held-out"
+
+
+def _preference_lines(runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0) -> list[Line]:
+    """A line for each run and key, dashed from the second key on, with its held-out points."""
+    found = []
+    for number, key in enumerate(keys):
+        side = f" {key.partition('/')[2]}" if len(keys) > 1 else ""
+        for line in _make_lines(runs, key, lambda value: scale * value):
+            found.append(replace(line, label=line.label + side, dashed=number > 0))
+        for line in _make_lines(runs, f"eval_{key}", lambda value: scale * value, dots=True):
+            found.append(replace(line, label=f"{line.label}{side} held-out"))
+    return found
 
 
 def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bool = False) -> Chart | None:
@@ -186,7 +230,7 @@ def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:
         axes.plot(steps, smooth(losses, smoothing_weight(len(losses))), color=color, linewidth=2, label=run.name)
         if held_out := run.series("eval_loss"):
             axes.plot(*zip(*held_out, strict=True), "o", color=color, markersize=5, label=f"{run.name}, held-out")
-    axes.set(xlabel="step", ylabel="loss (nats per trained token)")
+    axes.set(xlabel="step", ylabel=f"loss ({_loss_unit(runs)})")
     axes.grid(color="#e4e1d8", linewidth=0.8)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)

@@ -25,7 +25,16 @@ from finetune.units import count, counted, disk_size, gib
 HERE = Path(__file__).parent
 MAX_SAMPLES = 20
 DATA_TABLES = ("findings", "sources", "eval_sources")  # have a list or table of their own
-SOURCE_COLUMNS = ("rows_read", "rows_skipped", "examples", "tokens", "trained_tokens", "overlong", "duplicates")
+SOURCE_COLUMNS = (
+    "rows_read",
+    "rows_skipped",
+    "examples",
+    "pairs",
+    "tokens",
+    "trained_tokens",
+    "overlong",
+    "duplicates",
+)
 ALWAYS_DIFFERENT = ("output_dir", "run_name")
 
 
@@ -46,7 +55,8 @@ def render_page(
     `live`: the page fetches itself again while it is open. `notices` are shown before all else.
     """
     charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
-    sections = [_describe_run(run, plan) for run, plan in zip(runs, plans, strict=True)]
+    columns = [name for name in SOURCE_COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)]
+    sections = [_describe_run(run, plan, columns) for run, plan in zip(runs, plans, strict=True)]
     names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
     data = {
         chart.key: [{"label": n.label, "run": n.run, "points": n.points, "steps": n.steps} for n in chart.lines]
@@ -60,7 +70,7 @@ def render_page(
         live=live,
         notices=notices,
         runs=sections,
-        source_columns=[name.replace("_", " ") for name in SOURCE_COLUMNS],
+        source_columns=[name.replace("_", " ") for name in columns],
         tile_names=names,
         differing=list_differences(runs),
         charts=charts,
@@ -74,8 +84,8 @@ def render_page(
     )
 
 
-def _describe_run(run: RunRecord, plan: Plan | None) -> dict[str, Any]:
-    """What the template shows of one run."""
+def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> dict[str, Any]:
+    """What the template shows of one run; `columns`: of the table of its sources."""
     tiles = list(_make_tiles(run))
     questions = [sample for sample in run.samples if sample.get("expected")]
     asked = [sample for sample in run.samples if not sample.get("expected")]  # the recipe's sample_prompts
@@ -95,9 +105,7 @@ def _describe_run(run: RunRecord, plan: Plan | None) -> dict[str, Any]:
         "benchmarks_note": describe_models(run.benchmarks),
         "findings": findings,
         "data": facts,
-        "sources": [
-            [Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in SOURCE_COLUMNS)] for s in sources
-        ],
+        "sources": [[Path(str(s.get("path", ""))).name, *(f"{s.get(key, 0):,}" for key in columns)] for s in sources],
         "memory": memory_rows(plan.phases) if plan else [],
         "memory_note": f"one rank; its process adds about {gib(process)} GiB" if process else "peak of each phase",
         "recipe": [
@@ -140,6 +148,7 @@ def _subtitle(run: RunRecord) -> str:
     parts = [
         str(model) if model else None,
         _describe_trained(run.recipe) if model else None,
+        None if run.method == "sft" else run.method,
         run.environment.get("layout"),
         counted(ranks, "rank") if ranks else None,
         run.environment.get("device"),
@@ -158,6 +167,11 @@ def _make_tiles(run: RunRecord) -> Iterator[Tile]:
     for key, name in (("loss", "Training loss"), ("eval_loss", "Held-out loss")):
         if run.last(key) is not None:
             yield Tile(name, f"{run.last(key):.4f}", f"from {run.first(key):.4f}")
+    if run.last("rewards/accuracies") is not None:
+        held_out = "eval_" if run.last("eval_rewards/accuracies") is not None else ""
+        margin = f"reward margin {format_compact(run.last(f'{held_out}rewards/margins') or 0.0)}"
+        name = "Held-out pairs in order" if held_out else "Pairs in order"
+        yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
     if run.last("exact_match") is not None:
         yield Tile("Answered exactly", f"{run.last('exact_match'):.0%}", f"from {run.first('exact_match'):.0%}")
     if run.last("tokens"):

@@ -14,6 +14,7 @@ from finetune.errors import UserError
 from finetune.json_lines import read_json_lines
 from finetune.plan.plan import Plan, make_plan
 from finetune.recipe.keys import recipe_keys
+from finetune.recipe.method_schema import METHODS, RowKind
 from finetune.recipe.reader import read_recipe
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
@@ -53,6 +54,17 @@ class RunRecord:
     samples: tuple[dict[str, Any], ...]
     checkpoints: tuple[SavedCheckpoint, ...]
     benchmarks: tuple[BenchmarkResult, ...]
+
+    @property
+    def method(self) -> str:
+        """The recipe's method; runs of earlier versions had only one."""
+        method = str(self.recipe.get("method", "sft"))
+        return method if method in METHODS else "sft"
+
+    @property
+    def rows(self) -> RowKind:
+        """What the method reads of the data."""
+        return METHODS[self.method].rows
 
     def series(self, key: str) -> list[tuple[float, float]]:
         """(step, value) of every line with a number under `key`."""

@@ -15,6 +15,7 @@ from finetune.models.load import ModelSize
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
 from finetune.progress import Progress
+from finetune.recipe.method_schema import describe_method
 from finetune.recipe.quantization import describe_quantization
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Quantization, Recipe
@@ -44,7 +45,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     lines = [
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
-        *describe_method(recipe),
+        *([] if recipe.method.method == "sft" else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         *(f"        {line}" for line in sharding.translated),
@@ -65,17 +66,6 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
-
-
-def describe_method(recipe: Recipe) -> list[str]:
-    """The method and its keys, where it is not supervised fine-tuning."""
-    keys = to_dict(recipe)
-    used = [
-        f"{key} {keys[key]:g}" if isinstance(keys[key], float) else f"{key} {keys[key]}"
-        for key in recipe.method_facts.keys
-        if keys[key]
-    ]
-    return [] if recipe.method.method == "sft" else [f"method  {recipe.method.method}: {', '.join(used)}"]
 
 
 def describe_trained(recipe: Recipe) -> str:

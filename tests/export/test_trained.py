@@ -3,6 +3,7 @@
 import json
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
 from finetune.export.export import export_run
+from finetune.export.model_card import model_card
+from finetune.export.source import open_source
 from tests.conftest import make_chat, make_model
 from tests.export.trained import IDS
 from tests.ranks import ROOT, launch_ranks
@@ -168,10 +171,34 @@ def test_the_card_describes_the_run(trained: Path, tmp_path: Path) -> None:
         "| training | chat.jsonl | train | sharegpt, text | 1.0 | 1,234 |",
         "Held out from these: 25.000% of the rows.",
         "`lora_r`",
+        "| Method | supervised fine-tuning |",
         "| Steps | 2 |",
     ):
         assert part in card, part
     assert str(trained) not in card
+
+
+def test_the_card_of_a_preference_run_says_the_method_and_the_last_margins(trained: Path, tmp_path: Path) -> None:
+    keys = {"method": "dpo", "beta": 0.2, "loss_type": "hinge"}
+    shutil.copytree(trained / "ddp-tied", run := tmp_path / "run", ignore=shutil.ignore_patterns("*.safetensors"))
+    lines = [
+        {"step": 1, "rewards/margins": 0.5, "rewards/accuracies": 0.5, "eval_rewards/accuracies": 0.4},
+        {"step": 2, "rewards/margins": 1.25, "rewards/accuracies": 0.75, "eval_rewards/accuracies": 0.625},
+        {"step": 3, "rewards/margins": 9.0, "rewards/accuracies": 1.0, "eval_rewards/accuracies": 1.0},  # not exported
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (run / "data_report.json").write_text(json.dumps({"sources": [{"formats": ["preference"], "pairs": 1234}]}))
+    source = open_source(trained / "ddp-tied")
+    card = model_card(replace(source, run=run, state={**source.state, "recipe": {**source.recipe, **keys}}), "mine")
+    assert "dpo" in yaml.safe_load(card.split("---")[1])["tags"]
+    for part in (
+        "| Method | dpo: beta 0.2, loss_type hinge |",
+        "| Reward margin, last | 1.25 |",
+        "| Pairs in order, last | 0.75 |",
+        "| Pairs in order, last, held out | 0.625 |",
+        "| training | chat.jsonl | train | preference | 1.0 | 1,234 pairs |",
+    ):
+        assert part in card, part
 
 
 @pytest.mark.parametrize("kind", ["tied", "lora"])

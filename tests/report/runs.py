@@ -9,14 +9,40 @@ import yaml
 STEPS = 60
 
 
+PAIRS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+def _compare(step: int) -> dict[str, float]:
+    """The metrics of preference training at a step: margins that grow, both answers less probable than before."""
+    margin, chosen = 2 - 2 * math.exp(-step / 20) + 0.1 * math.sin(step), -0.01 * step
+    accuracy = 0.5 + 0.5 * min(1.0, step / 40)
+    values = (chosen, chosen - margin, margin, accuracy, -20 + 10 * chosen, -21 + 10 * (chosen - margin))
+    return dict(zip(PAIRS, values, strict=True)) | {"kl": 0.02 * step, "nll_loss": 1 / (1 + step)}
+
+
 def make_run(
-    folder: Path, recipe: Path, *, learning_rate: float = 1e-3, ranks: int = 2, diverges: bool = False
+    folder: Path,
+    recipe: Path,
+    *,
+    learning_rate: float = 1e-3,
+    ranks: int = 2,
+    diverges: bool = False,
+    is_preference: bool = False,
 ) -> Path:
     """A finished run of STEPS steps on CPU ranks, with every file that DESIGN names but weights."""
     from finetune.recipe.reader import read_recipe, write_recipe
 
     folder.mkdir(parents=True)
     lines: list[dict[str, object]] = [{"step": 0, "epoch": 0.0, "eval_loss": 5.5}, {"step": 0, "exact_match": 0.0}]
+    compared = [{}] * (STEPS + 1) if not is_preference else [_compare(step) for step in range(STEPS + 1)]
+    lines[0] |= {f"eval_{name}": value for name, value in compared[0].items()}
     for step in range(1, STEPS + 1):
         lines.append(
             {
@@ -31,9 +57,11 @@ def make_run(
                 "mfu": 0.4,
                 "peak_memory_bytes": 2**30 + step,
                 "data_wait_seconds": 0.01,
+                **compared[step],
             }
         )
-    lines += [{"step": STEPS, "epoch": 2.0, "eval_loss": 0.45}, {"step": STEPS, "exact_match": 0.5}]
+    held_out = {f"eval_{name}": value for name, value in compared[STEPS].items()}
+    lines += [{"step": STEPS, "epoch": 2.0, "eval_loss": 0.45, **held_out}, {"step": STEPS, "exact_match": 0.5}]
     _write_lines(folder / "metrics.jsonl", lines)
     asked = [("What is <b>two</b> & three?", "5"), ("Six?", "6")]
     _write_lines(

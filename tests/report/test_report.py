@@ -66,6 +66,22 @@ def test_every_plot_is_seen_at_desk_and_phone_in_dark_and_light(
         assert _has_color(picture, seen["lines"][0]["color"])
 
 
+def test_a_preference_run_shows_its_rewards_beside_the_loss(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    run = make_run(tmp_path / "dpo", tiny_recipe(method="dpo", beta=0.2), is_preference=True)
+    assert _report(str(run))[0] == 0
+    text = (run / "report.html").read_text()
+    assert "<span>Held-out pairs in order</span><strong>100%</strong><small>reward margin 1.87</small>" in text
+    assert " · dpo" in text.partition("</header>")[0] and "of dpo, per pair; faint: as logged" in text
+    seen, _ = look(run / "report.html", tmp_path, width=1280, height=900, dark=False, script=MEASURED)
+    assert seen["overflow"] <= 0 and min(seen["labels"]) > 8
+    assert seen["tiles"].count(max(seen["tiles"])) >= 2, "no tile is alone in the last row"
+    plots = [line["plot"] for line in seen["lines"] if line["plot"] not in PLOTS]
+    # Of two answers a line and held-out points each.
+    assert {plot: plots.count(plot) for plot in plots} == {
+        "reward_margins": 2, "reward_accuracies": 2, "rewards": 4, "log_probabilities": 4, "kl": 3, "nll_loss": 2,
+    }  # fmt: skip
+
+
 def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
     sources: dict[str, list[dict[str, object]]] = {
         name: [{"path": str(make_chat(tmp_path / "chat.jsonl", rows=24))}] for name in ("one", "two")
