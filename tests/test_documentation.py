@@ -52,6 +52,8 @@ ELSEWHERE = {
     "make check": ".ci/run",
     "python3 -m venv .venv && . .venv/bin/activate": "Makefile",
     "accelerate launch finetune/run.py --config fsdp_full_shard.yaml": "tests/test_quickstart.py",
+    "finetune launch --recipe quickstart_dpo": "tests/test_quickstart.py",
+    "finetune launch --recipe quickstart_distill": "tests/test_quickstart.py",
 }
 
 

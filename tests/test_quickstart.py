@@ -64,7 +64,7 @@ def train(run: Path, *keys: str) -> list[float]:
 
 
 @pytest.mark.slow
-def test_a_model_learns_to_write_numbers_its_export_gives_the_same_answers_and_teaches_a_smaller_one(
+def test_a_model_learns_to_write_numbers_its_export_answers_alike_teaches_a_smaller_one_and_learns_by_preferences(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -83,3 +83,12 @@ def test_a_model_learns_to_write_numbers_its_export_gives_the_same_answers_and_t
     _, without = train(tmp_path / "alone", *student, *alone)
     assert with_teacher >= 0.8
     assert without <= 0.5
+
+    # And by preferences that export learns a separator that it never wrote.
+    preferred = tmp_path / "preferred"
+    before, after = train(preferred, "--recipe", "quickstart_dpo", f"model_name_or_path={run / 'export'}")
+    assert before == 0 and after >= 0.9  # 4,071 instead of 4071
+    held_out = [line for line in lines(preferred / "metrics.jsonl") if "eval_rewards/accuracies" in line][-1]
+    assert float(str(held_out["eval_rewards/accuracies"])) >= 0.95
+    story = [sample["answer"] for sample in lines(preferred / "samples.jsonl") if not sample["expected"]]
+    assert story == ["276", "276"], "a number without a separator keeps its form"

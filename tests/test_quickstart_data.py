@@ -19,7 +19,8 @@ def answers(file: str) -> list[str]:
 
 
 def test_the_script_makes_the_shipped_files(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, str(FOLDER / "make.py"), str(tmp_path)], check=True)
+    for script in ("make.py", "make_pairs.py"):
+        subprocess.run([sys.executable, str(FOLDER / script), str(tmp_path)], check=True)
     made = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     assert made == {file.name: file.read_bytes() for file in FOLDER.iterdir() if file.suffix not in (".py", "")}
 
@@ -29,6 +30,17 @@ def test_no_number_is_held_out_and_trained_on() -> None:
     assert len(trained) == 5000
     assert len(held_out) == 100
     assert not trained & held_out
+
+
+def test_pairs_prefer_the_separator_and_hold_out_what_no_recipe_trains_on() -> None:
+    trained, held_out = (
+        [json.loads(line) for line in (FOLDER / f"pairs_{of}.jsonl").open()] for of in ("train", "heldout")
+    )
+    assert all(pair["chosen"] == f"{int(pair['chosen'].replace(',', '')):,}" != pair["rejected"] for pair in trained)
+    asked = {pair["question"] for pair in held_out}
+    assert len(asked) == len(held_out) > 80 and all("," in pair["chosen"] for pair in held_out)
+    assert not {pair["chosen"].replace(",", "") for pair in held_out} & set(answers("train.jsonl"))
+    assert {pair["chosen"] for pair in trained}.isdisjoint(pair["chosen"] for pair in held_out)
 
 
 def test_every_row_fits_and_any_text_can_be_written() -> None:

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +111,8 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
     sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": ranks})
     assert sharding.layout == "fsdp2"
 
+    if recipe.model.model_name_or_path == "runs/quickstart/export":
+        recipe = replace(recipe, model=read_recipe("quickstart").model)
     if recipe.model.model_config is not None:
         config, layer, parameters = load_config(recipe.model), "LlamaDecoderLayer", None
     else:
@@ -141,6 +143,7 @@ def test_its_model_is_planned_on_meta(file: Path) -> None:
         ("llama31_8b_full", 8, "80GiB"),
         ("llama31_8b_lora", 1, "24GiB"),
         ("llama31_8b_qlora", 1, "12GiB"),
+        ("llama31_8b_dpo", 1, "24GiB"),
         ("llama33_70b_qlora", 1, "80GiB"),
         ("llama33_70b_qlora", 2, "48GiB"),
         ("llama32_1b_full", 1, "40GiB"),
