@@ -22,7 +22,7 @@ from finetune.plan.activations import (
 )
 from finetune.plan.run_spec import RunSpec, split_into_units
 from finetune.plan.state import FP32, HEAD, State
-from finetune.plan.teacher import meeting_bytes, teacher_forward, teachers_tail
+from finetune.plan.teacher_memory import meeting_bytes, teacher_forward, teachers_tail
 
 SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
 UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated

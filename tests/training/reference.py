@@ -86,7 +86,7 @@ def train(
 
 Documents = list[
     tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-]  # (logits, labels, of another model: before training)
+]  # (logits, labels, logits of `other`, or before training)
 
 
 def _cross_entropy(documents: Documents, label_smoothing: float) -> torch.Tensor:
