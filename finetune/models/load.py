@@ -71,17 +71,7 @@ def load_model(
     install_loss(built, optimization.label_smoothing if optimization else 0.0)
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)
-    if model.torch_compile and expert_modules(built):
-        raise UserError(
-            f"torch_compile: {type(built).__name__} is a mixture of experts, whose tokens for each expert differ from step to "
-            "step; leave the key out"
-        )
-    if model.activation_checkpointing_keeps == "attention_and_projections" and (expert_modules(built) or lora.use_dora):
-        what = "DoRA's adapters" if lora.use_dora else f"the experts of {type(built).__name__}"
-        raise UserError(
-            f"activation_checkpointing_keeps: attention_and_projections: {what} multiply matrices of the sizes of "
-            "attention's; set it to attention"
-        )
+    _refuse_unsuited_keys(built, model, lora)
     use_grouped_products(built, world)
     install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
@@ -109,6 +99,20 @@ def load_model(
     if model.torch_compile:
         compile_layers(unwrap(sharded))
     return sharded, size
+
+
+def _refuse_unsuited_keys(built: nn.Module, model: Model, lora: Lora) -> None:
+    if model.torch_compile and expert_modules(built):
+        raise UserError(
+            f"torch_compile: {type(built).__name__} is a mixture of experts, whose tokens for each expert differ from step to "
+            "step; leave the key out"
+        )
+    if model.activation_checkpointing_keeps == "attention_and_projections" and (expert_modules(built) or lora.use_dora):
+        what = "DoRA's adapters" if lora.use_dora else f"the experts of {type(built).__name__}"
+        raise UserError(
+            f"activation_checkpointing_keeps: attention_and_projections: {what} multiply matrices of the sizes of "
+            "attention's; set it to attention"
+        )
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
