@@ -1,6 +1,7 @@
 """Preference files of other tools: their method, values and data, and what is refused of them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from finetune.convert.cli import read_back
 from finetune.convert.conversion import convert_file
 from finetune.convert.methods import Refusal
 from finetune.convert.tool_rules import Conversion
+from finetune.errors import UserError
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"
 AXOLOTL = "base_model: a/model\nsequence_len: 1024\nlearning_rate: 1e-5\n"
@@ -104,6 +106,12 @@ def test_what_has_no_loss_here_is_refused_by_name(text: str, cause: str, tmp_pat
 )  # fmt: skip
 def test_what_works_differently_is_listed(text: str, listed: str, tmp_path: Path) -> None:
     assert any(listed in line for line in convert(text, tmp_path).differences)
+
+
+@pytest.mark.parametrize("weights", ["3", "true", "heavy", "{a: 1}"])
+def test_weights_of_another_shape_are_no_traceback(weights: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+        convert(TRL + f"loss_type: [sigmoid, sft]\nloss_weights: {weights}\n", tmp_path)
 
 
 def test_axolotls_orpo_alpha_is_beta(tmp_path: Path) -> None:
