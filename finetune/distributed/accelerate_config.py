@@ -101,7 +101,7 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
 def _interpret(settings: Settings) -> Sharding:
     """The settings as a `Sharding`; raises `UserError` for values that do not fit."""
     problems: list[str] = []
-    read = _Reader(settings, problems)
+    read = _SettingsReader(settings, problems)
     layout = LAYOUTS[settings.distributed_type]
     version = str(settings.fsdp.get("version", 1))
     if layout == "fsdp2":
@@ -143,7 +143,7 @@ def _interpret(settings: Settings) -> Sharding:
     return sharding
 
 
-def _strategy(layout: Layout, settings: Settings, read: "_Reader", problems: list[str]) -> Strategy:
+def _strategy(layout: Layout, settings: Settings, read: "_SettingsReader", problems: list[str]) -> Strategy:
     if layout == "fsdp1":
         numbered = {
             str(number): name
@@ -170,7 +170,7 @@ def _strategy(layout: Layout, settings: Settings, read: "_Reader", problems: lis
 
 
 @dataclass(frozen=True, slots=True)
-class _Reader:
+class _SettingsReader:
     """Values of a YAML, or of an environment (all strings), as the types that they mean."""
 
     settings: Settings

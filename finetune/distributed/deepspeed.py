@@ -77,7 +77,7 @@ def translate_deepspeed(
 
     Raises `UserError` with every key that asks for what there is not, or contradicts another.
     """
-    reader = _Reader(source, mixed_precision)
+    reader = _DeepspeedReader(source, mixed_precision)
     file = section.get("deepspeed_config_file")
     if file not in (None, "none", ""):
         reader.read_json(str(file), folder)
@@ -111,7 +111,7 @@ def refuse_contradictions(recipe: Recipe, asked: Mapping[str, float], source: st
         raise UserError.of(problems)
 
 
-class _Reader:
+class _DeepspeedReader:
     """Gathers what the JSON file and the section ask for."""
 
     def __init__(self, source: str, mixed_precision: str | None) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.export.comparison_rows import ComparisonRows, read_comparison_rows
-from finetune.export.merge_measure import TRAINED, Measured, can_be_measured, measure_merges
+from finetune.export.merge_measure import TRAINED, MergedScore, can_be_measured, measure_merges
 from finetune.export.merging import choose_written_dtype
 from finetune.export.options import ExportOptions, MergeOnto
 from finetune.export.source import Source
@@ -23,7 +23,9 @@ class MergeChoice:
     onto: MergeOnto
     reason: str
     rows: ComparisonRows | None = None
-    measured: Mapping[str, Measured] = field(default_factory=dict)  # trained, original, dequantized; empty without rows
+    measured: Mapping[str, MergedScore] = field(
+        default_factory=dict
+    )  # trained, original, dequantized; empty without rows
 
 
 def choose_merge(
@@ -76,7 +78,7 @@ def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
     return [*lines, f"        exported: onto the {choice.onto} base, {choice.reason}"]
 
 
-def _choose(measured: Mapping[str, Measured], rows: ComparisonRows, asked: MergeOnto | None) -> MergeChoice:
+def _choose(measured: Mapping[str, MergedScore], rows: ComparisonRows, asked: MergeOnto | None) -> MergeChoice:
     if asked is not None:
         return MergeChoice(asked, "as --merge-onto says", rows, measured)
     if "original" not in measured:

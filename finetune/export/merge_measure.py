@@ -21,7 +21,7 @@ TRAINED = "trained"  # the quantized base with the adapter beside it
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MergedScore:
     """A model on the comparison rows, computed in float32."""
 
     loss: float  # per labeled token, in nats
@@ -36,7 +36,7 @@ def can_be_measured(source: Source, target: TargetModel) -> bool:
 
 def measure_merges(
     source: Source, target: TargetModel, dtype: torch.dtype, rows: ComparisonRows
-) -> dict[str, Measured]:
+) -> dict[str, MergedScore]:
     """The trained model and both merged ones, in one pass over the base's files: each weight is quantized once.
 
     The trained one computes W x + B A x as (W + B A) x in float32, W dequantized to the compute dtype; the merged ones are
@@ -56,7 +56,7 @@ def _rows_of(values: Mapping[str, Value], target: TargetModel) -> Rows:
 
 
 @torch.no_grad()
-def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -> list[Measured]:
+def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -> list[MergedScore]:
     """Each variant on `rows`; the first is the one that logits are compared with. Logits are never whole."""
     plain: Any = model
     count, transform = len(variants), LogitTransform.from_config(plain.config)
@@ -75,4 +75,6 @@ def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -
             losses += each.view(count, -1).double().sum(1)
             differences = torch.maximum(differences, (scores - scores[:1]).abs().flatten(1).amax(1))
     losses /= rows.labeled_tokens
-    return [Measured(loss, difference) for loss, difference in zip(losses.tolist(), differences.tolist(), strict=True)]
+    return [
+        MergedScore(loss, difference) for loss, difference in zip(losses.tolist(), differences.tolist(), strict=True)
+    ]

@@ -13,7 +13,7 @@ from finetune.plan.advice import advise
 from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.memory import Phase, find_peak, plan_phases
-from finetune.plan.run_spec import RunSpec, Teacher
+from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
 from finetune.recipe.lora_schema import check_lora_layout
@@ -87,14 +87,14 @@ def make_plan(
     )
 
 
-def _read_teacher(model: Model, method: Method) -> Teacher:
+def _read_teacher(model: Model, method: Method) -> TeacherSpec:
     try:
         config, where = find_config(model)
     except UserError as error:
         raise UserError(f"teacher_model_name_or_path: {error}") from None
     quantized = SimpleNamespace(quantization_config=config.get("quantization_config"))
     quantization = read_teacher_quantization(quantized, method)
-    return Teacher(architecture=read_architecture(config, where), quantization=quantization)
+    return TeacherSpec(architecture=read_architecture(config, where), quantization=quantization)
 
 
 def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:

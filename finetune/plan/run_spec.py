@@ -15,7 +15,7 @@ from finetune.recipe.schema import Quantization, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
-class Teacher:
+class TeacherSpec:
     """A frozen model that the trained one learns from; `quantization`: as its files are stored."""
 
     architecture: Architecture
@@ -39,7 +39,7 @@ class RunSpec:
     ranks_per_node: int = 8
     device: Literal["cuda", "cpu"] = "cuda"
     grouped_attention: bool = True  # see Computation
-    teacher: Teacher | None = None
+    teacher: TeacherSpec | None = None
 
     @cached_property
     def tensors(self) -> tuple[StateTensor, ...]:

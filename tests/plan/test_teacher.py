@@ -14,7 +14,7 @@ from finetune.distributed.accelerate_config import Sharding
 from finetune.models.divergence import Mixture, TeacherScores, linear_divergence
 from finetune.plan.architecture import read_architecture
 from finetune.plan.memory import loss_bytes, plan_phases
-from finetune.plan.run_spec import RunSpec, Teacher
+from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.time import estimate_speed
 from finetune.recipe.schema import Method, Quantization
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
@@ -26,7 +26,7 @@ SMALL = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "n
 def with_teacher(
     spec: RunSpec, config: dict[str, Any], quantization: Quantization | None = None, **keys: Any
 ) -> RunSpec:
-    teacher = Teacher(
+    teacher = TeacherSpec(
         architecture=read_architecture(config, "config.json"), quantization=quantization or Quantization()
     )
     return replace(spec, teacher=teacher, recipe=replace(spec.recipe, method=Method(method="distill", **keys)))
