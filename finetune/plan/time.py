@@ -7,6 +7,7 @@ from typing import Any
 
 from finetune.flops import PEAK_FLOPS, flop_per_token
 from finetune.plan.run_spec import RunSpec, count_multiplied
+from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data
 
 ASSUMED_DEVICE = "H100"
@@ -14,6 +15,7 @@ ASSUMED_MFU = 0.4
 PCIE_BYTES_PER_SECOND = 25e9  # of one GPU to its host and back
 HOST_BYTES_PER_SECOND = 100e9  # of a node's memory, as AdamW on its CPUs reaches it
 BYTES_PER_TOKEN = 4  # of English text in a large vocabulary; only to guess the length of an epoch from the files' size
+ANSWERS = ("chosen", "rejected", "response_w", "response_l")
 SAMPLE_BYTES = 1 << 16  # read of a file of JSON lines, to estimate how much of it is text
 MIN_MICRO_BATCH_SECONDS = 0.01  # below it, launching kernels takes longer than computing them
 
@@ -67,7 +69,10 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     seconds_per_step = spec.tokens_per_step * flops / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks) + offload
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     optimization = spec.recipe.optimization
-    epoch_tokens, steps = read or (estimate_epoch_tokens(spec.recipe.data), optimization.max_steps)
+    epoch_tokens, steps = read or (
+        estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows),
+        optimization.max_steps,
+    )
     if steps is None and epoch_tokens is not None:
         steps = max(1, round(epoch_tokens / spec.tokens_per_step * optimization.num_train_epochs))
     return Speed(
@@ -121,28 +126,44 @@ def offload_seconds(spec: RunSpec) -> float:
     return moved / PCIE_BYTES_PER_SECOND + touched * min(spec.ranks, spec.ranks_per_node) / HOST_BYTES_PER_SECOND
 
 
-def estimate_epoch_tokens(data: Data) -> int | None:
+def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
     """Tokens of an epoch, from the size of the local files; None where some are not local or not read whole."""
     total = 0.0
     for source in data.datasets:
         path = Path(source.path)
         if not path.is_file() or source.split != "train" or source.max_samples is not None:
             return None
-        total += path.stat().st_size * source.weight * _text_share(path)
+        total += path.stat().st_size * source.weight * _text_share(path, rows)
     return int(total) // BYTES_PER_TOKEN if data.datasets else None
 
 
-def _text_share(path: Path) -> float:
-    """The share of a file of JSON lines that is text, from its first rows; the rest is keys and punctuation."""
+def _text_share(path: Path, rows: RowKind) -> float:
+    """The share of a file of JSON lines that is text, from its first lines; the rest is keys and punctuation. What is read of a
+    row twice counts twice."""
     if path.suffix != ".jsonl":
         return 1.0
     with path.open("rb") as file:
-        rows = file.readlines(SAMPLE_BYTES)
+        lines = file.readlines(SAMPLE_BYTES)
     try:
-        texts = sum(_text_bytes(json.loads(row)) for row in rows if row.strip())
+        read = [json.loads(line) for line in lines if line.strip()]
     except ValueError:  # reported where the data is read
         return 1.0
-    return texts / max(1, sum(map(len, rows)))
+    texts = sum(_text_bytes(row) + _text_bytes(_find_repeated(row, rows)) for row in read)
+    return texts / max(1, sum(map(len, lines)))
+
+
+def _find_repeated(row: Any, rows: RowKind) -> Any:
+    """What a row holds once and is read twice: a pair's prompt, unless both answers are whole conversations; a rated row.
+
+    >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
+    {'question': '2+2?'}
+    """
+    if rows == "answers" or not isinstance(row, dict):
+        return None
+    answers = {key: value for key, value in row.items() if key in ANSWERS}
+    if any(isinstance(answer, list) and len(answer) > 1 for answer in answers.values()):
+        return None
+    return row if rows == "ratings" else {key: value for key, value in row.items() if key not in answers}
 
 
 def _text_bytes(value: Any) -> int:

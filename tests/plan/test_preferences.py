@@ -1,6 +1,8 @@
 """The plan of preference training, against what its loss and a real step of it allocate."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +19,9 @@ from finetune.models.loss import install_loss
 from finetune.plan.memory import loss_backward_bytes, loss_bytes, plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import format_header, format_speed
-from finetune.plan.time import estimate_speed
+from finetune.plan.time import estimate_epoch_tokens, estimate_speed
 from finetune.recipe.method_schema import Method
-from finetune.recipe.schema import Lora
+from finetune.recipe.schema import Data, DatasetSource, Lora
 from finetune.training.preference_objective import PreferenceObjective
 from finetune.training.reference import without_adapters
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
@@ -114,6 +116,19 @@ def test_a_step_of_pairs_allocates_what_is_planned(checkpointing: bool, capsys: 
     with capsys.disabled():
         print(f"\na step of pairs: {planned / measured - 1:+.1%} at {phase.peak.name}")
     assert abs(planned / measured - 1) < 0.1, (planned, measured)
+
+
+def test_an_epoch_reads_a_prompt_with_both_answers(tmp_path: Path) -> None:
+    row = {"question": "a" * 400, "chosen": "b" * 40, "rejected": "c" * 80}
+    turns = [{"role": "user", "content": "a" * 400}, {"role": "assistant", "content": "b" * 40}]
+    for name, rows, texts in (
+        ("texts", row, 400 + 40 + 400 + 80),
+        ("messages", {"chosen": turns, "rejected": turns}, 2 * (400 + 40 + len("userassistant"))),
+    ):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(10 * f"{json.dumps(rows)}\n")
+        data = Data(datasets=(DatasetSource(path=str(path)),))
+        assert estimate_epoch_tokens(data, "pairs") == pytest.approx(10 * texts / 4, abs=1)
 
 
 def test_the_reference_costs_a_forward_of_each_step_or_one_of_the_data() -> None:
