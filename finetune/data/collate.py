@@ -83,11 +83,10 @@ def collate(examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int) -
         micro_batch = _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
     if examples.group_size == 1:
         return micro_batch
-    ratings = torch.from_numpy(examples.take(ids).find_ratings())
     return replace(
         micro_batch,
         trained_documents=_find_trained_documents(micro_batch),
-        desirable=ratings > 0 if examples.is_rated else None,
+        desirable=torch.from_numpy(examples.take(ids).find_ratings() > 0) if examples.is_rated else None,
     )
 
 

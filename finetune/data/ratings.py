@@ -20,7 +20,7 @@ from finetune.recipe.schema import DatasetSource
 
 LABELS = ("label", "kto_tag")
 Turns = list[tuple[Message, bool]]  # messages, each with whether it is trained on
-MEANINGS = {"true": True, "1": True, "false": False, "0": False}
+MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
 @dataclass(frozen=True, slots=True)

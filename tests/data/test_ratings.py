@@ -41,7 +41,7 @@ def rated(row: dict[str, Any], **options: Any) -> list[tuple[Any, bool]]:
         ({"messages": [USER, ANSWER], "label": True}, {}),
         ({"messages": [USER, ANSWER], "kto_tag": "True"}, {}),
         ({"conversations": [{"from": "human", "value": "Q"}, {"from": "gpt", "value": "A"}], "kto_tag": True}, {}),
-        ({"instruction": "Q", "input": "", "output": "A", "label": 1}, {}),
+        ({"instruction": "Q", "input": "", "output": "A", "label": 1.0}, {}),
         ({"prompt": [USER], "completion": [ANSWER], "label": True}, {}),
         ({"q": "Q", "a": "A", "good": True}, {"type": "messages", "prompt_column": "q", "completion_column": "a", "label_column": "good"}),
     ],
