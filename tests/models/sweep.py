@@ -88,6 +88,11 @@ SPECIAL: dict[str, dict[str, Any]] = EVERY | {
     "prophetnet": {"num_hidden_layers": DEFAULT, "num_decoder_layers": 2, "num_decoder_attention_heads": 4},
     "reformer": {"is_decoder": True, "axial_pos_embds_dim": [16, 32], "attention_head_size": 12},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "hybrid_layer_ids": [1]},
+    "zamba": {"layers_block_type": ["mamba", "hybrid", "hybrid"], "num_hidden_layers": 3, "head_dim": 24},
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+        "ffn_config": {"hidden_size": 48, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+    },
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
 }
 
@@ -129,16 +134,29 @@ def reason(error: str) -> str:
 
 
 def families() -> list[str]:
-    """The `model_type` of every family with a causal language model, but those of text and images, whose language model
-    has a `model_type` of its own."""
+    """The `model_type` of every family with a causal language model."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    return sorted(
-        name
-        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        if name in CONFIG_MAPPING and set(CONFIG_MAPPING[name].sub_configs or ()) <= OF_LAYERS
-    )
+    return sorted(name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name in CONFIG_MAPPING)
+
+
+def is_composite(family: str) -> bool:
+    """Whether the family is made of several models, of text and images, say."""
+    from transformers import CONFIG_MAPPING
+
+    return not set(CONFIG_MAPPING[family].sub_configs or ()) <= OF_LAYERS
+
+
+def language_model(family: str) -> str | None:
+    """The `model_type` of a composite family's language model; None where it has none with a row of its own."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        found = CONFIG_MAPPING[family]().get_text_config().model_type
+    except Exception:  # several, or a default that its own check refuses
+        return None
+    return found if found in families() and not is_composite(found) else None
 
 
 def tiny_config(family: str) -> Any:
@@ -236,6 +254,10 @@ def one_process() -> Iterator[World]:
 def row(family: str, world: World, root: Path) -> str:
     """The family's line of the table."""
     folder = root / family
+    if is_composite(family):
+        text = language_model(family)
+        outcome = f"its language model is `{text}`" if text else "not tried: no language model of its own"
+        return f"| `{family}` | {outcome} | {'the same' if text else 'not tried'} |"
     try:
         save_tiny(family, folder)
     except Exception as error:  # a config class that cannot be made small, which is a fault of TINY and SPECIAL
