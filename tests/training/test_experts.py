@@ -1,7 +1,9 @@
 """Mixtures of experts, from a folder with a tensor for each expert to an export of exactly those tensors: the losses are
 those of transformers alone under every layout, the auxiliary loss is the step's, and idle experts are seen."""
 
+import json
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from finetune.report.page import render_page
 from finetune.report.run_data import read_run
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
-from tests.ranks import run_python
+from tests.ranks import launch_ranks, run_python
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config, write_recipe
 
@@ -133,12 +135,16 @@ def test_plain_transformers_opens_the_export_of_a_trained_model(
 def test_a_run_that_was_killed_ends_as_one_that_was_not(
     family: str, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path, tmp_path: Path
 ) -> None:
-    """After SIGKILL in the last step the folder holds what was saved before it. On one rank, from two."""
+    """Killed by SIGKILL in the last step, on two ranks; resumed on one."""
     whole, killed = runs(family, "full_shard", 2), folder / family / "killed"
-    shutil.copytree(whole, killed, ignore=shutil.ignore_patterns("export", "finished.json", f"step-{STEPS:08d}"))
-    printed = train_all(
-        tmp_path, [(recipes[family], write_config(tmp_path, "single"), [f"output_dir={killed}"])], ranks=1
-    )
+    keys = [f"output_dir={killed}"]
+    listing = tmp_path / "killed.json"
+    listing.write_text(json.dumps([[str(recipes[family]), str(write_config(tmp_path, "full_shard")), keys]]))
+    script = Path(__file__).with_name("runs_on_ranks.py")
+    ended = launch_ranks(script, [str(listing), str(STEPS - 1)], ranks=2, timeout=120)
+    assert ended.returncodes == (-signal.SIGKILL, -signal.SIGKILL)
+    assert not (killed / "finished.json").exists() and len(steps_of(killed)) == STEPS - 1
+    printed = train_all(tmp_path, [(recipes[family], write_config(tmp_path, "single"), keys)], ranks=1)
     assert f"resumed at step {STEPS - 1}" in printed
     expected, found = steps_of(whole), steps_of(killed)
     for key in ("loss", "router_aux_loss", "grad_norm"):
