@@ -17,6 +17,7 @@ from finetune.data.messages import (
 from finetune.recipe.schema import DatasetSource
 
 Row = Mapping[str, Any]
+CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
 KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
     "prompt + completion, text"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from finetune.data.formats import (
+    CHAT_FORMATS,
     Columns,
     Completion,
     Conversation,
@@ -25,7 +26,6 @@ OF_CHAT = (
     "question",
     "instruction",
 )  # text in these is a user's turn; in other columns it is a prompt without a template
-CHAT_TYPES = ("messages", "sharegpt", "alpaca")
 RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
 
 
@@ -61,7 +61,7 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
     sides = [columns.take(name) for name in names]
     prompt_name = _find_prompt(row, source, names)
     prompt = None if prompt_name is None else _take_prompt(columns, prompt_name, source)
-    is_chat = source.type in CHAT_TYPES or (source.type is None and prompt_name in OF_CHAT)
+    is_chat = source.type in CHAT_FORMATS or (source.type is None and prompt_name in OF_CHAT)
     if not is_chat and not isinstance(prompt, list) and all(isinstance(side, str) for side in sides):
         pair = _read_texts(prompt, *sides)
     else:

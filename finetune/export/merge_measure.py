@@ -69,7 +69,7 @@ def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -
         hidden = trunk(input_ids=rows.input_ids.repeat(count, 1), use_cache=False).last_hidden_state
         hidden = hidden.reshape(count, real.numel(), -1)[:, real]
         for start in range(0, len(labels), chunk):
-            scores = transform.apply(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())
+            scores, _ = transform.forward(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())
             wanted = labels[start : start + chunk].repeat(count)
             each = functional.cross_entropy(scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none")
             losses += each.view(count, -1).double().sum(1)

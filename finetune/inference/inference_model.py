@@ -15,6 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
 from finetune.data.chat_templates import PLAIN, read_template
+from finetune.data.formats import CHAT_FORMATS
 from finetune.errors import UserError
 from finetune.export.blocks import Value, cast_rows, row_blocks
 from finetune.export.export import export_source
@@ -28,8 +29,6 @@ from finetune.inference.find_model import ModelReference, trained_formats, train
 from finetune.recipe.quantization import describe_quantization
 from finetune.safetensors_io.header import read_header, read_json
 from finetune.safetensors_io.tensors import read_folder
-
-CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ from finetune.models.head_chunks import (
 )
 
 
-class Mixture(NamedTuple):
+class DivergenceOptions(NamedTuple):
     """The recipe's keys for what a student learns: alpha D + (1 - alpha) cross entropy."""
 
     beta: float
@@ -52,7 +52,7 @@ class TeacherScores:
     def log_probabilities(self, chunk: slice, rows: int, temperature: float) -> Tensor:
         """[tokens of the chunk, rows], fp32 or wider: over the first `rows` of the vocabulary."""
         scores = F.linear(self.hidden[chunk], self.weight[:rows], None if self.bias is None else self.bias[:rows])
-        logits, _ = self.logits.bend(scores)
+        logits, _ = self.logits.forward(scores)
         return _log_softmax(logits, temperature)
 
 
@@ -61,7 +61,7 @@ def linear_divergence(
     weight: Tensor,
     labels: Tensor,
     teacher: TeacherScores,
-    mixture: Mixture,
+    options: DivergenceOptions,
     *,
     bias: Tensor | None = None,
     logits: LogitTransform = UNCHANGED,
@@ -89,11 +89,11 @@ def linear_divergence(
         sums = torch.zeros(3, dtype=widen(weight.dtype), device=weight.device)
 
         def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
-            of_teacher = teacher.log_probabilities(chunk, rows, mixture.temperature)
-            bent, bend = logits.bend(scores)
-            found, grad = _compute_chunk(bent, of_teacher, ids[chunk], mixture, label_smoothing, any(needs_grad))
+            of_teacher = teacher.log_probabilities(chunk, rows, options.temperature)
+            transformed, capped = logits.forward(scores)
+            found, grad = _compute_chunk(transformed, of_teacher, ids[chunk], options, label_smoothing, any(needs_grad))
             sums.add_(found)
-            return None if grad is None else logits.unbend(grad, bend)
+            return None if grad is None else logits.backward(grad, capped)
 
         return sums, backward_in_chunks(trained, weight, bias, compute_chunk, tokens, needs_grad)
 
@@ -102,13 +102,13 @@ def linear_divergence(
 
 
 def _compute_chunk(
-    logits: Tensor, teacher: Tensor, labels: Tensor, mixture: Mixture, label_smoothing: float, gradient: bool
+    logits: Tensor, teacher: Tensor, labels: Tensor, options: DivergenceOptions, label_smoothing: float, gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of one chunk.
 
     teacher: log-probabilities [tokens, rows that both have].
     """
-    beta, temperature, alpha = mixture
+    beta, temperature, alpha = options
     rows, trained = teacher.shape[1], labels != IGNORE_INDEX
     plain = torch.log_softmax(logits, -1, dtype=widen(logits.dtype))
     is_plain = temperature == 1.0 and rows == logits.shape[1]

@@ -27,25 +27,22 @@ class LogitTransform(NamedTuple):
         softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "output_logit_soft_cap", None)
         return cls(scale, softcap)
 
-    def apply(self, scores: Tensor) -> Tensor:
-        """The logits that the softmax takes, from the head's output [..., vocabulary] in fp32."""
-        scaled = scores * self.scale
-        return scaled if self.softcap is None else torch.tanh(scaled / self.softcap) * self.softcap
+    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits that the softmax takes, from the head's output [..., vocabulary], and what `backward` needs.
 
-    def bend(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The logits of a chunk's scores, fp32 or wider where they are not the scores themselves; and what `unbend` needs."""
-        wide = widen(scores.dtype)
+        In fp32 or wider, where they are not the scores themselves.
+        """
         if self.scale != 1.0:
-            scores = scores.to(wide) * self.scale
+            scores = scores.to(widen(scores.dtype)) * self.scale
         if self.softcap is None:
             return scores, None
-        bend = torch.tanh(scores.to(wide) / self.softcap)
-        return bend * self.softcap, bend
+        capped = torch.tanh(scores.to(widen(scores.dtype)) / self.softcap)
+        return capped * self.softcap, capped
 
-    def unbend(self, grad: Tensor, bend: Tensor | None) -> Tensor:
-        """The gradient to the scores, in place of that to the logits. `bend`: from `bend`."""
-        if bend is not None:
-            grad *= 1 - bend.square()
+    def backward(self, grad: Tensor, capped: Tensor | None) -> Tensor:
+        """The gradient to the scores, in place of that to the logits. `capped`: from `forward`."""
+        if capped is not None:
+            grad *= 1 - capped.square()
         if self.scale != 1.0:
             grad *= self.scale
         return grad
@@ -212,22 +209,22 @@ def _compute_chunk(
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probabilities of one chunk, and the gradient of minus their sum to `scores` [tokens, vocabulary]; both in fp32
     (or wider)."""
-    bent, bend = logits.bend(scores)
-    log_probabilities = torch.log_softmax(bent, -1, dtype=widen(scores.dtype))
+    transformed, capped = logits.forward(scores)
+    log_probabilities = torch.log_softmax(transformed, -1, dtype=widen(scores.dtype))
     trained = labels != IGNORE_INDEX
-    agreement = torch.where(trained, label_log_probabilities(log_probabilities, labels, label_smoothing), 0.0)
+    of_labels = torch.where(trained, label_log_probabilities(log_probabilities, labels, label_smoothing), 0.0)
     if not gradient:
-        return agreement, None
-    grad = logits.unbend(cross_entropy_gradient(log_probabilities, labels, label_smoothing), bend)
-    return agreement, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+        return of_labels, None
+    grad = logits.backward(cross_entropy_gradient(log_probabilities, labels, label_smoothing), capped)
+    return of_labels, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
 
 
 def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
     """[tokens] of [tokens, vocabulary]: those of the labels, or a share of `label_smoothing` of their mean; without meaning at
     tokens without a label."""
     # Any id will do where the position is not trained.
-    agreement = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
-    return agreement.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else agreement
+    of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
 
 
 def cross_entropy_gradient(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:

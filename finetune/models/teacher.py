@@ -16,7 +16,7 @@ from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.attention import install_attention
-from finetune.models.divergence import Mixture, TeacherScores, linear_divergence
+from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.models.experts import use_grouped_products
 from finetune.models.layers import compile_layers
 from finetune.models.load import DTYPES, ModelSize, build_on_meta, count_parameters, read_base_values
@@ -33,7 +33,7 @@ class Teacher:
 
     model: nn.Module
     size: ModelSize
-    mixture: Mixture
+    options: DivergenceOptions
 
     def flop_per_token(self, length: int) -> float:
         """FLOP of a forward of one token in rows of `length`."""
@@ -56,7 +56,7 @@ class Teacher:
                     head.weight,
                     labels,
                     TeacherScores(states, own.weight, own.bias, own.logits),
-                    self.mixture,
+                    self.options,
                     bias=head.bias,
                     logits=head.logits,
                     trained_positions=positions,
@@ -92,7 +92,7 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     if keys.torch_compile:
         compile_layers(model)
     method = recipe.method
-    return Teacher(model, size, Mixture(method.distill_beta, method.temperature, method.distill_alpha))
+    return Teacher(model, size, DivergenceOptions(method.distill_beta, method.temperature, method.distill_alpha))
 
 
 def _select_states(_head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:

@@ -186,7 +186,7 @@ def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(
     assert (leak.rows, leak.of) == (1, 2)
     assert prepare([{"path": path, "max_samples": 6}], method="dpo").report.as_json()["pairs"] == 6
     monkeypatch.setattr("finetune.data.streaming.BLOCK_ROWS", 64)
-    streamed = prepare([{"path": path}], method="dpo", streaming=True, max_steps=2, global_batch_size=4)
+    streamed = prepare([{"path": path}], method="orpo", streaming=True, max_steps=2, global_batch_size=4)
     steps = list(streamed.train.batches())
     ids = [i for step in steps for m in step.micro_batches for i in m.example_ids]
     assert len(steps) == 2 and [i + 1 for i in ids[::2]] == ids[1::2]

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.models.divergence import Mixture
+from finetune.models.divergence import DivergenceOptions
 from finetune.models.load import ModelSize
 from finetune.models.teacher import Teacher
 from tests.models.families import build, documents, ours, packed, relative_error
@@ -93,7 +93,7 @@ def distilled(tied: bool) -> None:
         return ours(build("llama", **sizes)), wide
 
     def step(student: Any, wide: Any, half: list[Any], scale: float) -> torch.Tensor:
-        teacher = Teacher(wide, ModelSize(0, 0, 0, 0, 0), Mixture(0.5, 1.5, 0.7))
+        teacher = Teacher(wide, ModelSize(0, 0, 0, 0, 0), DivergenceOptions(0.5, 1.5, 0.7))
         inputs = packed(half)
         sums = student(**inputs, head_function=teacher.compare(inputs))
         (sums[0] * scale).backward()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
-from finetune.models.divergence import Mixture, TeacherScores, linear_divergence
+from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.models.head_chunks import LogitTransform
 from finetune.models.loss import linear_cross_entropy
 from tests.models.families import relative_error
@@ -37,12 +37,16 @@ def problem(rows: int = VOCABULARY, dtype: torch.dtype = torch.float64) -> dict[
 
 
 def plain(
-    of: dict[str, Any], mixture: Mixture, logits: LogitTransform, teacher_logits: LogitTransform, smoothing: float = 0.0
+    of: dict[str, Any],
+    options: DivergenceOptions,
+    logits: LogitTransform,
+    teacher_logits: LogitTransform,
+    smoothing: float = 0.0,
 ) -> Tensor:
     """The three sums with whole logits, from the definitions: KL(p | q) = sum p log(p / q)."""
-    beta, temperature, alpha = mixture
-    mine = logits.apply(F.linear(of["hidden"], of["weight"], of["bias"]))
-    theirs = teacher_logits.apply(F.linear(*of["teacher"]))
+    beta, temperature, alpha = options
+    mine, _ = logits.forward(F.linear(of["hidden"], of["weight"], of["bias"]))
+    theirs, _ = teacher_logits.forward(F.linear(*of["teacher"]))
     rows = min(mine.shape[1], theirs.shape[1])
     s, t = ((each[:, :rows] / temperature).softmax(-1) for each in (mine, theirs))
 
@@ -58,12 +62,14 @@ def plain(
     return torch.stack([alpha * divergence + (1 - alpha) * cross_entropy, divergence, cross_entropy])
 
 
-def ours(of: dict[str, Any], mixture: Mixture, logits: LogitTransform, teacher: LogitTransform, **keys: Any) -> Tensor:
+def ours(
+    of: dict[str, Any], options: DivergenceOptions, logits: LogitTransform, teacher: LogitTransform, **keys: Any
+) -> Tensor:
     hidden, weight, bias = of["teacher"]
     positions = keys.get("trained_positions")
     scores = TeacherScores(hidden if positions is None else hidden[positions], weight, bias, teacher)
     return linear_divergence(
-        of["hidden"], of["weight"], of["labels"], scores, mixture, bias=of["bias"], logits=logits, **keys
+        of["hidden"], of["weight"], of["labels"], scores, options, bias=of["bias"], logits=logits, **keys
     )
 
 
@@ -78,14 +84,14 @@ def test_value_and_gradients_are_those_of_the_formula_with_whole_logits(
         (0.7, 1.0, VOCABULARY + 5, 0.0),  # rows that only one of the two has
         (1.0, 0.5, VOCABULARY - 5, 0.0),
     ):
-        of, mixture = problem(rows), Mixture(beta, temperature, alpha)
+        of, options = problem(rows), DivergenceOptions(beta, temperature, alpha)
         of["labels"].clamp_(max=rows - 1)
         sources = [of["hidden"], of["weight"], of["bias"]]
-        truth = plain(of, mixture, *transforms, smoothing)
+        truth = plain(of, options, *transforms, smoothing)
         expected = torch.autograd.grad(truth[0] / 50, sources)
         positions = (of["labels"] != IGNORE_INDEX).nonzero().squeeze(1)
         for keys in ({"chunk_tokens": 7}, {"trained_positions": positions}, {"trained_positions": positions[:0]}):
-            found = ours(of, mixture, *transforms, label_smoothing=smoothing, **keys)  # type: ignore[arg-type]
+            found = ours(of, options, *transforms, label_smoothing=smoothing, **keys)  # type: ignore[arg-type]
             gradients = torch.autograd.grad(found[0] / 50, sources)
             if keys.get("trained_positions") is not None and not len(keys["trained_positions"]):
                 assert not found.any() and not any(gradient.any() for gradient in gradients)
@@ -99,16 +105,16 @@ def test_in_fp32_it_stays_within_rounding_and_in_evaluation_it_keeps_no_graph() 
     exact = of | {name: of[name].detach().double().requires_grad_() for name in ("hidden", "weight", "bias")}
     exact["teacher"] = tuple(each.double() for each in of["teacher"])
     for beta in BETAS:
-        mixture = Mixture(beta, 1.5, 0.7)
-        truth = plain(exact, mixture, LogitTransform(), LogitTransform())
+        options = DivergenceOptions(beta, 1.5, 0.7)
+        truth = plain(exact, options, LogitTransform(), LogitTransform())
         expected = torch.autograd.grad(truth[0], [exact["hidden"], exact["weight"], exact["bias"]])
-        found = ours(of, mixture, LogitTransform(), LogitTransform(), chunk_tokens=7)
+        found = ours(of, options, LogitTransform(), LogitTransform(), chunk_tokens=7)
         gradients = torch.autograd.grad(found[0], [of["hidden"], of["weight"], of["bias"]])
         assert found.dtype == torch.float32
         assert relative_error(found.double(), truth) < 1e-6
         assert max(relative_error(f.double(), e) for f, e in zip(gradients, expected, strict=True)) < 1e-6
         with torch.no_grad():
-            assert torch.equal(ours(of, mixture, LogitTransform(), LogitTransform(), chunk_tokens=7), found)
+            assert torch.equal(ours(of, options, LogitTransform(), LogitTransform(), chunk_tokens=7), found)
 
 
 def test_a_teacher_that_is_the_student_has_no_divergence_and_alpha_weighs_the_cross_entropy_of_sft() -> None:
@@ -116,7 +122,9 @@ def test_a_teacher_that_is_the_student_has_no_divergence_and_alpha_weighs_the_cr
     of["teacher"] = tuple(of[name].detach() for name in ("hidden", "weight", "bias"))
     expected = linear_cross_entropy(of["hidden"], of["weight"], of["labels"], bias=of["bias"])
     for beta in BETAS:
-        loss, divergence, cross_entropy = ours(of, Mixture(beta, 1.0, 0.25), LogitTransform(), LogitTransform())
+        loss, divergence, cross_entropy = ours(
+            of, DivergenceOptions(beta, 1.0, 0.25), LogitTransform(), LogitTransform()
+        )
         assert abs(divergence.item()) < 1e-12
         assert cross_entropy.item() == pytest.approx(expected.item(), rel=1e-12)
         assert loss.item() == pytest.approx(0.75 * expected.item(), rel=1e-12)
@@ -139,7 +147,7 @@ def test_neither_models_logits_are_ever_whole() -> None:
     of = problem(dtype=torch.float32)
     of["labels"] = torch.arange(TOKENS) % VOCABULARY
     with Watch():
-        ours(of, Mixture(0.5, 2.0, 0.5), LogitTransform(), LogitTransform(), chunk_tokens=8)[0].backward()
+        ours(of, DivergenceOptions(0.5, 2.0, 0.5), LogitTransform(), LogitTransform(), chunk_tokens=8)[0].backward()
     assert largest == VOCABULARY * TEACHER_HIDDEN  # the teacher's head; logits would be TOKENS * VOCABULARY
     assert largest < TOKENS * VOCABULARY
 
@@ -155,7 +163,7 @@ def test_it_is_the_divergence_of_trls_trainer(beta: float) -> None:
         student[None], teacher[None], of["labels"][None], beta=beta, temperature=1.7, reduction="sum"
     )
     expected = torch.autograd.grad(theirs, sources)
-    found = ours(of, Mixture(beta, 1.7, 1.0), LogitTransform(), LogitTransform())
+    found = ours(of, DivergenceOptions(beta, 1.7, 1.0), LogitTransform(), LogitTransform())
     gradients = torch.autograd.grad(found[0], sources)
     assert relative_error(found[0], theirs) < 1e-12
     assert max(relative_error(f, e) for f, e in zip(gradients, expected, strict=True)) < 1e-12
