@@ -17,7 +17,7 @@ from finetune.distributed.world import World
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.attention import install_attention
 from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.experts import use_grouped_products
+from finetune.models.experts import expert_modules, use_grouped_products
 from finetune.models.layers import compile_layers
 from finetune.models.load import DTYPES, ModelSize, build_on_meta, count_parameters, read_base_values
 from finetune.models.loss import CrossEntropyHead, HeadFunction, install_loss
@@ -89,7 +89,7 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     own = replace(world, sharding=replace(world.sharding, wrap_classes=()))
     parallelize(model, values, own, unfilled)
     fill_quantized_layers(model, values, stored, world)
-    if keys.torch_compile:
+    if keys.torch_compile and not expert_modules(model):  # whose tokens for each expert differ from step to step
         compile_layers(model)
     method = recipe.method
     return Teacher(model, size, DivergenceOptions(method.distill_beta, method.temperature, method.distill_alpha))

@@ -236,6 +236,7 @@ class Recipe:
             model_name_or_path=name,
             model_revision=revision,
             trust_remote_code=own.trust_remote_code,
+            dtype="float32" if self.lora.use_peft else own.dtype,
             attn_implementation=own.attn_implementation,
             torch_compile=own.torch_compile,
         )

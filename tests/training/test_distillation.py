@@ -227,9 +227,10 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str,
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     check_teacher(recipe, tokenizer, FSDP2)
 
-    def refusal(teacher: Path, sharding: Sharding = FSDP2) -> str:
+    def refusal(teacher: Path, sharding: Sharding = FSDP2, in_4_bits: bool = False) -> str:
         with pytest.raises(UserError) as error:
-            own = read_recipe(str(recipes["jsd"]), [f"teacher_model_name_or_path={teacher}"])
+            keys = [f"teacher_model_name_or_path={teacher}", f"teacher_load_in_4bit={str(in_4_bits).lower()}"]
+            own = read_recipe(str(recipes["jsd"]), keys)
             check_teacher(own, tokenizer, sharding)
         assert "\n" not in str(error.value)
         return str(error.value)
@@ -254,4 +255,6 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str,
     assert "its tokenizer is not that of the model that is trained: 'a' is token 64 only of the model's" in swapped
     lowered = refusal(with_tokenizer("lowered", lambda content: content.update(normalizer={"type": "Lowercase"})))
     assert "the tokens are the same, but a text is cut into others (normalizer in tokenizer.json)" in lowered
+    experts = make_model(tmp_path / "experts", model_type="mixtral", num_local_experts=2)
+    assert "is a mixture of experts (mixtral), whose experts are not quantized" in refusal(experts, in_4_bits=True)
     assert "runs/none has not been trained here, or not to its end; do that first" in refusal(Path("runs/none/export"))
