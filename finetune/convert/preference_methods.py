@@ -104,7 +104,8 @@ def _losses(tool: Tool, theirs: Mapping[str, Any]) -> dict[str, Any]:
     names = theirs.get(names_key) or []
     names = names if isinstance(names, list) else [names]
     weights = theirs.get(weights_key) or [1.0] * len(names)
-    weights = weights if isinstance(weights, list) else [weights]
+    if not isinstance(weights, list) or len(weights) != len(names):
+        weights = [None] * len(names)  # which no loss here has
     return dict(zip(map(str, names), map(convert_number, weights), strict=False))
 
 
