@@ -50,7 +50,7 @@ class StepBatch:
     micro_batches: tuple[MicroBatch, ...]  # as many on every rank
     tokens: int  # of the step over all ranks, padding not counted
     trained_tokens: int  # of the step over all ranks: those with a label
-    chosen_tokens: int = 0  # of trained_tokens, those of each group's first document: of the chosen answers
+    chosen_tokens: int = 0  # of trained_tokens, those of each group's first document: of the chosen or rated answers
     groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
 
 

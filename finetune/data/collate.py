@@ -22,7 +22,7 @@ class MicroBatch:
     Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
     ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the
     right; attention is causal and padding comes last without labels, so that no mask is needed. The documents of a group
-    (chosen, rejected; a rated answer, its prompt with another's) follow one another, and no group is in two micro-batches. A rank that has no row left in a step gets
+    (chosen, rejected) follow one another, and no group is in two micro-batches. A rank that has no row left in a step gets
     a filler, which has no document.
     """
 
@@ -40,7 +40,9 @@ class MicroBatch:
     # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them belongs
     # to; 0 for those without a label. None where documents are not compared.
     trained_documents: Tensor | None = None
-    desirable: Tensor | None = None  # bool[groups]: whether the rated answer is a good one; None where nothing is rated
+    desirable: Tensor | None = None  # bool[documents]: whether the answer is rated good; None where nothing is rated
+    # Where answers are rated, their prompts with other answers, document by document: they are looked at, not trained on.
+    mismatched: "MicroBatch | None" = None
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -72,22 +74,27 @@ class MicroBatch:
             token_mask=None if self.token_mask is None else change(self.token_mask),
             trained_documents=None if self.trained_documents is None else change(self.trained_documents),
             desirable=None if self.desirable is None else change(self.desirable),
+            mismatched=None if self.mismatched is None else self.mismatched._map_tensors(change),
         )
 
 
 def collate(examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int) -> MicroBatch:
     """The examples `ids` as one micro-batch; a filler where there are none."""
+    if not examples.is_rated:
+        return _collate(examples, ids, packing, pad_token_id)
+    ratings = torch.from_numpy(examples.take(ids).find_ratings())
+    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id) for first in (0, 1))
+    return replace(rated, desirable=ratings > 0, mismatched=mismatched)
+
+
+def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int) -> MicroBatch:
     if len(ids) == 0:
         micro_batch = make_filler(packing)
     else:
         micro_batch = _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
     if examples.group_size == 1:
         return micro_batch
-    return replace(
-        micro_batch,
-        trained_documents=_find_trained_documents(micro_batch),
-        desirable=torch.from_numpy(examples.take(ids).find_ratings() > 0) if examples.is_rated else None,
-    )
+    return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
 
 
 def _pack(examples: Examples, ids: Ids) -> MicroBatch:

@@ -101,7 +101,9 @@ METHODS: Mapping[str, MethodFacts] = {
     ),
     "orpo": MethodFacts("pairs", ("beta",), is_trained=True),
     "simpo": MethodFacts("pairs", ("beta", "simpo_gamma"), is_trained=True),
-    "kto": MethodFacts("ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True),
+    "kto": MethodFacts(
+        "ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True, is_trained=True
+    ),
     "distill": MethodFacts(
         "answers",
         (

@@ -20,7 +20,7 @@ from finetune.recipe.schema import Recipe
 from finetune.training.objective import Measured, Objective
 
 
-class Distillation:
+class Distillation(Objective):
     """alpha x divergence + (1 - alpha) x cross entropy, averaged over the trained tokens of the step."""
 
     def __init__(self, teacher: Teacher) -> None:

@@ -48,8 +48,12 @@ def evaluate(
     """
     step, results = progress.step, run.results.setdefault(progress.step, {})
     if run.data.evaluation is not None and "eval_loss" not in results:
-        batches = run.watchdog.watched(run.data.evaluation.batches(), "evaluating")
-        loss, metrics = measure_held_out(run.model, watch(batches), run.world, run.objectives.held_out)
+        held_out = run.data.evaluation
+
+        def batches() -> Iterator[StepBatch]:
+            return watch(run.watchdog.watched(held_out.batches(), "evaluating"))
+
+        loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
         results["eval_loss"] = loss
         shown = {f"eval_{name}": value for name, value in metrics.items()}
         run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown})
@@ -106,17 +110,19 @@ def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> No
 
 @torch.no_grad()
 def measure_held_out(
-    model: nn.Module, batches: Iterator[StepBatch], world: World, objective: Objective
+    model: nn.Module, batches: Callable[[], Iterator[StepBatch]], world: World, objective: Objective
 ) -> tuple[float, dict[str, float]]:
-    """The objective's loss and metrics over all of `batches` and all ranks (nan where nothing counts)."""
+    """The objective's loss and metrics over all of `batches` and all ranks. An objective may go through them twice."""
     model.eval()
+    objective = objective.prepare(model, lambda: (each for batch in batches() for each in batch.micro_batches), world)
     total, count = Measured(torch.zeros((), device=world.device)), 0
-    for batch in batches:
+    for batch in batches():
         count += objective.count(batch)
         for micro_batch in batch.micro_batches:
             on_device = micro_batch.to(world.device)
             total += objective.measure(model, on_device, on_device.inputs, batch)
-    return total.average(count, world)
+    loss, means = total.average(count, world)
+    return loss, objective.complete(means)
 
 
 @torch.no_grad()

@@ -149,6 +149,7 @@ def accumulate_gradients(
     """
     total, routing = Measured(torch.zeros((), device=world.device)), find_routing(unwrap(model))
     count = max(1, objective.count(batch))
+    objective = objective.prepare(model, lambda: batch.micro_batches, world)
 
     def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
         inputs = micro_batch.to(world.device).inputs

@@ -14,8 +14,8 @@ from finetune.models.teacher import load_teacher
 from finetune.recipe.schema import Recipe
 from finetune.training.distillation import Distillation
 from finetune.training.objective import SFT, Objectives
-from finetune.training.preference_objective import PreferenceObjective
-from finetune.training.reference import StoredReference, load_or_compute, trains_adapters_alone, without_adapters
+from finetune.training.preference_objective import PreferenceObjective, RatingObjective
+from finetune.training.reference import find_references
 
 
 def make_objectives(
@@ -30,19 +30,18 @@ def make_objectives(
         teacher = load_teacher(recipe, world)
         check_training_forward(teacher.model, recipe.teacher, recipe.data, world)
         return Objectives(Distillation(teacher), Distillation(teacher))
-    if recipe.method_facts.rows == "answers":
+    facts = recipe.method_facts
+    if facts.rows == "answers":
         return Objectives(SFT, SFT)
+    references = find_references(model, recipe, data, inputs, world) if facts.needs_reference else None
+    if facts.rows == "ratings":
+        assert references is not None, "ratings are of answers against the reference's"
+        return Objectives(*(RatingObjective(recipe.method, reference) for reference in references))
     training = PreferenceObjective(recipe.method, None, recipe.optimization.label_smoothing)
     held_out = replace(training, label_smoothing=0.0, chosen_tokens_per_pair=_chosen_tokens_per_pair(data.evaluation))
-    if not recipe.method_facts.needs_reference:
+    if references is None:
         return Objectives(training, held_out)
-    if trains_adapters_alone(model):
-        return Objectives(replace(training, reference=without_adapters), replace(held_out, reference=without_adapters))
-    found = load_or_compute(model, recipe, data, inputs.get("base"), world)
-    tables = {name: StoredReference(values) for name, values in found.items()}
-    return Objectives(
-        replace(training, reference=tables["training"]), replace(held_out, reference=tables.get("held_out"))
-    )
+    return Objectives(replace(training, reference=references[0]), replace(held_out, reference=references[1]))
 
 
 def _chosen_tokens_per_pair(batches: StoredBatches | None) -> float | None:

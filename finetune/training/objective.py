@@ -1,6 +1,7 @@
 """What training minimizes: `Objective`, all that a step, an evaluation and the metrics know of a method, and that of sft."""
 
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -29,18 +30,26 @@ class Measured:
         return Measured(self.loss_sum.detach(), {name: pair.detach() for name, pair in self.metrics.items()})
 
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
-        """The loss, which is the sum over `count`, and the metrics; over all ranks, which all call it."""
+        """The loss, which is the sum over `count` (nan where that is 0), and the metrics that anything counts for; over all
+        ranks, which all call it."""
         total, *pairs = world.sum(torch.cat([self.loss_sum[None], *self.metrics.values()])).tolist()
-        means = {name: _divide(*pairs[2 * i : 2 * i + 2]) for i, name in enumerate(self.metrics)}
-        return _divide(total, count), means
+        means = {name: pairs[2 * i] / pairs[2 * i + 1] for i, name in enumerate(self.metrics) if pairs[2 * i + 1]}
+        return total / count if count else float("nan"), means
 
 
 class Objective(Protocol):
     """A method of training: its loss, and what it shows of it."""
 
+    def prepare(self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World) -> "Objective":
+        """The objective with what it must know of all of this rank's micro-batches (those of a step, or of an evaluation)
+        before the first of them is measured; itself where that is nothing. All ranks call it."""
+        return self
+
+    @abstractmethod
     def count(self, batch: StepBatch) -> int:
         """What the step's loss is averaged over, of all ranks: its trained tokens, its pairs."""
 
+    @abstractmethod
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
@@ -53,6 +62,10 @@ class Objective(Protocol):
             batch: the step that it is part of.
         """
 
+    def complete(self, means: dict[str, float]) -> dict[str, float]:
+        """The averaged metrics, with those that follow from others."""
+        return means
+
 
 class Objectives(NamedTuple):
     """The objectives of a run."""
@@ -61,7 +74,7 @@ class Objectives(NamedTuple):
     held_out: Objective
 
 
-class TokenCrossEntropy:
+class TokenCrossEntropy(Objective):
     """Supervised fine-tuning: the mean cross entropy of the trained tokens."""
 
     def count(self, batch: StepBatch) -> int:
@@ -76,7 +89,3 @@ class TokenCrossEntropy:
 
 
 SFT = TokenCrossEntropy()
-
-
-def _divide(total: float, count: float) -> float:
-    return total / count if count else float("nan")

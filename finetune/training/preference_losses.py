@@ -71,6 +71,21 @@ def simpo_losses(averages: Pairs, keys: Method) -> Tensor:
     return -F.logsigmoid(keys.beta * averages.margin - keys.simpo_gamma)
 
 
+def kto_losses(log_ratios: Tensor, desirable: Tensor, kl: Tensor, keys: Method) -> Tensor:
+    """Kahneman-Tversky optimization, [answers].
+
+    Args:
+        log_ratios: log-probabilities summed over each answer's tokens, minus the reference's.
+        desirable: bool[answers], whether the answer is rated good.
+        kl: 0-dim, how far the model is from the reference; without a gradient, not below 0.
+
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306, eq. 8.
+    """
+    gain = torch.where(desirable, log_ratios - kl, kl - log_ratios)
+    weights = torch.where(desirable, keys.desirable_weight, keys.undesirable_weight)
+    return weights * (1 - torch.sigmoid(keys.beta * gain))
+
+
 def _smoothed(margin: Tensor, label_smoothing: float) -> Tensor:
     return -F.logsigmoid(margin) * (1 - label_smoothing) - F.logsigmoid(-margin) * label_smoothing
 

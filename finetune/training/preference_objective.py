@@ -1,7 +1,7 @@
-"""Training on preferences: DPO, ORPO and SimPO as objectives over the log-probabilities of documents that come in pairs."""
+"""Training on preferences: DPO, ORPO, SimPO and KTO as objectives over the log-probabilities of documents."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -9,14 +9,15 @@ from torch import Tensor, nn
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
+from finetune.distributed.world import World
 from finetune.recipe.method_schema import Method
-from finetune.training.objective import Measured
-from finetune.training.preference_losses import Pairs, dpo_losses, orpo_losses, simpo_losses
-from finetune.training.reference import Reference, sum_log_probabilities
+from finetune.training.objective import Measured, Objective
+from finetune.training.preference_losses import Pairs, dpo_losses, kto_losses, orpo_losses, simpo_losses
+from finetune.training.reference import Reference, evaluating, sum_log_probabilities
 
 
 @dataclass(frozen=True, slots=True)
-class PreferenceObjective:
+class PreferenceObjective(Objective):
     """The mean over pairs of a method's loss, beside it the cross entropy of the chosen answers where the method has it.
 
     That cross entropy is the mean over the chosen answers' tokens of the whole step, not of a micro-batch.
@@ -62,14 +63,70 @@ class PreferenceObjective:
             "rewards/chosen": mean(self.keys.beta * rewards.chosen),
             "rewards/rejected": mean(self.keys.beta * rewards.rejected),
             "rewards/margins": mean(margins),
-            "rewards/accuracies": mean(margins > 0),
+            "rewards/accuracies": mean((margins > 0).double()),
             "logps/chosen": mean(shown.chosen),
             "logps/rejected": mean(shown.rejected),
         }
         return Measured(loss.float(), {name: pair.detach().float() for name, pair in metrics.items()})
 
 
-def mean(values: Tensor) -> Tensor:
-    """A metric that is the mean of `values` [pairs]: their sum, and their number."""
-    total = values.sum(dtype=torch.float64)
-    return torch.stack([total, torch.full_like(total, len(values))])
+@dataclass(frozen=True, slots=True)
+class RatingObjective(Objective):
+    """KTO: the mean over rated answers of their loss.
+
+    How far the model is from its reference is estimated from mismatched answers, over all of a step's (or of an evaluation's)
+    on all ranks: in a forward before the first backward, since every answer's loss depends on it.
+    """
+
+    keys: Method
+    reference: Reference
+    kl: Tensor | None = None  # 0-dim fp64; None before `prepare`
+
+    def prepare(
+        self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
+    ) -> "RatingObjective":
+        """With the KL divergence of the model in training from its reference, estimated without dropout."""
+        total = torch.zeros(2, dtype=torch.float64, device=world.device)
+        for each in micro_batches():
+            assert each.mismatched is not None, "rated answers come with mismatched ones"
+            other = each.mismatched.to(world.device)
+            with evaluating(model):
+                ratios = sum_log_probabilities(model, other, other.inputs)[0] - self.reference(model, other)
+            total += mean(ratios)
+        world.sum(total)
+        return replace(self, kl=(total[0] / total[1].clamp(min=1)).clamp(min=0))
+
+    def count(self, batch: StepBatch) -> int:
+        """The rated answers of the step."""
+        return batch.groups
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The losses of the micro-batch's answers, and TRL's metrics of them: chosen are those that are rated good."""
+        desirable, kl = micro_batch.desirable, self.kl
+        assert desirable is not None and kl is not None, "answers are rated, and `prepare` has been called"
+        reference = self.reference(model, micro_batch)
+        policy, _ = sum_log_probabilities(model, micro_batch, inputs)
+        losses = kto_losses(policy - reference, desirable, kl, self.keys)
+        rewards = self.keys.beta * (policy - reference)
+        metrics = {
+            "rewards/chosen": mean(rewards, desirable),
+            "rewards/rejected": mean(rewards, ~desirable),
+            "logps/chosen": mean(policy, desirable),
+            "logps/rejected": mean(policy, ~desirable),
+            "kl": torch.stack([kl, torch.ones_like(kl)]),
+        }
+        return Measured(losses.sum().float(), {name: pair.detach().float() for name, pair in metrics.items()})
+
+    def complete(self, means: dict[str, float]) -> dict[str, float]:
+        """With the margin between the average rewards: no answer has a partner of its own."""
+        if not {"rewards/chosen", "rewards/rejected"} <= means.keys():
+            return means
+        return means | {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
+
+
+def mean(values: Tensor, where: Tensor | None = None) -> Tensor:
+    """A metric that is the mean of `values` (of those `where`): their sum, and their number."""
+    counted = torch.ones_like(values) if where is None else where.to(values.dtype)
+    return torch.stack([(values * counted).sum(dtype=torch.float64), counted.sum(dtype=torch.float64)])

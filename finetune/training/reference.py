@@ -59,11 +59,18 @@ def sum_log_probabilities(
 
 def without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
     """The reference of a run that trains adapters alone: a forward without them, and without dropout and gradients."""
+    with evaluating(model), adapters_off(model):
+        return sum_log_probabilities(model, micro_batch, micro_batch.inputs)[0]
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout and gradients; afterwards the model is in the mode that it was in."""
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), adapters_off(model):
-            return sum_log_probabilities(model, micro_batch, micro_batch.inputs)[0]
+        with torch.no_grad():
+            yield
     finally:
         model.train(training)
 
@@ -100,13 +107,23 @@ class StoredReference:
         return found.to(micro_batch.labels.device, non_blocking=True)
 
 
-def load_or_compute(
+def find_references(
+    model: nn.Module, recipe: Recipe, data: PreparedData, inputs: Mapping[str, str], world: World
+) -> tuple[Reference, Reference]:
+    """The reference of training, and that of held-out data. `model` still has the weights that training starts with; `inputs`:
+    of `fingerprint_inputs`. All ranks call it."""
+    if trains_adapters_alone(model):
+        return without_adapters, without_adapters
+    found = _load_or_compute(model, recipe, data, inputs.get("base"), world)
+    return StoredReference(found["training"]), StoredReference(found.get("held_out", np.zeros(0)))
+
+
+def _load_or_compute(
     model: nn.Module, recipe: Recipe, data: PreparedData, weights: str | None, world: World
 ) -> dict[str, NDArray[np.float64]]:
     """The base model's log-probabilities of the training examples that the run comes to, and of the held-out ones.
 
-    `model` still has the weights that training starts with; `weights`: their hash. All ranks call it. Each node keeps the
-    numbers beside its token cache, under a hash of the model and the data, and computes them again where they are missing
+    `weights`: the hash of the model's. Each node keeps the numbers beside its token cache, under a hash of the model and the data, and computes them again where they are missing
     or damaged.
     """
     batches = {"training": data.train, "held_out": data.evaluation}
@@ -128,25 +145,23 @@ def load_or_compute(
     return found
 
 
-@torch.no_grad()
 def _compute(model: nn.Module, batches: StoredBatches, name: str, world: World) -> NDArray[np.float64]:
     steps, began = _steps_of(batches), time.monotonic()
     total, said = torch.zeros(len(batches.examples), dtype=torch.float64), began
     seen = torch.zeros(len(batches.examples), dtype=torch.float64)
-    training = model.training
-    model.eval()
     for step in range(steps):
-        for micro_batch in batches.step_batch(step).micro_batches:
-            on_device = micro_batch.to(world.device)
-            ids = list(micro_batch.example_ids)
-            total[ids] = sum_log_probabilities(model, on_device, on_device.inputs)[0].cpu()
+        for each in (part for whole in batches.step_batch(step).micro_batches for part in (whole, whole.mismatched)):
+            if each is None:
+                continue
+            ids, on_device = list(each.example_ids), each.to(world.device)
+            with evaluating(model):
+                total[ids] = sum_log_probabilities(model, on_device, on_device.inputs)[0].cpu()
             seen[ids] = 1.0
         if world.is_main and time.monotonic() - said > PROGRESS_SECONDS:
             said = time.monotonic()
             print(
                 f"reference  {name.replace('_', '-')}: {step + 1:,} of {steps:,} batches", file=sys.stderr, flush=True
             )
-    model.train(training)
     world.sum(total), world.sum(seen)
     if world.is_main:
         what = f"{counted(int(seen.sum()), 'document')} ({name.replace('_', '-')})"

@@ -82,7 +82,7 @@ class Window:
             "mfu": tokens_per_second * run.flop_per_token / (peak * run.world.size) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "data_wait_seconds": self.data_wait_seconds,
-            **means,
+            **run.objectives.training.complete(means),
             **({} if routing is None else routing.take_metrics(run.world)),
         }
 

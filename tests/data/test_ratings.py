@@ -117,7 +117,8 @@ def test_rated_answers_from_a_file_to_batches(prepare: Prepare, tmp_path: Path, 
     for step in data.train.batches():
         for m in step.micro_batches:
             assert m.desirable is not None and m.desirable.dtype == torch.bool
-            expected = [i // 2 % 3 > 0 if i < 14 else i == 14 for i in m.example_ids[::2]]
+            expected = [i // 2 % 3 > 0 if i < 14 else i == 14 for i in m.example_ids]
+            assert m.mismatched is not None and m.mismatched.example_ids == tuple(i + 1 for i in m.example_ids)
             assert m.desirable.tolist() == expected
             assert "desirable" not in m.inputs
     if not packing:
@@ -155,7 +156,10 @@ def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
     data = prepare([{"path": path}], method="kto", eval_datasets=[{"path": other}])
     assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["B2", "B3"] and names(data) == {}
     monkeypatch.setattr("finetune.data.streaming.BLOCK_ROWS", 64)
-    stream = prepare([{"path": path}], method="kto", streaming=True, max_steps=2, global_batch_size=2)
+    # Without adapters alone, all data is gone through before training, and a stream is refused.
+    adapters = {"use_peft": True, "model_config": None, "model_name_or_path": "some/model"}
+    keys = adapters | {"streaming": True, "max_steps": 2, "global_batch_size": 2}
+    stream = prepare([{"path": path}], method="kto", **keys)
     assert all(m.desirable is not None for step in stream.train.batches() for m in step.micro_batches)
 
 

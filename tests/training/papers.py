@@ -37,3 +37,14 @@ def paper(
     if keys.method == "orpo":
         return loss + nll
     return loss + (keys.rpo_alpha or 0.0) * nll
+
+
+def kto(keys: Method, policy: Sequence[Tensor], reference: Sequence[float], is_good: Sequence[bool]) -> Tensor:
+    """The mean loss of a step (KTO, eq. 8), from every document's log-probability: an answer, a mismatched one, an answer..."""
+    ratios = [p - r for p, r in zip(policy, reference, strict=True)]
+    z0 = torch.stack(ratios[1::2]).mean().detach().clamp(min=0)
+    losses = []
+    for ratio, good in zip(ratios[::2], is_good, strict=True):
+        value = 1 / (1 + torch.exp(-keys.beta * (ratio - z0 if good else z0 - ratio)))
+        losses.append((keys.desirable_weight if good else keys.undesirable_weight) * (1 - value))
+    return torch.stack(losses).mean()

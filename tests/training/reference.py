@@ -19,7 +19,7 @@ from finetune.data.tokenizer import load_tokenizer
 from finetune.models.lora import with_adapters
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Quantization, Recipe
-from tests.training.papers import paper
+from tests.training.papers import kto, paper
 
 
 class Alone:
@@ -49,7 +49,8 @@ def train(
         attn_implementation="eager",
         quantization_config=by_bitsandbytes(recipe.quantization),
     )
-    before = copy.deepcopy(model) if recipe.method_facts.rows == "pairs" else other
+    before = other if recipe.method_facts.rows == "answers" else copy.deepcopy(model)
+    ratings = data.train.examples.find_ratings()
     model.train()  # there is no dropout; bitsandbytes rounds the inputs of 8-bit layers too outside of training
     if recipe.lora.use_peft:
         model = _with_adapters(model, recipe)
@@ -72,10 +73,12 @@ def train(
                     unchanged = None if before is None else before(input_ids=input_ids).logits[0]
                 documents.append((output.logits[0], labels, unchanged))
                 router_logits.append(output.router_logits if coefficient else ())
+        is_good = [bool(ratings[i // 2] > 0) for ids in data.train.rows_of(step) for i in ids[::2]]
         if loss_of is not None:
             loss = loss_of(documents)
         else:
-            loss = _cross_entropy(documents, label_smoothing) if before is None else _compare(documents, recipe)
+            compare = before is not None
+            loss = _compare(documents, recipe, is_good) if compare else _cross_entropy(documents, label_smoothing)
         (loss + coefficient * _auxiliary(model, router_logits) if coefficient else loss).backward()
         norm = torch.nn.utils.clip_grad_norm_(trained, recipe.optimization.max_grad_norm or math.inf)
         optimizer.step()
@@ -97,12 +100,14 @@ def _cross_entropy(documents: Documents, label_smoothing: float) -> torch.Tensor
     return torch.stack(losses).sum() / sum(int((labels != -100).sum()) for _, labels, _ in documents)
 
 
-def _compare(documents: Documents, recipe: Recipe) -> torch.Tensor:
+def _compare(documents: Documents, recipe: Recipe, is_good: list[bool]) -> torch.Tensor:
     def log_probability(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return -F.cross_entropy(logits.double(), labels, ignore_index=-100, reduction="sum")
 
     policy = [log_probability(logits, labels) for logits, labels, _ in documents]
     before = [log_probability(logits, labels).item() for _, labels, logits in documents if logits is not None]
+    if recipe.method.method == "kto":
+        return kto(recipe.method, policy, before, is_good)
     tokens = [int((labels != -100).sum()) for _, labels, _ in documents]
     return paper(recipe.method, policy, before, tokens, recipe.optimization.label_smoothing)
 

@@ -12,8 +12,8 @@ from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import steps_of, write_config, write_recipe
 
-STEPS, SAVED_AT = 4, 2
-ROWS = 20  # pairs, 6 in a step: 4 steps an epoch, the last of 2 pairs, fewer than 3 ranks
+STEPS, SAVED_AT = 3, 1
+ROWS = 14  # pairs, 6 in a step: 3 steps an epoch, the last of 2 pairs, fewer than 3 ranks
 LORA = {"use_peft": True, "lora_r": 4}
 MODES: dict[str, dict[str, Any]] = {
     "dpo-lora": {"method": "dpo", "beta": 0.5, "rpo_alpha": 0.3, **LORA},
@@ -21,16 +21,17 @@ MODES: dict[str, dict[str, Any]] = {
     "dpo-norm": {"method": "dpo", "loss_type": "ipo", "beta": 0.5, "modules_to_save": ["model.norm"], **LORA},
     "packed": {"method": "dpo", "beta": 0.3, "packing": True, "global_batch_size": 2},
     "orpo": {"method": "orpo", "beta": 0.5, "packing": True, "global_batch_size": 2},
+    "kto": {"method": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5},
+    "kto-lora": {"method": "kto", "beta": 0.3, "packing": True, "global_batch_size": 2, **LORA},
     "simpo-lora": {"method": "simpo", "beta": 2.0, "simpo_gamma": 0.8, **LORA},
 }
 # (ranks, layout) -> the modes that are run so.
 WANTED: dict[tuple[int, str], list[str]] = {
-    (1, "single"): ["dpo-lora", "packed"],
-    (1, "full_shard"): ["orpo"],
-    (2, "full_shard"): ["dpo-norm", "packed"],
+    (1, "single"): ["dpo-lora", "packed", "orpo"],
+    (2, "full_shard"): ["dpo-norm", "packed", "orpo", "kto-lora"],
     (2, "FULL_SHARD"): ["dpo-lora"],
-    (2, "ddp"): ["dpo-lora", "orpo"],
-    (3, "full_shard"): ["dpo-lora", "dpo-full", "simpo-lora"],
+    (2, "ddp"): ["dpo-lora", "kto"],
+    (3, "full_shard"): ["dpo-full", "simpo-lora", "kto"],
     (4, "hybrid"): ["dpo-full"],
 }
 CASES = [(ranks, layout, mode) for (ranks, layout), modes in WANTED.items() for mode in modes]
@@ -113,11 +114,13 @@ def test_every_layout_computes_what_a_plain_loop_does(
 
 def test_metrics_are_the_same_on_every_layout(runs: Path) -> None:
     """Those of training, and those of the held-out pairs before and after it."""
-    for mode in ("dpo-lora", "dpo-full", "packed", "orpo"):
+    for mode in ("dpo-lora", "dpo-full", "packed", "orpo", "kto"):
         first, *others = [_metrics(runs / f"{r}-{layout}-{m}") for r, layout, m in CASES if m == mode]
         assert all(line.keys() == other.keys() for lines in others for line, other in zip(first, lines, strict=True))
         for lines in others:
-            if mode != "orpo":  # the model is its own reference: margins of 0, up to the rounding of another layout
+            if (
+                mode.startswith("dpo") or mode == "packed"
+            ):  # the model is its own reference: margins of 0, up to the rounding of another layout
                 assert abs(lines[0]["eval_rewards/margins"]) < 1e-6
                 lines[0]["eval_rewards/accuracies"] = first[0]["eval_rewards/accuracies"]
             for line, other in zip(first, lines, strict=True):

@@ -1,6 +1,7 @@
 """The losses of preference training are those of their papers, written here plainly over whole logits in fp64."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +12,18 @@ from torch import Tensor, nn
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch, make_filler
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World
 from finetune.models.head_chunks import LogitTransform
 from finetune.models.loss import CrossEntropyHead
 from finetune.recipe.method_schema import Method
 from finetune.training.objective import Measured
-from finetune.training.preference_objective import PreferenceObjective
+from finetune.training.preference_objective import PreferenceObjective, RatingObjective
 from tests.models.families import relative_error
-from tests.training.papers import paper
+from tests.training.papers import kto, paper
 
 EXACT = 1e-6
+ALONE = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), SimpleNamespace())  # type: ignore[arg-type]
 VOCABULARY, HIDDEN = 61, 12
 # Tokens of the prompt, of the chosen answer and of the rejected one, for each pair.
 PAIRS = [(3, 5, 2), (1, 1, 4), (6, 7, 7), (2, 30, 9)]
@@ -177,3 +181,58 @@ def test_an_answer_that_is_certain_has_finite_odds() -> None:
     losses.sum().backward()
     assert torch.isfinite(losses).all() and torch.isfinite(log_odds_ratio).all()
     assert averages.chosen.grad is not None and torch.isfinite(averages.chosen.grad).all()
+
+
+def test_ratings_are_weighed_against_how_far_the_model_has_moved() -> None:
+    """KTO, over two micro-batches: its KL term is that of all of the step's mismatched answers, and has no gradient."""
+    model, whole = OneLayer(), micro_batch(PAIRS)
+    policy, _ = plain_log_probabilities(model, whole)
+    keys = Method(method="kto", beta=0.2, desirable_weight=1.3, undesirable_weight=0.6)
+    is_good = [True, False, False, True]
+    for shift in (
+        1.0,
+        -1.0,
+    ):  # of the mismatched answers' log-ratios: a divergence above 0, and one below, which counts as 0
+        table = torch.tensor([p.item() - (shift if i % 2 else 3.0 * (i - 3)) for i, p in enumerate(policy)])
+        truth = kto(keys, policy, table.tolist(), is_good)
+        expected = torch.autograd.grad(truth, [model.embedding, model.head.weight], retain_graph=True)
+
+        def stored(_model: nn.Module, of: MicroBatch, table: Tensor = table) -> Tensor:
+            return table[list(of.example_ids)].double()
+
+        parts = [_rated(whole, places, is_good) for places in ((0, 1), (2, 3))]
+        step = step_of(*parts)
+        objective = RatingObjective(keys, stored).prepare(model, lambda parts=parts: parts, ALONE)  # type: ignore[misc]
+        total = objective.measure(model, parts[0], parts[0].inputs, step)
+        total += objective.measure(model, parts[1], parts[1].inputs, step)
+        loss = total.loss_sum / objective.count(step)
+        found = torch.autograd.grad(loss, [model.embedding, model.head.weight])
+        assert relative_error(loss, truth) <= EXACT
+        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= EXACT
+        _, means = total.average(4, ALONE)
+        shown = objective.complete(means)
+        assert shown["kl"] == pytest.approx(max(shift, 0.0), abs=EXACT)
+        assert shown["rewards/chosen"] == pytest.approx(keys.beta * 3.0 * (-3 + 3) / 2, abs=1e-5)
+        assert shown["rewards/margins"] == shown["rewards/chosen"] - shown["rewards/rejected"]
+
+
+def _rated(whole: MicroBatch, groups: tuple[int, int], is_good: list[bool]) -> MicroBatch:
+    """The answers of `groups` (documents 0, 2, 4...) as a micro-batch, with the mismatched ones beside them."""
+    answers, mismatched = (
+        _join([_documents(whole, 2 * group + side, 2 * group + side + 1) for group in groups]) for side in (0, 1)
+    )
+    return replace(answers, desirable=torch.tensor([is_good[group] for group in groups]), mismatched=mismatched)
+
+
+def _join(parts: list[MicroBatch]) -> MicroBatch:
+    first, second = parts
+    assert first.trained_documents is not None and second.trained_documents is not None
+    return replace(
+        first,
+        input_ids=torch.cat([first.input_ids, second.input_ids], 1),
+        labels=torch.cat([first.labels, second.labels], 1),
+        trained_positions=torch.cat([first.trained_positions, second.trained_positions + first.labels.numel()]),
+        trained_documents=torch.cat([first.trained_documents, second.trained_documents + 1]),
+        example_ids=first.example_ids + second.example_ids,
+        document_lengths=first.document_lengths + second.document_lengths,
+    )

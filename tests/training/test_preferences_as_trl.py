@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
+from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World
 from finetune.models.attention import install_attention
 from finetune.models.loss import install_loss
 from finetune.recipe.method_schema import METHODS, Method
-from finetune.training.preference_objective import PreferenceObjective
+from finetune.training.preference_objective import PreferenceObjective, RatingObjective
 from finetune.training.reference import StoredReference, sum_log_probabilities
 from tests.conftest import make_model
 
@@ -42,8 +44,16 @@ CASES: dict[str, tuple[Method, float, dict[str, Any]]] = {  # ours, label smooth
         0.0,
         {"loss_type": "simpo", "cpo_alpha": 0.0, "beta": 2.0, "simpo_gamma": 0.6},
     ),
+    "kto": (
+        Method(method="kto", beta=0.3, desirable_weight=1.4),
+        0.0,
+        {"beta": 0.3, "desirable_weight": 1.4},
+    ),
 }
-Pair = tuple[list[int], list[int], list[int]]  # the ids of prompt, chosen and rejected
+Pair = tuple[
+    list[int], list[int], list[int]
+]  # the ids of prompt, chosen and rejected; for kto of an answer and a mismatched one
+GOOD = [True, False, True]  # how kto's answers are rated
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -102,6 +112,8 @@ def _train_ours(folder: Path, keys: Method, smoothing: float, steps: list[list[P
     install_attention(model, "auto")
     install_loss(model)
     model.train()
+    if keys.method == "kto":
+        return _train_ratings(model, keys, steps)
     batches = [_pack(pairs, step) for step, pairs in enumerate(steps)]
     with torch.no_grad():
         table = torch.cat([sum_log_probabilities(model, each, each.inputs)[0] for each in batches])
@@ -116,9 +128,33 @@ def _train_ours(folder: Path, keys: Method, smoothing: float, steps: list[list[P
     return _train(model, compute_loss)
 
 
+def _train_ratings(model: Any, keys: Method, steps: list[list[Pair]]) -> Trained:
+    batches = []
+    for step, pairs in enumerate(steps):
+        answers = _pack_documents([(prompt, answer) for prompt, answer, _ in pairs], 2 * step)
+        mismatched = _pack_documents([(prompt, answer) for prompt, _, answer in pairs], 2 * step + 1)
+        batches.append(replace(answers, desirable=torch.tensor(GOOD), mismatched=mismatched))
+    with torch.no_grad():
+        parts = [part for each in batches for part in (each, each.mismatched) if part is not None]
+        table = torch.cat([sum_log_probabilities(model, part, part.inputs)[0] for part in parts])
+    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
+    objective = RatingObjective(keys, StoredReference(table.numpy()))
+
+    def compute_loss(step: int) -> Tensor:
+        each, batch = batches[step], StepBatch(step, 0.0, (batches[step],), 0, 0, groups=len(steps[step]))
+        prepared = objective.prepare(model, lambda: [each], world)
+        return prepared.measure(model, each, each.inputs, batch).loss_sum / prepared.count(batch)
+
+    return _train(model, compute_loss)
+
+
 def _pack(pairs: list[Pair], step: int) -> MicroBatch:
-    """The pairs in one packed row; documents are numbered over all steps."""
-    documents = [(prompt, answer) for prompt, *answers in pairs for answer in answers]
+    """The pairs in one packed row."""
+    return _pack_documents([(prompt, answer) for prompt, *answers in pairs for answer in answers], step)
+
+
+def _pack_documents(documents: list[tuple[list[int], list[int]]], number: int) -> MicroBatch:
+    """The documents in one packed row, numbered over all such rows, of which this is the `number`th."""
     labels = [[IGNORE_INDEX] * (len(p) - 1) + answer + [IGNORE_INDEX] for p, answer in documents]
     lengths = [len(each) for each in labels]
     flat = torch.tensor([label for each in labels for label in each])
@@ -131,7 +167,7 @@ def _pack(pairs: list[Pair], step: int) -> MicroBatch:
         trained_positions=trained,
         cu_seq_lens=F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).int(),
         max_document_length=max(lengths),
-        example_ids=tuple(range(step * len(lengths), (step + 1) * len(lengths))),
+        example_ids=tuple(range(number * len(lengths), (number + 1) * len(lengths))),
         document_lengths=tuple(lengths),
         trained_documents=of[trained],
     )
@@ -144,10 +180,16 @@ def _train_theirs(folder: Path, method: str, options: dict[str, Any], steps: lis
     from trl.experimental.cpo import CPOConfig, CPOTrainer
     from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-    classes: dict[str, tuple[Any, Any]] = {"dpo": (trl.DPOConfig, trl.DPOTrainer), "orpo": (ORPOConfig, ORPOTrainer)}
+    classes: dict[str, tuple[Any, Any]] = {
+        "dpo": (trl.DPOConfig, trl.DPOTrainer),
+        "orpo": (ORPOConfig, ORPOTrainer),
+        "kto": (trl.KTOConfig, trl.KTOTrainer),
+    }
     config, make = classes.get(method, (CPOConfig, CPOTrainer))
     common = {"report_to": "none", "use_cpu": True, "bf16": False, "gradient_checkpointing": False}
-    rows = Dataset.from_list([{"prompt": "a", "chosen": "b", "rejected": "c"}])
+    row: dict[str, Any] = {"prompt": "a", "chosen": "b", "rejected": "c"}
+    row = {"prompt": "a", "completion": "b", "label": True} if method == "kto" else row
+    rows = Dataset.from_list([row, row])
     model, tokenizer = _load(folder), AutoTokenizer.from_pretrained(folder)
     arguments = config(output_dir=str(output / "trl"), **common, **options)
     trainer = make(model, args=arguments, train_dataset=rows, processing_class=tokenizer)
@@ -158,10 +200,22 @@ def _train_theirs(folder: Path, method: str, options: dict[str, Any], steps: lis
             names = ("prompt_ids", "chosen_ids", "rejected_ids")
             batch = trainer.data_collator([dict(zip(names, pair, strict=True)) for pair in steps[step]])
             return trainer.compute_loss(model, batch)  # type: ignore[no-any-return]
+        if method == "kto":
+            return trainer.compute_loss(model, _pad_ratings(steps[step]))  # type: ignore[no-any-return]
         sides = {"chosen": [(p, c) for p, c, _ in steps[step]], "rejected": [(p, r) for p, _, r in steps[step]]}
         return trainer.get_batch_loss_metrics(model, _pad(sides))[0]  # type: ignore[no-any-return]
 
     return _train(model, compute_loss)
+
+
+def _pad_ratings(answers: list[Pair]) -> dict[str, Tensor]:
+    """The batch that TRL's collator of rated answers makes."""
+    sides = {"": [(p, answer) for p, answer, _ in answers], "KL_": [(p, answer) for p, _, answer in answers]}
+    batch = {"label": torch.tensor(GOOD)}
+    for name, found in ((name, _pad({"side": documents})) for name, documents in sides.items()):
+        batch |= {f"{name}input_ids": found["side_input_ids"], f"{name}attention_mask": found["side_attention_mask"]}
+        batch[f"{name}completion_mask"] = (found["side_labels"] != -100).long()
+    return batch
 
 
 def _pad(sides: dict[str, list[tuple[list[int], list[int]]]]) -> dict[str, Tensor]:
