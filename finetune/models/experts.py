@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.pretrained_config import count_chosen, count_experts
@@ -24,17 +25,23 @@ from finetune.pretrained_config import count_chosen, count_experts
 ATTRIBUTE = "expert_routing"  # of a transformers model
 
 
-def use_grouped_products(model: Any, world: World) -> None:
-    """Computes the experts of bf16 parameters on a GPU by grouped matrix products; elsewhere by the exact loop of
-    `build_on_meta`. Both are transformers' own. Autocast (DDP, one process) does not know grouped products."""
-    sharding = world.sharding
-    dtype = (
-        torch.bfloat16 if sharding.is_fsdp and sharding.mixed_precision == "bf16" else next(model.parameters()).dtype
-    )
-    is_autocast = not sharding.is_fsdp and sharding.mixed_precision != "no"
-    is_bf16 = dtype == torch.bfloat16 and not is_autocast
-    if world.device.type == "cuda" and is_bf16 and model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")
+def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
+    """transformers' name for how experts are computed: grouped matrix products of bf16 parameters on a GPU; elsewhere the exact
+    loop over the experts. `dtype`: of their parameters; FSDP's mixed precision computes with cast ones.
+
+    Autocast (DDP, one process) does not know grouped products. On a GPU before Ampere transformers itself takes a loop.
+    """
+    is_mixed = sharding.mixed_precision != "no"
+    if sharding.is_fsdp and is_mixed:
+        dtype = torch.bfloat16 if sharding.mixed_precision == "bf16" else torch.float16
+    is_autocast = is_mixed and not sharding.is_fsdp
+    return "grouped_mm" if device_type == "cuda" and dtype == torch.bfloat16 and not is_autocast else "eager"
+
+
+def install_experts(model: Any, world: World, dtype: torch.dtype) -> None:
+    """Makes a mixture compute its experts, whose parameters will be kept in `dtype`, as this machine does best."""
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation(choose_experts_implementation(world.sharding, dtype, world.device.type))
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:

@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from finetune.hub import download_folder
 from finetune.models.attention import install_attention
 from finetune.models.embedding_noise import install_embedding_noise
-from finetune.models.experts import count_active, expert_modules, install_routing, use_grouped_products
+from finetune.models.experts import count_active, expert_modules, install_experts, install_routing
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
@@ -72,7 +72,7 @@ def load_model(
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)
     _refuse_unsuited_keys(built, model, lora)
-    use_grouped_products(built, world)
+    install_experts(built, world, frozen if lora.use_peft else DTYPES[model.dtype])
     install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
         use_liger_kernels(built, world.device)

@@ -17,7 +17,7 @@ from finetune.distributed.world import World
 from finetune.flops import forward_flop_per_token_of
 from finetune.models.attention import install_attention
 from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.experts import expert_modules, use_grouped_products
+from finetune.models.experts import expert_modules, install_experts
 from finetune.models.layers import compile_layers
 from finetune.models.load import DTYPES, ModelSize, build_on_meta, count_parameters, read_base_values
 from finetune.models.loss import CrossEntropyHead, HeadFunction, install_loss
@@ -82,7 +82,7 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     values, stored = read_base_values(model, config, keys)
     install_attention(model, keys.attn_implementation)
     install_loss(model)
-    use_grouped_products(model, world)
+    install_experts(model, world, dtype)
     size = count_parameters(model)
     unfilled = quantize_layers(model, quantization, dtype, stored) if quantization.bits else frozenset[str]()
     # The Accelerate file names the student's layers; a teacher of another family has its own.

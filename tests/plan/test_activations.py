@@ -93,7 +93,7 @@ def _measured_and_planned(
         LATENT | {"num_key_value_heads": 4, "n_group": 1, "topk_group": 1} if FAMILIES[family].latent_attention else {}
     )
     torch.manual_seed(0)
-    # As use_grouped_products chooses on a GPU.
+    # As choose_experts_implementation does on a GPU.
     chosen = {"experts_implementation": "eager" if autocast else "grouped_mm"} if FAMILIES[family].mixture else {}
     model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING[family](**config), dtype=dtype, **chosen)
     install_attention(model)

@@ -1,0 +1,67 @@
+"""How experts are computed: grouped matrix products on a GPU where torch has them, the exact loop elsewhere; both agree."""
+
+from typing import Any, cast
+
+import pytest
+import torch
+
+from finetune.distributed.accelerate_config import Layout, MixedPrecision, Sharding
+from finetune.models.experts import choose_experts_implementation
+from finetune.models.load import build_on_meta
+from finetune.models.lora import add_adapters
+from finetune.recipe.schema import Lora
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CHOICES = [
+    # layout, mixed precision, dtype of the parameters, device: implementation
+    ("fsdp2", "bf16", FP32, "cuda", "grouped_mm"),
+    ("fsdp2", "bf16", FP32, "cpu", "eager"),
+    ("fsdp2", "no", FP32, "cuda", "eager"),
+    ("fsdp2", "no", BF16, "cuda", "grouped_mm"),
+    ("fsdp2", "fp16", BF16, "cuda", "eager"),
+    ("ddp", "bf16", FP32, "cuda", "eager"),  # autocast
+    ("ddp", "bf16", BF16, "cuda", "eager"),
+    ("single", "no", BF16, "cuda", "grouped_mm"),
+    ("single", "no", BF16, "cpu", "eager"),
+]
+CONFIG: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "vocab_size": 64, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 0, "initializer_range": 0.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "precision", "dtype", "device", "expected"), CHOICES)
+def test_the_choice(layout: str, precision: str, dtype: torch.dtype, device: str, expected: str) -> None:
+    sharding = Sharding(layout=cast(Layout, layout), mixed_precision=cast(MixedPrecision, precision))
+    assert choose_experts_implementation(sharding, dtype, device) == expected
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
+def test_grouped_products_compute_what_the_loop_computes(family: str, adapted: bool) -> None:
+    """On a CPU torch has them too, so that the way of a GPU is walked: forward and gradients, adapters on experts as well."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    found = {}
+    for implementation in ("eager", "grouped_mm"):
+        model: Any = build_on_meta(CONFIG_MAPPING[family](**CONFIG), FP32)
+        assert model.config._experts_implementation == "eager"  # until the loading knows better
+        if adapted:
+            targets = ("experts.gate_up_proj", "experts.down_proj")
+            add_adapters(
+                model, Lora(use_peft=True, lora_r=4, lora_target_modules=(), lora_target_parameters=targets), FP32
+            )
+        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        model.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(0)
+        for parameter in model.parameters():
+            parameter.data.normal_(0, 0.2, generator=generator)
+        for name, buffer in model.named_buffers():
+            buffer.copy_(buffers[name])
+        model.set_experts_implementation(implementation)
+        loss = model(input_ids=torch.arange(3, 43)[None], use_cache=False).logits.square().mean()
+        loss.backward()
+        found[implementation] = [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
+    for one, other in zip(found["eager"], found["grouped_mm"], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
