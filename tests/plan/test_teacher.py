@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from finetune.cli import main
 from finetune.distributed.accelerate_config import Sharding
-from finetune.models.divergence import Mixture, TeacherScores, linear_divergence
+from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.plan.architecture import read_architecture
 from finetune.plan.memory import loss_bytes, plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
@@ -51,8 +51,8 @@ def test_the_loss_takes_what_it_allocates(dtype: torch.dtype, capsys: pytest.Cap
 
         def run() -> None:
             scores = TeacherScores(torch.randn(tokens, 96).to(dtype), own)  # noqa: B023
-            mixture = Mixture(beta, temperature, alpha)  # noqa: B023
-            linear_divergence(hidden.requires_grad_(), head.requires_grad_(), labels, scores, mixture)  # noqa: B023
+            options = DivergenceOptions(beta, temperature, alpha)  # noqa: B023
+            linear_divergence(hidden.requires_grad_(), head.requires_grad_(), labels, scores, options)  # noqa: B023
 
         errors[vocabulary, tokens, beta, temperature, alpha] = loss_bytes(spec) / allocated_peak(run) - 1
     worst = max(errors, key=lambda case: abs(errors[case]))
