@@ -255,10 +255,11 @@ def test_inspect_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_every_side_of_real_pairs_ends_in_its_own_answer(prepare: Prepare, shared: Path) -> None:
-    """LLaMA-Factory's file with the tokenizer of Llama 3: the prompt of both sides is that of inference."""
-    keys = {"tokenizer_name_or_path": str(shared / "tokenizers" / "llama3"), "chat_template": "llama3"}
+    """LLaMA-Factory's file with the template of Llama 3: the prompt of both sides is that of inference."""
     path = shared / "data" / "dpo_en_demo.json"
-    data = prepare([{"path": str(path), "split": "train[:30]"}], method="dpo", max_length=8192, **keys)
+    data = prepare(
+        [{"path": str(path), "split": "train[:30]"}], method="dpo", max_length=100_000, chat_template="llama3"
+    )
     rows = json.loads(path.read_text())[:30]
     assert data.report.as_json()["pairs"] == len(rows) == 30
     for number, row in enumerate(rows):
