@@ -1,4 +1,4 @@
-"""One contestant of `speed.py`, as a process of its own: it trains on command, and reports how long each step took.
+"""One contestant of `speed.py` or `preferences.py`, as a process of its own: it trains on command, and reports how long each step took.
 
 Protocol, a line each: `speed.py` writes a count of steps; the contestant trains so many and answers a JSON list of
 [seconds, CPU seconds, tokens]. Tokens are those of documents: padding is not counted. Closing its stdin ends it.
@@ -47,7 +47,7 @@ class Turns:
             self.wait()
 
 
-def ours(workspace: Path, layout: str, bf16: bool, turns: Turns) -> None:
+def ours(workspace: Path, layout: str, bf16: bool, keys: list[str], turns: Turns) -> None:
     """finetune's own run, all of it; only its batches are paced."""
     from finetune.data.batches import StoredBatches
     from finetune.distributed.accelerate_config import read_sharding
@@ -65,7 +65,8 @@ def ours(workspace: Path, layout: str, bf16: bool, turns: Turns) -> None:
     StoredBatches.batches = paced  # type: ignore[method-assign, assignment]
     config = workspace / f"{layout}-{'bf16' if bf16 else 'fp32'}.yaml"
     ranks = os.environ.get("WORLD_SIZE", "1")
-    recipe = read_recipe(str(workspace / "recipe.yaml"), [f"output_dir={workspace / f'run-{config.stem}-{ranks}'}"])
+    output = workspace / f"run-{config.stem}-{ranks}-{'-'.join(keys)}"
+    recipe = read_recipe(str(workspace / "recipe.yaml"), [f"output_dir={output}", *keys])
     fine_tune(recipe, read_sharding(str(config), None, os.environ))
 
 
@@ -120,13 +121,15 @@ def common_arguments(workspace: Path, name: str, bf16: bool) -> dict[str, Any]:
 
 def callback(turns: Turns, model: Any, padding_id: int) -> Any:
     """Paces a transformers.Trainer, and counts the tokens that go into the model, padding left out."""
+    import torch
     from transformers import TrainerCallback
 
     tokens = 0
 
     def count(module: Any, arguments: Any, keywords: dict[str, Any]) -> None:
         nonlocal tokens
-        tokens += int((keywords["input_ids"] != padding_id).sum())
+        if module.training and torch.is_grad_enabled():  # not DPO's forward without adapters
+            tokens += int((keywords["input_ids"] != padding_id).sum())
 
     model.register_forward_pre_hook(count, with_kwargs=True)
 
@@ -182,11 +185,38 @@ def trl(workspace: Path, packing: bool, bf16: bool, turns: Turns) -> None:
     run.train()
 
 
+def trl_dpo(workspace: Path, lora: bool, bf16: bool, turns: Turns) -> None:
+    """TRL's DPOTrainer on the same pairs, with LoRA or in full."""
+    from datasets import load_dataset
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import DPOConfig, DPOTrainer
+
+    facts = json.loads((workspace / "facts.json").read_text())
+    rows = load_dataset("json", data_files=str(workspace / "pairs.jsonl"), split="train")
+    model = AutoModelForCausalLM.from_pretrained(workspace / "model", dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(workspace / "model")
+    arguments = common_arguments(workspace, f"trl-dpo-{lora}", bf16)
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    run = DPOTrainer(
+        model,
+        args=DPOConfig(max_length=facts["max_length"], beta=facts["beta"], **arguments),
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=adapters,
+    )
+    run.add_callback(callback(turns, run.model, tokenizer.pad_token_id))
+    run.train()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("name", choices=["ours", "bare", "trainer", "trl-padded", "trl-packed"])
+    parser.add_argument(
+        "name", choices=["ours", "bare", "trainer", "trl-padded", "trl-packed", "trl-dpo", "trl-dpo-lora"]
+    )
     parser.add_argument("workspace", type=Path)
     parser.add_argument("--layout", default="single", help="of ours: a file <layout>-<precision>.yaml in the workspace")
+    parser.add_argument("--keys", type=str.split, default=[], help="of ours: key=value of the recipe, in one argument")
     parser.add_argument("--bf16", action="store_true")
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
@@ -196,11 +226,13 @@ def main() -> None:
 
     torch.set_num_threads(options.threads)
     if options.name == "ours":
-        ours(options.workspace, options.layout, options.bf16, turns)
+        ours(options.workspace, options.layout, options.bf16, options.keys, turns)
     elif options.name == "bare":
         bare(options.workspace, options.bf16, turns)
     elif options.name == "trainer":
         trainer(options.workspace, options.bf16, turns)
+    elif options.name.startswith("trl-dpo"):
+        trl_dpo(options.workspace, options.name == "trl-dpo-lora", options.bf16, turns)
     else:
         trl(options.workspace, options.name == "trl-packed", options.bf16, turns)
 
