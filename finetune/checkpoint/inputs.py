@@ -87,12 +87,14 @@ def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], 
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:
-    """Raises `UserError` where `model_name_or_path` is a checkpoint of a run that does not verify: the weights are read once here,
-    since no checksum is compared while a model is loaded."""
-    name = recipe.model.model_name_or_path
-    checkpoint = find_checkpoint_of(Path(name)) if name is not None else None
-    if checkpoint is not None and (problems := find_problems(checkpoint, parts=[MODEL])):
-        raise UserError(f"model_name_or_path: {name}: damaged: {'; '.join(problems)}; name another checkpoint")
+    """Raises `UserError` where the model or its teacher is a checkpoint of a run that does not verify: the weights are read once
+    here, since no checksum is compared while a model is loaded."""
+    named = {"model_name_or_path": recipe.model, "teacher_model_name_or_path": recipe.teacher}
+    for key, model in named.items():
+        name = None if model is None else model.model_name_or_path
+        checkpoint = find_checkpoint_of(Path(name)) if name is not None else None
+        if checkpoint is not None and (problems := find_problems(checkpoint, parts=[MODEL])):
+            raise UserError(f"{key}: {name}: damaged: {'; '.join(problems)}; name another checkpoint")
 
 
 def hash_base(base: Path) -> str:

@@ -184,7 +184,9 @@ def _describe_share(batches: StoredBatches) -> Any:
 def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World) -> str:
     """Of what decides the numbers: the weights, how they compute, and every token in its document."""
     keys = {"model": asdict(recipe.model), "lora": asdict(recipe.lora), "quantization": asdict(recipe.quantization)}
-    described = [VERSION, weights, keys, recipe.run.seed, world.sharding.mixed_precision]
+    # FSDP casts the weights, the others each product: not the same numbers.
+    computed = [world.sharding.mixed_precision, world.sharding.is_fsdp]
+    described = [VERSION, weights, keys, recipe.run.seed, computed]
     described += [_describe_share(batches) for batches in stored.values()]
     digest = xxhash.xxh3_128(json.dumps(described, sort_keys=True, default=str).encode())
     for batches in stored.values():
