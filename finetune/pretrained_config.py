@@ -141,22 +141,25 @@ def _refuse_length_dependent_rope(config: Any, max_length: int) -> None:
             )
 
 
+def refuse_other_folder(folder: Path) -> None:
+    """Raises `UserError` for a folder that holds something else of ours or peft's than a model."""
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(
+            f"{folder}: holds an adapter, not a model; merge the two with `finetune export`, or name the adapter's base model"
+        )
+    if (folder / "checkpoints").is_dir():
+        raise UserError(f"{folder}: is a run's folder; name its export/, or one of its checkpoints/")
+
+
 def _pretrained_config(name: str, model: Model) -> Any:
     from transformers import AutoConfig
 
     folder = Path(name)
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{name}: holds an adapter, not a model; merge the two with `finetune export`, or name the adapter's base model"
-        )
-    if (folder / "checkpoints").is_dir():
-        raise UserError(f"{name}: is a run's folder; name its export/, or one of its checkpoints/")
+    refuse_other_folder(folder)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
     if folder.exists() and not folder.is_dir():
-        raise UserError(
-            f"{name}: is a file; model_name_or_path takes a folder with config.json and *.safetensors, or a hub name"
-        )
+        raise UserError(f"{name}: is a file; give a folder with config.json and *.safetensors, or a hub name")
     if not folder.is_dir():
         download_file(
             name, "config.json", model.model_revision

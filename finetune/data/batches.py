@@ -193,8 +193,8 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
             given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
             less = ", a smaller max_length, or packing: false"
         raise UserError(
-            f"{recipe.path}: datasets: {counted(train.rows_per_epoch, 'row')}{given} are too few for {world.size} "
-            f"ranks; give more data or fewer ranks{less}"
+            f"{recipe.path}: datasets: {counted(train.rows_per_epoch, 'row')}{given} "
+            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data or fewer ranks{less}"
         )
     epochs = recipe.optimization.num_train_epochs
     return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))

@@ -1,9 +1,10 @@
 """What can be wrong with training data, or worth knowing about it: how severe each is, and how it is reported."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from finetune.data.messages import list_columns
 from finetune.units import counted
 
 Severity = Literal["notice", "warning", "fatal"]
@@ -43,6 +44,7 @@ class Check:
     every: Severity
     what: str
     many: float = 1.0  # a larger share of the rows than this counts as every row
+    names_unused: bool = False  # the message ends with the columns that nothing was read from
 
 
 CHECKS: dict[str, Check] = {
@@ -117,6 +119,25 @@ CHECKS: dict[str, Check] = {
     ),
     "sides_equal": Check("warning", "fatal", "chosen and rejected are the same; such pairs are not used"),
     "side_empty": Check("warning", "fatal", "the chosen or the rejected answer is empty; such pairs are not used"),
+    "side_untrained": Check(
+        "warning",
+        "fatal",
+        "the chosen or the rejected answer is masked (train: false or weight: 0); such pairs are not used",
+    ),
+    "prompt_missing": Check(
+        "warning",
+        "fatal",
+        "no prompt is found: no column with a known name holds one, and the answers do not begin with it, so they would be "
+        "trained on without it; name its column (prompt_column), or remove the columns that are not used",
+        many=0.5,
+        names_unused=True,
+    ),
+    "prompt_unread": Check(
+        "warning",
+        "warning",
+        "the prompt's column is not read: chosen and rejected are whole conversations that ask something else; "
+        "remove the column, or keep only the answers in chosen and rejected",
+    ),
     "truncated_equal": Check(
         "warning", "fatal", "chosen and rejected are the same after truncating to max_length; such pairs are not used"
     ),
@@ -169,19 +190,20 @@ class Tally:
             shown = [*self.where.get(name, ()), *places[:MAX_SHOWN_ROWS]]
             self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]  # a stream can read a row again
 
-    def list_findings(self, of: int) -> list[Finding]:
-        """The findings in `of` rows, the most severe first."""
+    def list_findings(self, of: int, unused_columns: Iterable[str] = ()) -> list[Finding]:
+        """The findings in `of` rows, the most severe first. `unused_columns`: that hold a value and were not read."""
         found = []
         for name, rows in self.rows.items():
             check = CHECKS[name]
             severity = check.every if rows >= of or rows > check.many * of else check.some
-            found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), check.what))
+            unused = f"; not used: {list_columns(unused_columns)}" if check.names_unused else ""
+            found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), check.what + unused))
         order = {"fatal": 0, "warning": 1, "notice": 2}
         return sorted(found, key=lambda finding: (order[finding.severity], -finding.rows))
 
 
-def check_longest_example(tokens: int, max_position_embeddings: int | None) -> list[str]:
-    """A warning if the longest example has more tokens than the model has positions.
+def check_longest_example(tokens: int, max_position_embeddings: int | None, whose: str = "model") -> list[str]:
+    """A warning if the longest example has more tokens than the model (`whose`: or the teacher) has positions.
 
     >>> check_longest_example(512, 512), check_longest_example(512, None)
     ([], [])
@@ -191,6 +213,6 @@ def check_longest_example(tokens: int, max_position_embeddings: int | None) -> l
     if max_position_embeddings is None or tokens <= max_position_embeddings:
         return []
     return [
-        f"warning: examples have up to {tokens:,} tokens, but the model was made for {max_position_embeddings:,} positions "
+        f"warning: examples have up to {tokens:,} tokens, but the {whose} was made for {max_position_embeddings:,} positions "
         f"(max_position_embeddings of its config); set max_length: {max_position_embeddings}"
     ]

@@ -270,4 +270,4 @@ class StreamReport:
         }
 
     def _stream_findings(self) -> list[Finding]:
-        return self.tally.list_findings(of=self.counts["rows_read"])
+        return self.tally.list_findings(self.counts["rows_read"], self.unused_columns)

@@ -11,6 +11,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.packing import expand_groups
 from finetune.data.token_store import TokenStore
 from finetune.errors import UserError
+from finetune.units import counted
 
 Overlength = Literal["truncate", "drop", "split", "error"]
 
@@ -118,10 +119,12 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     is_group_overlong = np.repeat(overlong.reshape(-1, size).any(1), size)
     if overlength == "error" and overlong.any():
         worst = int(np.argmax(lengths))
+        places = np.stack([store.files[overlong], store.rows[overlong]])
+        rows = np.unique(places, axis=1).shape[1]  # several documents may come of one
         raise UserError(
             f"{store.where(int(np.flatnonzero(overlong)[0]))}: more than max_length = {max_length} tokens (overlength: "
-            f"error); {int(overlong.sum())} rows are, the longest of {int(lengths[worst])} tokens; raise max_length or "
-            "set overlength to truncate, drop or split"
+            f"error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of {int(lengths[worst])} tokens; "
+            f"raise max_length or set overlength to {'truncate, drop or split' if size == 1 else 'truncate or drop'}"
         )
     to_drop = is_group_overlong & (overlength == "drop")
     to_split = overlong & (store.is_text if overlength is None else overlength == "split")

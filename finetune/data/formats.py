@@ -136,9 +136,15 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
         return "messages"
     if "text" in present:
         return "text"
+    hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"
+    for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
+        if {chosen, rejected} <= present:
+            hint = (
+                f"{chosen} and {rejected} are two answers to one prompt: method: dpo (or orpo, simpo, kto) learns from such "
+                f"pairs; to train on the better answers alone, set prompt_column and completion_column: {chosen}"
+            )
     raise BadRow(
-        f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {KNOWN_FORMATS}. "
-        "Name the columns (prompt_column and completion_column, messages_column or text_column)"
+        f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {KNOWN_FORMATS}. {hint}"
     )
 
 

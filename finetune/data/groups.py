@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from finetune.data.chat import RenderedText, render
-from finetune.data.formats import Document, Row, parse_row
+from finetune.data.formats import Conversation, Document, Row, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.preferences import is_empty_answer, parse_pair
 from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
@@ -68,7 +68,7 @@ def render_group(group: Group, renderer: Renderer) -> tuple[tuple[RenderedText, 
     if len(texts) == 1:
         return texts, ()
     findings = () if group.rating else tuple(_check_pair(group, texts))
-    if {"sides_equal", "side_empty"} & set(findings):
+    if {"sides_equal", "side_empty", "side_untrained"} & set(findings):
         return (), findings
     # A mismatched answer depends on the rows around it: the same answer, rated alike, is a duplicate.
     identity = b"".join(encoded) if not group.rating else encoded[0] + bytes([group.rating > 0])
@@ -107,17 +107,13 @@ def _read_answer(row: Row, source: DatasetSource) -> RowGroups:
 def _read_pair(row: Row, source: DatasetSource) -> RowGroups:
     parsed = parse_pair(row, source)
     group = Group((parsed.pair.chosen, parsed.pair.rejected))
-    return RowGroups((group,), "preference", parsed.unused_columns, _find_swapped(parsed.is_swapped))
+    return RowGroups((group,), "preference", parsed.unused_columns, parsed.findings)
 
 
 def _read_ratings(row: Row, source: DatasetSource) -> RowGroups:
     parsed = parse_ratings(row, source)
     groups = tuple(Group((rated.document,), 1 if rated.is_good else -1) for rated in parsed.rated)
-    return RowGroups(groups, parsed.format, parsed.unused_columns, _find_swapped(parsed.is_swapped))
-
-
-def _find_swapped(is_swapped: bool) -> tuple[str, ...]:
-    return ("order_swapped",) if is_swapped else ()
+    return RowGroups(groups, parsed.format, parsed.unused_columns, parsed.findings)
 
 
 READERS: Mapping[RowKind, Callable[[Row, DatasetSource], RowGroups]] = {
@@ -127,10 +123,16 @@ READERS: Mapping[RowKind, Callable[[Row, DatasetSource], RowGroups]] = {
 }
 
 
+def _is_masked(document: Document) -> bool:
+    return isinstance(document, Conversation) and not any(document.trained)
+
+
 def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
     """Names of the checks for what is wrong with a pair."""
     found = []
-    if any(is_empty_answer(document) for document in group.documents):
+    if any(_is_masked(document) for document in group.documents):
+        found.append("side_untrained")
+    elif any(is_empty_answer(document) for document in group.documents):
         found.append("side_empty")
     if texts[0].text == texts[1].text:
         found.append("sides_equal")

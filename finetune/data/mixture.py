@@ -47,7 +47,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         tokens_lost=cuts.tokens_lost,
         trained_tokens_lost=cuts.trained_tokens_lost,
         duplicates=len(duplicates),
-        findings=tuple(tally.list_findings(of=stats.rows_read)),
+        findings=tuple(tally.list_findings(stats.rows_read, stats.unused_columns)),
     )
     return kept, report
 

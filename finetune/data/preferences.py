@@ -26,6 +26,7 @@ OF_CHAT = (
     "question",
     "instruction",
 )  # text in these is a user's turn; in other columns it is a prompt without a template
+USUAL_PROMPTS = {*PROMPTS, "query", "input", "user", "context", "problem"}  # in lower case; of these, PROMPTS are read
 RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
 
 
@@ -43,7 +44,7 @@ class ParsedPair:
 
     pair: Pair
     unused_columns: tuple[str, ...]  # that hold a value
-    is_swapped: bool  # by the row's own ratings, the rejected answer is the better one
+    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
 
 
 def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
@@ -67,8 +68,10 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
     else:
         turns = [_read_turns(side, name) for side, name in zip(sides, names, strict=True)]
         pair = _read_messages(columns, prompt, turns, prompt_name)
-    is_swapped = _is_swapped(columns, is_turned="reject" in names[0])
-    return ParsedPair(pair, columns.unused, is_swapped)
+    findings = _check_prompt(columns, pair.chosen, prompt)
+    if _is_swapped(columns, is_turned="reject" in names[0]):
+        findings = (*findings, "order_swapped")
+    return ParsedPair(pair, columns.unused, findings)
 
 
 def is_empty_answer(document: Document) -> bool:
@@ -162,9 +165,9 @@ def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt
     chosen, rejected = (make_conversation(columns, [*before, *side]) for side in sides)
     shared = _count_shared(chosen.messages, rejected.messages)
     if shared == 0:
-        raise BadRow(
-            "chosen and rejected have no common prompt: their first messages differ; name its column (prompt_column)"
-        )
+        advice = "; name its column (prompt_column)" if prompt_name is None else ""
+        advice = f", and {prompt_name} is an empty list" if prompt == [] else advice
+        raise BadRow(f"chosen and rejected have no common prompt: their first messages differ{advice}")
     if any(side.messages[shared]["role"] != "assistant" for side in (chosen, rejected)):
         raise BadRow(f"message {shared + 1}: chosen and rejected differ in a turn that is not the assistant's")
     chosen, rejected = (
@@ -172,6 +175,35 @@ def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt
         for side in (chosen, rejected)
     )
     return Pair(chosen, rejected)
+
+
+def _check_prompt(
+    columns: Columns, chosen: Conversation | Completion, prompt: str | list[Any] | None
+) -> tuple[str, ...]:
+    """Names of the checks for what is wrong with `prompt`, the content of its column."""
+    if isinstance(chosen, Conversation):
+        return () if _holds_prompt(chosen, prompt) else ("prompt_unread",)
+    return ("prompt_missing",) if prompt is None and _lacks_prompt(columns, chosen.prompt) else ()
+
+
+def _lacks_prompt(columns: Columns, shared: str) -> bool:
+    """Whether a column that nothing was read from may hold the prompt, rather than `shared`, the text that both answers begin with."""
+    for name in columns.unused:
+        value = columns.row[name]
+        is_conversation = isinstance(value, list) and isinstance(value[0], dict)
+        if not shared.strip() and (isinstance(value, str) or is_conversation):
+            return True
+        if name.lower() in USUAL_PROMPTS and isinstance(value, str) and len(value.strip()) > len(shared):
+            return True  # what the answers share is then how both begin, such as "It is"
+    return False
+
+
+def _holds_prompt(conversation: Conversation, prompt: str | list[Any] | None) -> bool:
+    """Whether the column of the prompt, if there is one, was read or repeats what the conversation holds."""
+    if not isinstance(prompt, str) or not prompt.strip():
+        return True
+    asked = [m["content"].strip() for m, on in zip(conversation.messages, conversation.trained, strict=True) if not on]
+    return any(text and (text in prompt or prompt.strip() in text) for text in asked)
 
 
 def _is_answer(turns: list[Any]) -> bool:

@@ -38,7 +38,7 @@ class ParsedRatings:
     rated: tuple[Rated, ...]
     format: str
     unused_columns: tuple[str, ...]  # that hold a value
-    is_swapped: bool = False  # see `preferences.ParsedPair`
+    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
 
 
 def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
@@ -51,7 +51,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
     if source.label_column is None and None not in find_sides(row, source):
         parsed = parse_pair(row, source)
         rated = (Rated(parsed.pair.chosen, True), Rated(parsed.pair.rejected, False))
-        return ParsedRatings(rated, "preference", parsed.unused_columns, parsed.is_swapped)
+        return ParsedRatings(rated, "preference", parsed.unused_columns, parsed.findings)
     names = (source.label_column,) if source.label_column else LABELS
     label = next((name for name in names if row.get(name) is not None), None)
     if label is None:

@@ -28,7 +28,7 @@ from finetune.errors import UserError
 from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data, DatasetSource
 
-VERSION = 10  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 11  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 

@@ -106,6 +106,7 @@ def test_plain_text_has_an_explicit_prompt_or_the_one_that_both_sides_share() ->
         ({"chosen": [GOOD], "rejected": [BAD]}, {}, "chosen and rejected have no common prompt"),
         ({"chosen": [USER, GOOD], "rejected": [{**USER, "content": "R"}, BAD]}, {}, "have no common prompt"),
         ({"chosen": [*EARLIER, USER, GOOD], "rejected": [*EARLIER, {**USER, "content": "R"}, BAD]}, {}, "message 3: chosen and rejected differ in a turn that is not the assistant's"),
+        ({"prompt": [], "chosen": "A", "rejected": "B"}, {}, "their first messages differ, and prompt is an empty list"),
         ({"prompt": 3, "chosen": "A", "rejected": "B"}, {}, "prompt: text or a list of messages is expected, found 3"),
         ({"prompt": "Q", "chosen": 3, "rejected": "B"}, {}, "chosen: an answer is expected, as text or messages, found 3"),
         ({"prompt": "Q", "chosen": [], "rejected": [BAD]}, {}, "chosen: an answer is expected, as text or messages, found []"),
@@ -131,10 +132,39 @@ def test_ratings_say_which_answer_is_better() -> None:
         ({"chosen_tokens": 1, "rejected_tokens": 2, "score_chosen": True, "score_rejected": 2}, False),
     ):
         parsed = parse_pair({**row, **scores}, DatasetSource(path="rows.jsonl"))
-        assert parsed.is_swapped == is_swapped
+        assert parsed.findings == (("order_swapped",) if is_swapped else ())
     named = DatasetSource(path="rows.jsonl", chosen_column="rejected", rejected_column="chosen")
-    assert not parse_pair({**row, "score_chosen": 2, "score_rejected": 7}, named).is_swapped
+    assert not parse_pair({**row, "score_chosen": 2, "score_rejected": 7}, named).findings
     assert parse_pair({**row, "score_chosen": 2, "score_rejected": 7, "id": 3}, named).unused_columns == ("id",)
+
+
+@pytest.mark.parametrize("name", ["query", "input", "Prompt", "context", "user", "problem", "Aufgabe"])
+def test_a_prompt_under_an_unknown_name_is_found(prepare: Prepare, tmp_path: Path, name: str) -> None:
+    row = {name: "What is 0?", "chosen": "It is 0.", "rejected": "No 0", "n": 1}
+    assert parse_pair(row, DatasetSource(path="a.jsonl")).findings == ("prompt_missing",)
+    assert not parse_pair(row, DatasetSource(path="a.jsonl", prompt_column=name)).findings
+    alike = {**row, "rejected": "It is 1."}
+    assert bool(parse_pair(alike, DatasetSource(path="a.jsonl")).findings) == (name != "Aufgabe")
+    asked = {**row, "chosen": "\n\nHuman: Why?\n\nAssistant: So.", "rejected": "\n\nHuman: Why?\n\nAssistant: No."}
+    assert not parse_pair(asked, DatasetSource(path="a.jsonl")).findings
+    assert not parse_pair({"chosen": "Yes", "rejected": "No", "n": 1}, DatasetSource(path="a.jsonl")).findings
+    if name == "query":
+        path = str(write_lines(tmp_path / "a.jsonl", [row, {**row, "chosen": "Yes"}, pair_of(1)]))
+        words = r"fatal: prompt_missing: in 2 of 3 rows .*\(prompt_column\).*; not used: query, n \("
+        for method in ("dpo", "kto"):
+            with pytest.raises(UserError, match=words):
+                prepare([{"path": path}], method=method)
+        mostly = str(write_lines(tmp_path / "b.jsonl", [row, pair_of(1), pair_of(2)]))
+        assert names(prepare([{"path": mostly}], method="dpo"))["prompt_missing"] == "warning"
+
+
+def test_a_prompt_beside_conversations_that_ask_something_else_is_found() -> None:
+    row = {"chosen": [SYSTEM, USER, GOOD], "rejected": [SYSTEM, USER, BAD]}
+    source = DatasetSource(path="a.jsonl")
+    assert parse_pair({"prompt": "AAA", **row}, source).findings == ("prompt_unread",)
+    for prompt in ("Q", "", "\n\nHuman: Q\n\nAssistant:", [SYSTEM, USER], None):
+        assert not parse_pair({"prompt": prompt, **row}, source).findings
+    assert not parse_pair({"prompt": "AAA", "chosen": [GOOD], "rejected": [BAD]}, source).findings
 
 
 def pair_of(number: int, chosen: str = "yes", rejected: str = "no", **more: Any) -> dict[str, Any]:
@@ -212,7 +242,13 @@ def test_pairs_that_teach_nothing_are_found_and_not_used(prepare: Prepare, tmp_p
     swapped = [pair_of(i, score_chosen=1, score_rejected=2) for i in range(3)] + [pair_of(9)]
     data = prepare([{"path": str(write_lines(tmp_path / "b.jsonl", swapped))}], method="dpo")
     assert names(data) == {"order_swapped": "warning"}
-    for name, row in (("sides_equal", pair_of(1, "no")), ("side_empty", pair_of(1, ""))):
+    masked = {"prompt": [USER], "chosen": [{**GOOD, "train": False}], "rejected": [BAD]}
+    for name, row in (
+        ("sides_equal", pair_of(1, "no")),
+        ("side_empty", pair_of(1, "")),
+        ("side_untrained", masked),
+        ("side_untrained", {**masked, "chosen": [GOOD], "rejected": [{**BAD, "weight": 0}]}),
+    ):
         same = str(write_lines(tmp_path / f"{name}.jsonl", [row, {**row, "question": "R?"}]))
         with pytest.raises(UserError, match=f"fatal: {name}: in 2 of 2 rows .*such pairs are not used"):
             prepare([{"path": same}], method="dpo")
@@ -238,6 +274,21 @@ def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_pat
         UserError, match="chosen_column has no effect with method: sft; it is for dpo, orpo, simpo, kto"
     ):
         prepare([{"path": pair, "chosen_column": "chosen"}])
+
+
+def test_a_pair_that_is_too_long_is_named_once_and_cannot_be_split(prepare: Prepare, tmp_path: Path) -> None:
+    path = str(write_lines(tmp_path / "a.jsonl", [pair_of(1), {**pair_of(2), "question": "Q" * 99}]))
+    words = (
+        r"a\.jsonl:2: .*; 1 row is, the longest of \d+ tokens; raise max_length or set overlength to truncate or drop$"
+    )
+    with pytest.raises(UserError, match=words):
+        prepare([{"path": path}], method="dpo", overlength="error")
+
+
+def test_pairs_of_another_method_are_refused_by_its_name(prepare: Prepare, tmp_path: Path) -> None:
+    pair = str(write_lines(tmp_path / "c.jsonl", [{"prompt": "Q", "response_w": "A", "response_l": "B"}]))
+    with pytest.raises(UserError, match=r"response_w and response_l are two answers to one prompt: method: dpo \(or"):
+        prepare([{"path": pair}])
 
 
 def test_inspect_shows_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
