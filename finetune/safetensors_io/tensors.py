@@ -72,7 +72,9 @@ def read_folder(folder: str | Path) -> dict[str, StoredTensor]:
         return _read_indexed(folder / INDEX_FILE)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
-        raise UserError(f"{folder}: no *.safetensors file is here")
+        raise UserError(
+            f"{folder}: no *.safetensors file is here; give a folder that holds the weights, or copy them there"
+        )
     return read_files(files)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from finetune.data.batches import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.distributed.world import World
+from finetune.errors import UserError
 from finetune.models.probe import check_training_forward
 from finetune.models.teacher import load_teacher
 from finetune.recipe.schema import Recipe
@@ -27,8 +28,11 @@ def make_objectives(
     `inputs`: of `fingerprint_inputs`.
     """
     if recipe.teacher is not None:
-        teacher = load_teacher(recipe, world)
-        check_training_forward(teacher.model, recipe.teacher, recipe.data, world)
+        try:
+            teacher = load_teacher(recipe, world)
+            check_training_forward(teacher.model, recipe.teacher, recipe.data, world)
+        except UserError as error:
+            raise UserError(f"teacher_model_name_or_path: {error}") from error
         return Objectives(Distillation(teacher), Distillation(teacher))
     facts = recipe.method_facts
     if facts.rows == "answers":

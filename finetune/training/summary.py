@@ -53,7 +53,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]
     lines += describe_quantized(model, recipe.quantization)
-    lines += describe_teacher(run.objectives.training)
+    lines += describe_teacher(run.objectives.training, run.data.report.longest)
     report = run.data.report
     positions = getattr(model.config, "max_position_embeddings", None)
     lines += [f"        {line}" for line in check_longest_example(report.longest, positions)]
@@ -83,13 +83,17 @@ def describe_trained(recipe: Recipe) -> str:
     return f" (LoRA r={lora.lora_r}{ranks}{whole})"
 
 
-def describe_teacher(objective: Objective) -> list[str]:
-    """The model that is learned from, if any."""
+def describe_teacher(objective: Objective, longest: int) -> list[str]:
+    """The model that is learned from, if any, by examples of up to `longest` tokens."""
     if not isinstance(objective, Distillation):
         return []
     teacher = objective.teacher
+    positions = getattr(teacher.model.config, "max_position_embeddings", None)
     name, dtype = type(teacher.model).__name__.removeprefix("FSDP"), next(teacher.model.parameters()).dtype
-    return [f"teacher {name}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}"]
+    return [
+        f"teacher {name}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}",
+        *(f"        {line}" for line in check_longest_example(longest, positions, "teacher")),
+    ]
 
 
 def _flop_of_weights(recipe: Recipe) -> str:

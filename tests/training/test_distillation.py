@@ -12,17 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 import yaml
-from safetensors.torch import load_file
-from torch import Tensor
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint.inputs import find_changed_inputs, fingerprint_inputs
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from finetune.training.distillation import check_teacher
+from finetune.training.method_objectives import make_objectives
+from finetune.training.summary import describe_teacher
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training import reference
@@ -254,6 +257,43 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str,
     assert "its tokenizer is not that of the model that is trained: 'a' is token 64 only of the model's" in swapped
     lowered = refusal(with_tokenizer("lowered", lambda content: content.update(normalizer={"type": "Lowercase"})))
     assert "the tokens are the same, but a text is cut into others (normalizer in tokenizer.json)" in lowered
+    file = refusal(good / "config.json")
+    assert file.startswith("teacher_model_name_or_path: ") and "is a file; give a folder with config.json" in file
     experts = make_model(tmp_path / "experts", model_type="mixtral", num_local_experts=2)
     assert "is a mixture of experts (mixtral), whose experts are not quantized" in refusal(experts, in_4_bits=True)
     assert "runs/none has not been trained here, or not to its end; do that first" in refusal(Path("runs/none/export"))
+
+
+def test_a_teacher_is_named_by_its_key_and_its_positions_are_compared(recipes: dict[str, Path], tmp_path: Path) -> None:
+    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
+    objectives = make_objectives(nn.Module(), read_recipe(str(recipes["jsd"])), None, {}, world)  # type: ignore[arg-type]
+    positions = objectives.training.teacher.model.config.max_position_embeddings  # type: ignore[attr-defined]
+    assert len(describe_teacher(objectives.training, positions)) == 1
+    warning = describe_teacher(objectives.training, positions + 1)[1]
+    assert f"but the teacher was made for {positions:,} positions (max_position_embeddings of its config)" in warning
+
+    def refusal(teacher: Path) -> str:
+        with pytest.raises(UserError) as error:
+            recipe = read_recipe(str(recipes["jsd"]), [f"teacher_model_name_or_path={teacher}"])
+            make_objectives(nn.Module(), recipe, None, {}, world)  # type: ignore[arg-type]
+        return str(error.value)
+
+    spoiled = make_model(tmp_path / "spoiled")
+    weights = load_file(spoiled / "model.safetensors")
+    save_file(
+        {name: tensor * torch.nan for name, tensor in weights.items()}, spoiled / "model.safetensors", {"format": "pt"}
+    )
+    message = refusal(spoiled)
+    assert message.startswith("teacher_model_name_or_path: ") and "its outputs are not finite" in message
+    (spoiled / "model.safetensors").unlink()
+    assert refusal(spoiled) == (
+        f"teacher_model_name_or_path: {spoiled}: no *.safetensors file is here; give a folder that holds the weights, or copy "
+        "them there"
+    )
+
+
+def test_a_runs_folder_is_no_model(recipes: dict[str, Path], tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    recipe = read_recipe(str(recipes["jsd"]), [f"model_name_or_path={tmp_path / 'run'}", "tokenizer_name_or_path=null"])
+    with pytest.raises(UserError, match="is a run's folder; name its export/, or one of its checkpoints/"):
+        load_tokenizer(recipe.model, recipe.data)
