@@ -103,6 +103,13 @@ def gathered(module: nn.Module) -> Iterator[None]:
         module.reshard()
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees what a forward without a backward has left gathered under FSDP2: the root's parameters."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 @contextmanager
 def unwrapped_call(model: nn.Module, world: World) -> Iterator[None]:
     """Around calls of `unwrap(model)` itself, such as `generate`, which bypass the wrapper's forward.

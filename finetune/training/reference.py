@@ -25,6 +25,7 @@ from finetune.data.collate import MicroBatch
 from finetune.data.prepare import PreparedData
 from finetune.data.token_cache import cache_folder
 from finetune.distributed.collective import RankGroup
+from finetune.distributed.parallelize import reshard
 from finetune.distributed.world import World
 from finetune.durable import make_folder, replace_file
 from finetune.errors import UserError
@@ -162,6 +163,7 @@ def _compute(model: nn.Module, batches: StoredBatches, name: str, world: World) 
             print(
                 f"reference  {name.replace('_', '-')}: {step + 1:,} of {steps:,} batches", file=sys.stderr, flush=True
             )
+    reshard(model)
     world.sum(total), world.sum(seen)
     if world.is_main:
         what = f"{counted(int(seen.sum()), 'document')} ({name.replace('_', '-')})"

@@ -6,8 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
@@ -19,6 +22,7 @@ from finetune.models.loss import CrossEntropyHead
 from finetune.recipe.method_schema import Method
 from finetune.training.objective import Measured
 from finetune.training.preference_objective import PreferenceObjective, RatingObjective
+from finetune.training.reference import _compute
 from tests.models.families import relative_error
 from tests.training.papers import kto, paper
 
@@ -214,6 +218,25 @@ def test_ratings_are_weighed_against_how_far_the_model_has_moved() -> None:
         assert shown["kl"] == pytest.approx(max(shift, 0.0), abs=EXACT)
         assert shown["rewards/chosen"] == pytest.approx(keys.beta * 3.0 * (-3 + 3) / 2, abs=1e-5)
         assert shown["rewards/margins"] == shown["rewards/chosen"] - shown["rewards/rejected"]
+
+
+def test_the_reference_leaves_nothing_gathered() -> None:
+    """Under FSDP2 the root is whole in the compute dtype after a forward without a backward: twice the memory."""
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        model = fully_shard(OneLayer(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
+        batches = SimpleNamespace(
+            steps=1,
+            steps_per_epoch=1,
+            examples=range(2 * len(PAIRS)),
+            step_batch=lambda step: step_of(micro_batch(PAIRS)),
+        )
+        found = _compute(model, batches, "training", ALONE)  # type: ignore[arg-type]
+        expected, _ = plain_log_probabilities(OneLayer(), micro_batch(PAIRS))
+        assert found == pytest.approx([each.item() for each in expected], rel=1e-5)
+        assert all(isinstance(p, DTensor) and p.dtype == torch.float64 for p in model.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
 def _rated(whole: MicroBatch, groups: tuple[int, int], is_good: list[bool]) -> MicroBatch:
