@@ -203,10 +203,13 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
     'loss 1.5000 (smoothed 1.6000)  lr 1.00e-03  grad 0.8  5,200 tokens/s  1.00 GiB  0:02:30 left'
     >>> shown_line(line, 1.6, 150.0, width=60)
     'loss 1.5000 (smoothed 1.6000)  5,200 tokens/s  0:02:30 left'
+    >>> shown_line(line | {"rewards/accuracies": 0.75, "rewards/margins": 0.1234}, 1.6, 150.0, width=90)
+    'loss 1.5000 (smoothed 1.6000)  accuracy 75%  margin 0.123  5,200 tokens/s  0:02:30 left'
     """
     parts = {
         "loss": f"loss {line['loss']:.4f} (smoothed {smoothed:.4f})",
         "accuracy": f"accuracy {line['rewards/accuracies']:.0%}" if "rewards/accuracies" in line else None,
+        "margin": f"margin {line['rewards/margins']:.3g}" if "rewards/margins" in line else None,
         "learning_rate": f"lr {line['learning_rate']:.2e}",
         "grad_norm": f"grad {line['grad_norm']:.3g}",
         "speed": f"{line['tokens_per_second']:,.0f} tokens/s",
@@ -214,7 +217,7 @@ def shown_line(line: dict[str, Any], smoothed: float, seconds_left: float, width
         "memory": f"{gib(line['peak_memory_bytes'])} GiB",
         "left": f"{timedelta(seconds=round(seconds_left))} left",
     }
-    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed", "accuracy"):
+    for least in ("", "memory", "grad_norm", "learning_rate", "mfu", "speed", "margin", "accuracy"):
         parts.pop(least, None)
         shown = "  ".join(part for part in parts.values() if part is not None)
         if width is None or len(shown) <= width:

@@ -148,6 +148,9 @@ CHECKS: dict[str, Check] = {
         "(chosen_column, rejected_column)",
         many=0.5,
     ),
+    "same_ratings": Check(
+        "warning", "warning", "the answer is rated as all others are; kto learns from good answers beside bad ones"
+    ),
     "prompts_differ": Check(
         "warning", "warning", "the chat template writes the prompt before chosen differently from that before rejected"
     ),

@@ -175,9 +175,9 @@ def make_report(
     sources: tuple[SourceReport, ...],
     eval_sources: tuple[SourceReport, ...] = (),
     held_out: Examples | None = None,
-    leaked: Sequence[Finding] = (),
+    of_mixture: Sequence[Finding] = (),
 ) -> DataReport:
-    """The report of the batches to train on. `leaked`: what was found in the held-out examples beside their sources' findings."""
+    """The report of the batches to train on. `of_mixture`: what was found beside the sources' own findings."""
     examples = train.examples
     quantiles = np.quantile(examples.lengths, QUANTILES)
     return DataReport(
@@ -193,7 +193,7 @@ def make_report(
         rows=train.rows_per_epoch,
         fill=train.fill(),
         steps_per_epoch=train.steps_per_epoch,
-        findings=(*(finding for source in (*sources, *eval_sources) for finding in source.findings), *leaked),
+        findings=(*(finding for source in (*sources, *eval_sources) for finding in source.findings), *of_mixture),
     )
 
 

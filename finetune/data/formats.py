@@ -18,6 +18,8 @@ from finetune.recipe.schema import DatasetSource
 
 Row = Mapping[str, Any]
 CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
+# The same, by the names in reports: see `name_rendering`.
+RENDERED_FORMATS = CHAT_FORMATS | {"preference", "prompt_completion_messages"}
 KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
     "prompt + completion, text"
@@ -109,6 +111,19 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
         _check_preference(columns, row_format, source)
     document = PARSERS[row_format](columns, source)
     return ParsedRow(document, row_format, columns.unused)
+
+
+def name_rendering(row_format: str, document: Document) -> str:
+    """The format under its name in reports, which says whether a chat template renders the row.
+
+    >>> name_rendering("preference", Completion("2+2=", " 4")), name_rendering("text", Text("Once"))
+    ('preference_text', 'text')
+    """
+    if row_format == "preference" and isinstance(document, Completion):
+        return "preference_text"
+    if row_format == "prompt_completion" and isinstance(document, Conversation):
+        return "prompt_completion_messages"
+    return row_format
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import xxhash
 
 from finetune.data.chat import RenderedText, render
-from finetune.data.formats import Conversation, Document, Row, parse_row
+from finetune.data.formats import Conversation, Document, Row, name_rendering, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.preferences import is_empty_answer, parse_pair
 from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
@@ -30,7 +30,7 @@ class RowGroups:
     """What a row holds. Returned by `GroupReader.read`."""
 
     groups: tuple[Group, ...]
-    format: str
+    format: str  # of `name_rendering`
     unused_columns: tuple[str, ...]  # that hold a value
     findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
 
@@ -101,19 +101,23 @@ def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> RowGro
 
 def _read_answer(row: Row, source: DatasetSource) -> RowGroups:
     parsed = parse_row(row, source)
-    return RowGroups((Group((parsed.document,)),), parsed.format, parsed.unused_columns)
+    return RowGroups(
+        (Group((parsed.document,)),), name_rendering(parsed.format, parsed.document), parsed.unused_columns
+    )
 
 
 def _read_pair(row: Row, source: DatasetSource) -> RowGroups:
     parsed = parse_pair(row, source)
     group = Group((parsed.pair.chosen, parsed.pair.rejected))
-    return RowGroups((group,), "preference", parsed.unused_columns, parsed.findings)
+    row_format = name_rendering("preference", parsed.pair.chosen)
+    return RowGroups((group,), row_format, parsed.unused_columns, parsed.findings)
 
 
 def _read_ratings(row: Row, source: DatasetSource) -> RowGroups:
     parsed = parse_ratings(row, source)
     groups = tuple(Group((rated.document,), 1 if rated.is_good else -1) for rated in parsed.rated)
-    return RowGroups(groups, parsed.format, parsed.unused_columns, parsed.findings)
+    row_format = name_rendering(parsed.format, parsed.rated[0].document)
+    return RowGroups(groups, row_format, parsed.unused_columns, parsed.findings)
 
 
 READERS: Mapping[RowKind, Callable[[Row, DatasetSource], RowGroups]] = {

@@ -77,8 +77,9 @@ def _add_lengths(tally: Tally, store: TokenStore, examples: Examples, cuts: Cuts
 
 
 def _add_documents(tally: Tally, name: str, store: TokenStore, documents: NDArray[np.int64]) -> None:
-    groups = np.unique(documents // store.group_size)
-    tally.add(name, [store.where(int(group) * store.group_size) for group in groups[:MAX_SHOWN_ROWS]], len(groups))
+    """Counts a check once for each row, of which several documents may come."""
+    _, first = np.unique(_number_rows(store)[documents], return_index=True)
+    tally.add(name, [store.where(int(document)) for document in documents[first[:MAX_SHOWN_ROWS]]], len(first))
 
 
 def _find_repeated(hashes: NDArray[np.uint64]) -> NDArray[np.int64]:
@@ -127,10 +128,15 @@ def _find_rows(examples: Examples) -> NDArray[np.int64]:
     """int64[examples]: the row that each comes of, counted over its store."""
     rows = np.zeros(len(examples), np.int64)
     for number, store in enumerate(examples.stores):
-        is_next = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)
         of_store = examples.store == number
-        rows[of_store] = np.append(0, np.cumsum(is_next))[examples.document[of_store]]
+        rows[of_store] = _number_rows(store)[examples.document[of_store]]
     return rows
+
+
+def _number_rows(store: TokenStore) -> NDArray[np.int64]:
+    """int64[documents]: the row that each comes of, counted over the store."""
+    is_next = (np.diff(store.files) != 0) | (np.diff(store.rows) != 0)
+    return np.append(0, np.cumsum(is_next))
 
 
 def _drop_repeats(examples: Examples) -> Examples:
@@ -150,6 +156,16 @@ def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Fi
     tally = Tally()
     tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size])
     return tally.list_findings(of=held_out.groups)
+
+
+def find_same_ratings(examples: Examples) -> list[Finding]:
+    """A finding where all rated answers are good, or all are bad."""
+    if not examples.is_rated or len(np.unique(examples.find_ratings())) != 1:
+        return []
+    tally = Tally()
+    first = [examples.where(group * examples.group_size) for group in range(min(MAX_SHOWN_ROWS, examples.groups))]
+    tally.add("same_ratings", first, examples.groups)
+    return tally.list_findings(of=examples.groups)
 
 
 def _collect_hashes(examples: Examples) -> NDArray[np.uint64]:

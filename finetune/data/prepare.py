@@ -7,7 +7,7 @@ from finetune.data.batches import Batches, RankInfo, StoredBatches, make_eval_ba
 from finetune.data.chat_templates import PLAIN
 from finetune.data.data_report import DataReport, Report, SourceReport, make_report
 from finetune.data.examples import Examples, Prompt, cut_prompts
-from finetune.data.mixture import find_held_out_in_training, hold_out, mix_sources, select_examples
+from finetune.data.mixture import find_held_out_in_training, find_same_ratings, hold_out, mix_sources, select_examples
 from finetune.data.streaming import StreamedBatches, open_stream
 from finetune.data.token_cache import open_cached_store
 from finetune.errors import UserError
@@ -90,7 +90,11 @@ def _read_stored(
         tokenizer.chat_template = PLAIN
     train = make_train_batches(recipe, examples, tokenizer, world)
     evaluation = make_eval_batches(recipe, held_out, tokenizer, world)
-    return train, evaluation, make_report(train, sources, eval_sources, held_out, leaked)
+    return (
+        train,
+        evaluation,
+        make_report(train, sources, eval_sources, held_out, [*find_same_ratings(examples), *leaked]),
+    )
 
 
 def _read_sources(

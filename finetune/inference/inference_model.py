@@ -15,7 +15,7 @@ from transformers.utils.logging import disable_progress_bar
 from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
 from finetune.data.chat_templates import PLAIN, read_template
-from finetune.data.formats import CHAT_FORMATS
+from finetune.data.formats import RENDERED_FORMATS
 from finetune.errors import UserError
 from finetune.export.blocks import Value, cast_rows, row_blocks
 from finetune.export.export import export_source
@@ -126,7 +126,7 @@ def choose_template(
     formats = trained_formats(reference.run)
     rows = f"rows of {' and '.join(sorted(formats))}"
     if tokenizer.chat_template:
-        if formats and not formats & CHAT_FORMATS:
+        if formats and not formats & RENDERED_FORMATS:
             log(
                 f"{reference.name}: was trained on {rows}, without its chat template; --no-chat-template asks in that form"
             )
@@ -134,7 +134,7 @@ def choose_template(
         return str(own if isinstance(own, str) else own.get("default") or next(iter(own.values())))
     if default is not None:
         return default
-    if formats & CHAT_FORMATS:
+    if formats & RENDERED_FORMATS:
         return PLAIN  # training rendered the conversations with it, for want of another
     if formats:
         log(f"{reference.name}: has no chat template and was trained on {rows}; prompts are continued as they are")

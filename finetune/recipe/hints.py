@@ -37,6 +37,10 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
         "adamw": "adamw_torch_fused",
     },
     "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
+    "method": {
+        "ipo": "method: dpo with loss_type: ipo",
+        "rpo": "method: dpo with rpo_alpha",
+    },
     "attn_implementation": {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "flash_attention": "auto"},
 }
 LION = "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the same memory, adamw_8bit less"
@@ -68,6 +72,9 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     if top_level and key in foreign:
         whose, ours = foreign[key]
         return ours, f"{key}: {whose} name; here it is {ours}"
+    if top_level and key in (unneeded := keys_without_counterpart()):
+        whose, note = unneeded[key]
+        return key, f"{key}: {whose} name; no such key: {note}"
     if top_level and (key in ACCELERATE_KEYS or key.startswith("fsdp_")):
         return (
             key,
@@ -112,3 +119,18 @@ def foreign_names() -> dict[str, tuple[str, str]]:
             )
             found.setdefault(pair.theirs, ([], meant))[0].append(f"{tool}'s")
     return {key: (" and ".join(whose[:2]), ours) for key, (whose, ours) in found.items()}
+
+
+def keys_without_counterpart() -> dict[str, tuple[str, str]]:
+    """Other tools' keys that have no counterpart here: name -> (whose it is, why, or what to do instead).
+
+    >>> keys_without_counterpart()["max_prompt_length"]
+    ("TRL's", 'max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning there')
+    """
+    own = {key.name for section in SECTIONS.values() for key in fields(section)}
+    found: dict[str, tuple[str, str]] = {}
+    for tool, counterparts in FLAT_TOOLS.items():
+        for pair in counterparts:
+            if pair.ours is None and pair.note and pair.theirs not in own and "." not in pair.theirs:
+                found.setdefault(pair.theirs, (f"{tool}'s", pair.note))
+    return found

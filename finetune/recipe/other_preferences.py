@@ -6,10 +6,11 @@ LLaMA-Factory (RLHFArguments).
 
 from finetune.recipe.counterpart import Counterpart, ignored, unsupported, without_counterpart
 
-REFERENCE = (
-    "the reference is the model before training: its adapters switched off, or its log-probabilities computed once"
+REFERENCE = "the reference is the model before training: its adapters switched off, or its log-probabilities computed once, without a key"
+CUT_PROMPTS = (
+    "max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning there"
 )
-CUT_PROMPTS = "a longer prompt loses its beginning there; here a side of over max_length tokens loses its end"
+ANOTHER_REFERENCE = f"another reference model: not supported; {REFERENCE}"
 NO_DROPOUT = "adapters are trained without dropout in preference training there: lora_dropout: 0"
 MEAN_OF_MEANS = "a mean of each answer's mean there, a mean over all tokens here"
 TOKEN_SUMS = "the same sums of log-probabilities, computed otherwise"
@@ -23,7 +24,7 @@ TRL_PREFERENCES = (
     *without_counterpart(CUT_PROMPTS, "max_prompt_length", "max_completion_length"),
     *unsupported("another loss (WPO)", "use_weighting"),
     *unsupported("another loss (LD-DPO)", "ld_alpha"),
-    *unsupported("another reference model", "reference_free", "sync_ref_model", "ref_model_revision"),
+    *unsupported("another reference model", "reference_free", "sync_ref_model", "ref_model_revision", note=ANOTHER_REFERENCE),
     *ignored("reverse_kl is the only one", "f_divergence_type", "f_alpha_divergence_coef"),
     *ignored(REFERENCE, "precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_init_kwargs",
                "ref_model_mixup_alpha", "ref_model_sync_steps"),
@@ -58,7 +59,7 @@ FACTORY_PREFERENCES = (
     Counterpart("kto_rejected_weight", "undesirable_weight"),
     *unsupported("another loss (BCO)", "pref_bco_weight"),
     *unsupported("another loss (LD-DPO)", "ld_alpha"),
-    *unsupported("another reference model", "ref_model", "ref_model_adapters"),
+    *unsupported("another reference model", "ref_model", "ref_model_adapters", note=ANOTHER_REFERENCE),
     *ignored(REFERENCE, "ref_model_quantization_bit"),
 )  # fmt: skip
 

@@ -25,6 +25,16 @@ from finetune.units import count, counted, disk_size, gib
 HERE = Path(__file__).parent
 MAX_SAMPLES = 20
 DATA_TABLES = ("findings", "sources", "eval_sources")  # have a list or table of their own
+# Counts in a data report by other names; left out where they are 0, as most are under any one method.
+COUNT_NAMES = {
+    "pairs": "pairs",
+    "desirable": "answers rated good",
+    "undesirable": "answers rated bad",
+    "held out examples": "held-out examples",
+    "held out groups pairs": "held-out pairs",
+    "held out groups desirable": "held-out answers rated good",
+    "held out groups undesirable": "held-out answers rated bad",
+}
 SOURCE_COLUMNS = (
     "rows_read",
     "rows_skipped",
@@ -234,7 +244,10 @@ def _describe_data(report: dict[str, Any]) -> tuple[list[dict[str, str]], list[t
         }
         for found in report.get("findings", [])
     ]
-    return findings, list(_flatten({key: value for key, value in report.items() if key not in DATA_TABLES}))
+    facts = _flatten({key: value for key, value in report.items() if key not in DATA_TABLES})
+    return findings, [
+        (COUNT_NAMES.get(name, name), value) for name, value in facts if name not in COUNT_NAMES or value != "0"
+    ]
 
 
 def _flatten(value: Any, name: str = "") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,6 @@
 """Evaluation on rows that are not trained on: the held-out loss, and generated answers."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,8 +57,8 @@ def evaluate(
         results["eval_loss"] = loss
         shown = {f"eval_{name}": value for name, value in metrics.items()}
         run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown})
-        right = f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics else ""
-        run.log.say(f"step {step}: held-out loss {loss:.4f}{right}")
+        is_reference = step == 0 and run.recipe.method_facts.needs_reference
+        run.log.say(f"step {step}: held-out loss {loss:.4f}{describe_order(metrics, is_reference)}")
     if run.sample_prompts and "sample_prompts" not in results:
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
         for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
@@ -66,6 +66,15 @@ def evaluate(
         _write_samples(run, step, samples)
         results["sample_prompts"] = True
     return progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
+
+
+def describe_order(metrics: Mapping[str, float], is_reference: bool) -> str:
+    """The share of pairs in order; empty where there is none, or the model still is its own reference: margins are 0.
+
+    >>> describe_order({ACCURACY: 0.75}, False), describe_order({ACCURACY: 0.0}, True), describe_order({}, False)
+    (', 75% of the pairs in order', '', '')
+    """
+    return f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics and not is_reference else ""
 
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:

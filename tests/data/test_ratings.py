@@ -9,7 +9,7 @@ import torch
 
 from finetune.cli import main
 from finetune.constants import IGNORE_INDEX
-from finetune.data.formats import Completion, Conversation
+from finetune.data.formats import RENDERED_FORMATS, Completion, Conversation
 from finetune.data.messages import BadRow
 from finetune.data.prepare import PreparedData
 from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
@@ -140,6 +140,10 @@ def test_mismatched_answers_reach_over_batches_of_rows_and_pairs_are_taken_apart
     assert sorted(answer.partition(" ")[0] for _, answer in texts(data)[::2]) == ["bad", "bad", "good", "good"]
     for (prompt, _), (same, other) in zip(texts(data)[::2], texts(data)[1::2], strict=True):
         assert prompt == same and prompt[len("<|begin|><|user|>Q")] != other.split()[1][0]
+    long = [row | {"rejected": "bad " * 20, "chosen": "good " * 20} for row in pairs]
+    cut = prepare([{"path": str(write_lines(tmp_path / "d.jsonl", long))}], method="kto")
+    (finding,) = [found for found in cut.report.findings if found.name == "truncated"]
+    assert (finding.rows, finding.of, len(finding.where)) == (4, 4, 3), "rows, not the four documents of each"
     alone = str(write_lines(tmp_path / "c.jsonl", pairs[:1]))
     with pytest.raises(UserError, match=r"c\.jsonl:1: no answer to another prompt among the rows around it"):
         prepare([{"path": alone}], method="kto")
@@ -161,6 +165,43 @@ def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
     keys = adapters | {"streaming": True, "max_steps": 2, "global_batch_size": 2}
     stream = prepare([{"path": path}], method="kto", **keys)
     assert all(m.desirable is not None for step in stream.train.batches() for m in step.micro_batches)
+
+
+def test_answers_that_are_all_rated_alike_are_a_finding(prepare: Prepare, tmp_path: Path) -> None:
+    good, bad = (
+        str(
+            write_lines(
+                tmp_path / f"{name}.jsonl", [chat(f"{name} {i}", f"A{i}") | {"label": name == "good"} for i in range(4)]
+            )
+        )
+        for name in ("good", "bad")
+    )
+    for path in (good, bad):
+        (finding,) = prepare([{"path": path}], method="kto").report.findings
+        assert str(finding).startswith(
+            "warning: same_ratings: in 4 of 4 rows the answer is rated as all others are; kto"
+        )
+    assert names(prepare([{"path": good}, {"path": bad}], method="kto")) == {}
+
+
+def test_the_format_says_whether_the_chat_template_renders_the_rows(prepare: Prepare, tmp_path: Path) -> None:
+    answers = ("chosen", [ANSWER]), ("rejected", [{"role": "assistant", "content": "B"}])
+    of_chat = [{"prompt": [{"role": "user", "content": f"Q{i}"}], **dict(answers)} for i in range(2)]
+    of_text = [{"prompt": f"Q{i}", "chosen": " A", "rejected": " B"} for i in range(2)]
+    rated_chat = [{"prompt": row["prompt"], "completion": [ANSWER], "label": True} for row in of_chat]
+    for number, (rows, method, name) in enumerate(
+        (
+            (of_chat, "dpo", "preference"),
+            (of_text, "dpo", "preference_text"),
+            (of_text, "kto", "preference_text"),
+            (rated_chat, "kto", "prompt_completion_messages"),
+        )
+    ):
+        path = str(write_lines(tmp_path / f"{number}.jsonl", rows))
+        data = prepare([{"path": path}], method=method)
+        assert data.report.formats == {name}
+        is_rendered = "<|assistant|>" in data.tokenizer.decode(data.train.examples[0].input_ids)  # type: ignore[attr-defined]
+        assert (name in RENDERED_FORMATS) == is_rendered
 
 
 def test_inspect_names_the_rating(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -241,6 +241,13 @@ def test_without_a_chat_template_it_asks_as_the_run_was_trained(
         plain = chat(run, "--prompt", QUESTION, "--chat-template", "plain")
         assert answered == (plain if expected is None else printable(expected) + "\n")
 
+    (run / "export" / "chat_template.jinja").write_text(template)
+    capsys.readouterr()
+    for formats, is_plain in ((["preference"], False), (["preference_text"], True)):
+        (run / "data_report.json").write_text(json.dumps({"sources": [{"formats": formats}]}))
+        assert main(["chat", str(run), "--prompt", QUESTION]) == 0
+        assert ("without its chat template" in capsys.readouterr().err) == is_plain
+
 
 def test_what_cannot_be_talked_to_is_one_sentence(
     tiny_llama: Callable[..., Path], tmp_path: Path, chat: Callable[..., str]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from finetune.errors import UserError
-from finetune.recipe.hints import foreign_names
+from finetune.recipe.hints import foreign_names, keys_without_counterpart
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import RECIPES, read_recipe, to_dict, write_recipe
 
@@ -108,6 +108,11 @@ MISTAKES = {
     "chat_template_date: today": ["F:4: chat_template_date: today: no day; write it as 2026-01-31"],
     "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
     "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
+    "max_prompt_length: 9": [
+        "F:4: max_prompt_length: TRL's name; no such key: max_length bounds prompt and answer together here, and cuts the end; "
+        "a longer prompt loses its beginning there"
+    ],
+    "method: ipo": ["F:4: method: ipo: another tool's name; here it is method: dpo with loss_type: ipo"],
     "mixed_precision: bf16": [
         "F:4: mixed_precision: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names"
     ],
@@ -271,6 +276,9 @@ def test_other_tools_names_mean_keys_that_there_are() -> None:
     for whose, ours in foreign_names().values():
         assert ours.partition(" ")[0] in recipe_keys(), (whose, ours)
     assert not foreign_names().keys() & recipe_keys().keys()
+    assert not keys_without_counterpart().keys() & recipe_keys().keys()
+    for key in ("precompute_ref_log_probs", "ref_model"):
+        assert "the reference is the model before training: its adapters" in keys_without_counterpart()[key][1]
 
 
 @pytest.mark.parametrize("ending", ["\n", ""])

@@ -92,6 +92,9 @@ def make_run(
         "lengths": {"median": 31},
         "findings": [finding],
     }
+    if is_preference:
+        none = {"desirable": 0, "undesirable": 0}
+        report |= {"pairs": 15, **none, "held_out_groups": {"pairs": 5, **none}}
     _write(folder / "data_report.json", report)
     manifest = folder / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
     manifest.parent.mkdir(parents=True)

@@ -71,6 +71,9 @@ def test_a_preference_run_shows_its_rewards_beside_the_loss(tiny_recipe: Callabl
     assert _report(str(run))[0] == 0
     text = (run / "report.html").read_text()
     assert "<span>Held-out pairs in order</span><strong>100%</strong><small>reward margin 1.87</small>" in text
+    facts = text.partition('<dl class="facts">')[2].partition("</dl>")[0]
+    assert "<dt>pairs</dt><dd>15</dd>" in facts and "<dt>held-out pairs</dt><dd>5</dd>" in facts
+    assert "desirable" not in facts and "rated" not in facts
     assert " · dpo" in text.partition("</header>")[0] and "of dpo, per pair; faint: as logged" in text
     seen, _ = look(run / "report.html", tmp_path, width=1280, height=900, dark=False, script=MEASURED)
     assert seen["overflow"] <= 0 and min(seen["labels"]) > 8
