@@ -1,6 +1,7 @@
 """Distillation as an `Objective`: the divergence from a teacher at every trained token, beside the cross entropy of its label."""
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from finetune.pretrained_config import check_config, load_config, refuse_quantiz
 from finetune.recipe.method_schema import refuse_layout
 from finetune.recipe.quantization import check_quantization, read_teacher_quantization
 from finetune.recipe.schema import Recipe
+from finetune.safetensors_io.tensors import read_folder
 from finetune.training.objective import Measured, Objective
 
 
@@ -47,7 +49,8 @@ def teacher_flop_per_token(objective: Objective, length: int) -> float:
 
 
 def check_teacher(recipe: Recipe, tokenizer: Any, sharding: Sharding) -> None:
-    """Raises `UserError` where the recipe's teacher, if it has one, cannot teach in this layout, by its config and tokenizer."""
+    """Raises `UserError` where the recipe's teacher, if it has one, cannot teach in this layout, by its config, tokenizer and
+    the headers of its weights."""
     teacher = recipe.teacher
     if teacher is None:
         return
@@ -59,5 +62,7 @@ def check_teacher(recipe: Recipe, tokenizer: Any, sharding: Sharding) -> None:
         refuse_quantized_experts(config, quantization, str(teacher.model_name_or_path))
         check_quantization(quantization, sharding)
         refuse_other_tokenizer(tokenizer, teacher)
+        if Path(str(teacher.model_name_or_path)).is_dir():
+            read_folder(str(teacher.model_name_or_path))  # headers only, before the data is read
     except UserError as error:
         raise UserError(f"teacher_model_name_or_path: {error}") from None
