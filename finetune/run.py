@@ -12,7 +12,6 @@ from finetune.distributed.accelerate_config import Sharding, read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import end_process, exit_code
 from finetune.recipe.lora_schema import check_lora_layout
-from finetune.recipe.method_schema import refuse_untrained_method
 from finetune.recipe.overrides import read_overrides
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
@@ -34,7 +33,6 @@ def main() -> None:
 
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
-    refuse_untrained_method(recipe)
     check_lora_layout(recipe.lora, sharding)
     silence_libraries()
     from finetune.checkpoint.inputs import fingerprint_inputs

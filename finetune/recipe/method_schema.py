@@ -11,7 +11,6 @@ from finetune.recipe.markers import FileOrName, SameOnResume
 
 if TYPE_CHECKING:
     from finetune.distributed.accelerate_config import Sharding
-    from finetune.recipe.schema import Recipe
 
 RowKind = Literal["answers", "pairs", "ratings"]
 # Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
@@ -86,7 +85,6 @@ class MethodFacts:
     rows: RowKind  # what it reads of the data
     keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
     needs_reference: bool = False  # the log-probabilities of the model before training
-    is_trained: bool = False  # False: its keys and data are read, but its loss is not there yet
 
     @property
     def documents(self) -> int:
@@ -95,15 +93,11 @@ class MethodFacts:
 
 
 METHODS: Mapping[str, MethodFacts] = {
-    "sft": MethodFacts("answers", ("label_smoothing",), is_trained=True),
-    "dpo": MethodFacts(
-        "pairs", ("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True, is_trained=True
-    ),
-    "orpo": MethodFacts("pairs", ("beta",), is_trained=True),
-    "simpo": MethodFacts("pairs", ("beta", "simpo_gamma"), is_trained=True),
-    "kto": MethodFacts(
-        "ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True, is_trained=True
-    ),
+    "sft": MethodFacts("answers", ("label_smoothing",)),
+    "dpo": MethodFacts("pairs", ("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True),
+    "orpo": MethodFacts("pairs", ("beta",)),
+    "simpo": MethodFacts("pairs", ("beta", "simpo_gamma")),
+    "kto": MethodFacts("ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True),
     "distill": MethodFacts(
         "answers",
         (
@@ -115,7 +109,6 @@ METHODS: Mapping[str, MethodFacts] = {
             "distill_alpha",
             "label_smoothing",
         ),
-        is_trained=True,
     ),
 }
 
@@ -125,14 +118,6 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
     "rejected_column": ("pairs", "ratings"),
     "label_column": ("ratings",),
 }
-
-
-def refuse_untrained_method(recipe: "Recipe") -> None:
-    """Raises `UserError` where the recipe's method has no training yet. Called at the start of a run."""
-    method = recipe.method.method
-    if not METHODS[method].is_trained:
-        trained = ", ".join(name for name, facts in METHODS.items() if facts.is_trained)
-        raise UserError(f"{recipe.path}: method: {method} is not supported yet; methods that train: {trained}")
 
 
 def refuse_layout(method: str, sharding: "Sharding") -> None:

@@ -1,14 +1,12 @@
 """Which keys go with which method, and what a method that does not train yet says."""
 
-import re
 from pathlib import Path
 
 import pytest
 
-from finetune.cli import main
 from finetune.errors import UserError
 from finetune.recipe.keys import keys_of
-from finetune.recipe.method_schema import METHODS, Method, refuse_untrained_method
+from finetune.recipe.method_schema import METHODS, Method
 from finetune.recipe.reader import read_recipe, to_dict, write_recipe
 
 GOOD = ["model_name_or_path=some/model", "datasets=[{path: some/data}]"]
@@ -78,13 +76,3 @@ def test_every_key_belongs_to_a_method() -> None:
 def test_a_row_has_room_for_any_pair() -> None:
     assert read_recipe(None, [*GOOD, "max_length=100"]).row_tokens == 100
     assert read_recipe(None, [*GOOD, "max_length=100", "method=dpo"]).row_tokens == 200
-
-
-@pytest.mark.parametrize("method", [name for name, facts in METHODS.items() if not facts.is_trained])
-def test_a_method_without_training_is_refused_at_the_start(method: str, capsys: pytest.CaptureFixture[str]) -> None:
-    keys = ["teacher_model_name_or_path=some/teacher"] if method == "distill" else []
-    recipe = read_recipe(None, [*GOOD, f"method={method}", *keys])
-    with pytest.raises(UserError, match=re.escape(f"method: {method} is not supported yet; methods that train: sft")):
-        refuse_untrained_method(recipe)
-    assert main(["launch", "--recipe", "quickstart", f"method={method}", *keys]) == 2
-    assert f"method: {method} is not supported yet" in capsys.readouterr().err

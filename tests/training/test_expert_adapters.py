@@ -176,8 +176,7 @@ def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_
 
 
 def _refuse(recipe: Path, keys: list[str], sentence: str) -> None:
-    from finetune.models.build import build_on_meta
-
+    from finetune.models.load import build_on_meta
     from finetune.models.lora import add_adapters
     from finetune.pretrained_config import load_config
 
