@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor, library, nn
 
 from finetune.models.quantize import QuantizedTensor, dequantize_tensor
 from finetune.recipe.quantization import BLOCK, quantized_bytes
@@ -71,7 +71,7 @@ class QuantizedLinear(nn.Linear):
 
 
 # An operator of its own, into which torch.compile does not look: it cannot follow bytes that are seen as other numbers.
-@torch.library.custom_op("finetune_ops::restore_weight", mutates_args=())
+@library.custom_op("finetune::dequantize", mutates_args=())
 def _dequantize(
     codes: Tensor,
     scales: Tensor,
