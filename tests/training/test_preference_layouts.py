@@ -41,7 +41,7 @@ def make_pairs(path: Path, rows: int) -> Path:
     """A file of preferences of different lengths, with `rows` rows."""
     with path.open("w") as file:
         for row in range(rows):
-            prompt = [{"role": "user", "content": f"What is {row} plus {row}?" + " Tell me." * (row % 4)}]
+            prompt = [{"role": "user", "content": f"What is {row} plus {row}?" + " Briefly." * (row % 4)}]
             answers = {"chosen": f"It is {2 * row}.", "rejected": "No" + " idea" * (row % 3) + "."}
             sides = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
             file.write(json.dumps({"prompt": prompt, **sides}) + "\n")
