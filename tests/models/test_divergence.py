@@ -12,6 +12,7 @@ from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_
 from finetune.models.head_chunks import LogitTransform
 from finetune.models.loss import linear_cross_entropy
 from tests.models.families import relative_error
+from tests.plan.traced import LargestTensor
 
 TOKENS, HIDDEN, TEACHER_HIDDEN, VOCABULARY = 61, 24, 40, 67
 BETAS = (0.0, 0.1, 0.5, 0.9, 1.0)
@@ -131,25 +132,12 @@ def test_a_teacher_that_is_the_student_has_no_divergence_and_alpha_weighs_the_cr
 
 
 def test_neither_models_logits_are_ever_whole() -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **kwargs or {})
-            for each in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(each, Tensor):
-                    largest = max(largest, each.numel())
-            return out
-
     of = problem(dtype=torch.float32)
     of["labels"] = torch.arange(TOKENS) % VOCABULARY
-    with Watch():
+    with LargestTensor() as made:
         ours(of, DivergenceOptions(0.5, 2.0, 0.5), LogitTransform(), LogitTransform(), chunk_tokens=8)[0].backward()
-    assert largest == VOCABULARY * TEACHER_HIDDEN  # the teacher's head; logits would be TOKENS * VOCABULARY
-    assert largest < TOKENS * VOCABULARY
+    assert made.numbers == VOCABULARY * TEACHER_HIDDEN  # the teacher's head; logits would be TOKENS * VOCABULARY
+    assert made.numbers < TOKENS * VOCABULARY
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from finetune.models.attention import install_attention
 from finetune.models.head_chunks import LogitTransform
 from finetune.models.loss import install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error
+from tests.plan.traced import LargestTensor
 from tests.ranks import launch_ranks
 
 EXACT = 1e-6  # of the largest value, in fp32
@@ -140,24 +141,11 @@ def test_in_bf16_the_softmax_and_the_sums_stay_fp32() -> None:
 
 def test_logits_are_never_whole() -> None:
     """The largest tensor that is made stays far below tokens x vocabulary."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    largest = 0
-
-    class Watch(TorchDispatchMode):
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-            nonlocal largest
-            out = func(*args, **kwargs or {})
-            for each in out if isinstance(out, (tuple, list)) else (out,):
-                if isinstance(each, Tensor):
-                    largest = max(largest, each.numel())
-            return out
-
     hidden, weight, _, _ = problem()
     labels = torch.arange(TOKENS) % VOCABULARY
-    with Watch():
+    with LargestTensor() as made:
         linear_cross_entropy(hidden, weight, labels, chunk_tokens=8).backward()
-    assert largest == TOKENS * HIDDEN  # the gradient to the hidden states; logits would be TOKENS * VOCABULARY
+    assert made.numbers == TOKENS * HIDDEN  # the gradient to the hidden states; logits would be TOKENS * VOCABULARY
 
 
 def test_without_labels_the_model_answers_as_before_and_a_wrapped_head_is_refused() -> None:

@@ -4,8 +4,23 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers in any tensor that an operator returns inside this context."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = operator(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return out
 
 
 def allocated_peak(run: Callable[[], object]) -> int:

@@ -1,6 +1,7 @@
 """Recipes, Accelerate files for every layout, and what a run under them left, for tests."""
 
 import json
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +75,31 @@ def train_all(folder: Path, runs: list[tuple[Path, Path, list[str]]], *, ranks: 
     listing.write_text(json.dumps([[str(recipe), str(config), overrides] for recipe, config, overrides in runs]))
     script = Path(__file__).with_name("runs_on_ranks.py")
     return launch_ranks(script, [str(listing)], ranks=ranks, timeout=timeout).check().outputs[0]
+
+
+def train_families(
+    folder: Path,
+    recipes: Mapping[str, Path],
+    wanted: Sequence[tuple[str, str, int]],
+    verified: Container[tuple[str, str, int]],
+) -> Callable[[str, str, int], Path]:
+    """Trains each of `wanted` (family, layout, ranks), those in `verified` to an export; each set of ranks is started once.
+
+    Returns where the run of a (family, layout, ranks) is.
+    """
+
+    def run_folder(family: str, layout: str, ranks: int) -> Path:
+        return folder / family / f"{layout}-{ranks}"
+
+    for ranks in sorted({each[2] for each in wanted}):
+        runs = []
+        for each in wanted:
+            if each[2] == ranks:
+                config = write_config(folder, each[1], checkpointing=each[1] == "full_shard")
+                overrides = [f"output_dir={run_folder(*each)}", f"export_at_end={each in verified}"]
+                runs.append((recipes[each[0]], config, overrides))
+        train_all(folder, runs, ranks=ranks, timeout=400)
+    return run_folder
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
 
 from finetune.errors import UserError
@@ -16,7 +15,7 @@ from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config
+from tests.training.layouts import steps_of, train_families, write_recipe
 from tests.training.test_experts import FAMILIES, SMALL
 
 STEPS = 3
@@ -34,7 +33,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"lora_target_modules": "all-linear", "rank_pattern": {"shared_experts.down_proj": 2}},
     "glm4_moe": {"lora_target_modules": "all-linear", "lora_target_parameters": [], "lora_dropout": 0.25},
 }
-VERIFIED = ("mixtral", "deepseek_v3")  # exported by the run itself
+# Exported by the run itself.
+VERIFIED = [("mixtral", "full_shard", 2), ("mixtral", "ddp", 2), ("deepseek_v3", "full_shard", 2)]
 # (family, layout, ranks)
 WANTED = [
     *((family, "full_shard", 2) for family in RECIPES),
@@ -56,43 +56,24 @@ def recipes(folder: Path) -> dict[str, Path]:
     paths = {}
     for family, keys in RECIPES.items():
         model = make_model(folder / family / "model", model_type=family, **SMALL | FAMILIES[family])
-        paths[family] = folder / f"{family}.yaml"
-        recipe = {
-            "model_name_or_path": str(model),
-            "datasets": [{"path": str(data)}],
-            "dataset_cache_dir": str(folder / "cache"),
-            "max_length": 64,
-            "packing": False,
+        common: dict[str, Any] = {
             "global_batch_size": 5,
             "max_steps": STEPS,
             "learning_rate": 1e-2,
-            "logging_steps": 1,
             "save_steps": STEPS,
-            "export_at_end": False,
             "use_peft": True,
             "lora_r": 4,
             "lora_target_modules": ATTENTION,
             "lora_target_parameters": EXPERTS,
         }
-        paths[family].write_text(yaml.safe_dump(recipe | keys))
+        paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **common | keys)
     return paths
 
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
-    """(family, layout, ranks) -> the run's folder; each set of ranks is started once and walks all its runs."""
-    for ranks in (1, 2):
-        wanted = [
-            (
-                recipes[family],
-                write_config(folder, layout, checkpointing=layout == "full_shard"),
-                [f"output_dir={folder}/{family}/{layout}-{of}", f"export_at_end={family in VERIFIED and of == 2}"],
-            )
-            for family, layout, of in WANTED
-            if of == ranks
-        ]
-        train_all(folder, wanted, ranks=ranks, timeout=400)
-    return lambda family, layout, ranks: folder / family / f"{layout}-{ranks}"
+    """(family, layout, ranks) -> the run's folder."""
+    return train_families(folder, recipes, WANTED, VERIFIED)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +102,7 @@ def test_plain_peft_opens_the_adapter_with_the_logits_of_the_merged_export(
     from transformers import AutoModelForCausalLM
 
     run = runs(family, "full_shard", 2)
-    if family not in VERIFIED:
+    if (family, "full_shard", 2) not in VERIFIED:
         export(run, run / "export", verify=family == "gpt_oss", log=lambda _: None)
         export(run, run / "adapter", adapter_only=True, log=lambda _: None)
     ids = torch.arange(3, 40)[None]

@@ -20,7 +20,7 @@ from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks, run_python
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import steps_of, train_all, train_families, write_config, write_recipe
 
 STEPS = 3
 COEFFICIENT = 0.2
@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 5, "sliding_window": 16},
 }
 BALANCED = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "gpt_oss")  # by an auxiliary loss; the others by a bias
-VERIFIED = [("mixtral", "full_shard")]  # exported by the run itself, which takes seconds
+VERIFIED = [("mixtral", "full_shard", 2)]  # exported by the run itself, which takes seconds
 # (family, layout, ranks)
 WANTED = [
     *((family, "full_shard", 2) for family in FAMILIES),
@@ -69,19 +69,8 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
-    """(family, layout, ranks) -> the run's folder; each set of ranks is started once and walks all its runs."""
-    for ranks in (1, 2):
-        wanted = [
-            (
-                recipes[family],
-                write_config(folder, layout, checkpointing=layout == "full_shard"),
-                [f"output_dir={folder}/{family}/{layout}-{of}", f"export_at_end={(family, layout) in VERIFIED}"],
-            )
-            for family, layout, of in WANTED
-            if of == ranks
-        ]
-        train_all(folder, wanted, ranks=ranks, timeout=400)
-    return lambda family, layout, ranks: folder / family / f"{layout}-{ranks}"
+    """(family, layout, ranks) -> the run's folder."""
+    return train_families(folder, recipes, WANTED, VERIFIED)
 
 
 @pytest.mark.parametrize(("family", "layout", "ranks"), WANTED)
@@ -117,7 +106,7 @@ def test_plain_transformers_opens_the_export_of_a_trained_model(
     from transformers import AutoModelForCausalLM
 
     run = runs(family, "full_shard", 2)
-    exported = run / "export" if (family, "full_shard") in VERIFIED else tmp_path / "export"
+    exported = run / "export" if (family, "full_shard", 2) in VERIFIED else tmp_path / "export"
     if not exported.exists():
         export(run, exported, verify=False, log=lambda _: None)
     found, info = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
