@@ -28,8 +28,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 
 from finetune.checkpoint import retention  # noqa: E402
 from finetune.checkpoint.save import Saver  # noqa: E402
-from finetune.distributed.accelerate_config import Sharding  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
+from finetune.distributed.sharding import Sharding  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
 from finetune.progress import Progress  # noqa: E402
 from finetune.recipe.reader import read_recipe  # noqa: E402

@@ -32,8 +32,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from benchmarks.layouts_shown import Measured, plot, table  # noqa: E402
 from finetune.data.batches import StepBatch  # noqa: E402
 from finetune.data.collate import MicroBatch  # noqa: E402
-from finetune.distributed.accelerate_config import Sharding  # noqa: E402
 from finetune.distributed.gradients import clip_gradients  # noqa: E402
+from finetune.distributed.sharding import Sharding  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
 from finetune.errors import exit_code  # noqa: E402
 from finetune.models.load import load_model  # noqa: E402

@@ -27,7 +27,7 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, before ranks are forked)
 from safetensors.torch import save_file
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import exit_code
 from finetune.models.load import load_model

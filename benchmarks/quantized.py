@@ -56,7 +56,7 @@ def measure(base: str, folder: Path) -> Measured:
     """Loads the model on this base, and trains some steps."""
     import torch
 
-    from finetune.distributed.accelerate_config import Sharding
+    from finetune.distributed.sharding import Sharding
     from finetune.distributed.world import join
     from finetune.models.load import load_model
     from finetune.optim.optimizer import build_optimizer

@@ -10,7 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from finetune.distributed.accelerate_config import Sharding
+    from finetune.distributed.sharding import Sharding
     from finetune.recipe.schema import Batch, Lora, Model
 
 IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it

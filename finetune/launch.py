@@ -28,7 +28,7 @@ def launch_command(options: argparse.Namespace) -> int:
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
-    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks)
+    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks // sharding.ranks_per_batch)
     if ranks < sharding.num_machines:
         raise UserError(
             f"{sharding.source}: num_machines: {sharding.num_machines}, but --num-processes {ranks}: each machine runs at "

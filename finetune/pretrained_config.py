@@ -12,7 +12,7 @@ from finetune.recipe.quantization import check_quantization, describe_quantizati
 from finetune.recipe.schema import Data, Model, Quantization, Recipe
 
 if TYPE_CHECKING:
-    from finetune.distributed.accelerate_config import Sharding
+    from finetune.distributed.sharding import Sharding
 
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "num_selected_experts")

@@ -8,8 +8,9 @@ from pathlib import Path
 # A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root must.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from finetune.distributed.accelerate_config import Sharding, read_sharding
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
+from finetune.distributed.sharding import Sharding
 from finetune.errors import end_process, exit_code
 from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.overrides import read_overrides
@@ -27,7 +28,8 @@ def main() -> None:
     options, rest = parser.parse_known_args()
     recipe = read_recipe(options.recipe, read_overrides(rest, vars(options)))
     sharding = read_sharding(options.config, recipe.run.accelerate_config, os.environ)
-    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, int(os.environ.get("WORLD_SIZE", "1")))
+    data_ranks = int(os.environ.get("WORLD_SIZE", "1")) // sharding.ranks_per_batch
+    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, data_ranks)
     fine_tune(recipe, sharding, options.dry_run)
 
 
@@ -69,7 +71,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     check_teacher(recipe, tokenizer, sharding)
     recipe = complete_quantization(recipe, config, sharding)
     RankGroup(world, None).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
-    data = prepare_data(recipe, tokenizer, world)
+    data = prepare_data(recipe, tokenizer, world.data_parallel)
     recipe = data.complete_recipe(recipe)
     inputs = fingerprint_inputs(recipe, tokenizer, data, world)
     if is_finished(folder, recipe, inputs, data.train.steps, world):

@@ -270,7 +270,7 @@ def describe_state(progress: Progress, recipe: Recipe, world: World, inputs: Map
     base = recipe.model.model_name_or_path
     return asdict(progress) | {
         "recipe": to_dict(recipe),
-        "global_batch_size": compute_global_batch_size(recipe.batch, world.size),
+        "global_batch_size": compute_global_batch_size(recipe.batch, world.data_parallel.size),
         "data_fingerprint": inputs.get("datasets"),
         "inputs": {name: value for name, value in inputs.items() if name != "datasets"},
         "base_model": str(Path(base).resolve()) if base is not None and Path(base).is_dir() else base,

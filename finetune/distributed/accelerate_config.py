@@ -1,51 +1,23 @@
-"""The layout of a run as one value, read from an Accelerate config or from the launcher's environment. Torch-free."""
+"""Reads the layout of a run from an Accelerate config or from the launcher's environment. Torch-free."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 
-from finetune.distributed.accelerate_settings import Settings, read_environment, read_file
+from finetune.distributed.accelerate_settings import MESH_KEYS, Settings, read_environment, read_file
+from finetune.distributed.sharding import (
+    DEFAULT_MIN_NUM_PARAMS,
+    Layout,
+    MixedPrecision,
+    Sharding,
+    Strategy,
+    Wrapping,
+    refuse_impossible,
+)
 from finetune.errors import UserError
 from finetune.recipe.reader import find_file, shipped_folder
 
 ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
-
-Layout = Literal["fsdp2", "fsdp1", "ddp", "single"]
-Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
-Wrapping = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
-MixedPrecision = Literal["no", "fp16", "bf16"]
-
-DEFAULT_MIN_NUM_PARAMS = 100_000_000
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sharding:
-    """How parameters, gradients and optimizer state are distributed, and the precision of the computation.
-
-    Read from an Accelerate YAML, or from the environment that the launcher made of one; `source` names it.
-    """
-
-    layout: Layout
-    mixed_precision: MixedPrecision = "no"
-    strategy: Strategy = "FULL_SHARD"  # under HYBRID_SHARD: shards in groups of shard_size, replicas of those
-    replicate_size: int | None = None  # ranks; None: FSDP1 takes the nodes
-    shard_size: int | None = None  # ranks; None: FSDP1 takes the ranks of a node
-    wrapping: Wrapping = "TRANSFORMER_BASED_WRAP"
-    wrap_classes: tuple[str, ...] = ()  # empty: inferred from the model
-    min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit, where wrapping is by size
-    activation_checkpointing: bool = False
-    cpu_offload: bool = False
-    forward_prefetch: bool = False  # FSDP1 only
-    use_cpu: bool = False
-    num_machines: int = 1
-    source: str = "a plain launch (no Accelerate file)"
-    translated: tuple[str, ...] = ()  # lines: what a DeepSpeed file asks for, and what does the same here
-    asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that a DeepSpeed file gives for it)
-
-    @property
-    def is_fsdp(self) -> bool:
-        return self.layout in ("fsdp1", "fsdp2")
-
 
 LAYOUTS: dict[str, Layout] = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp2"}
 
@@ -81,23 +53,6 @@ def find_sharding(config: str | None, accelerate_config: str | None, environ: Ma
     return sharding
 
 
-def refuse_impossible(sharding: Sharding, ranks: int) -> None:
-    """Raises `UserError` for a layout that is impossible on `ranks` processes."""
-    where = sharding.source
-    if sharding.layout == "single" and ranks > 1:
-        raise UserError(
-            f"{where}: this layout is for one process, but {ranks} were launched; launch one, or use ddp or an fsdp config"
-        )
-    if sharding.strategy == "HYBRID_SHARD" and ranks == 1:
-        raise UserError(f"{where}: hybrid sharding needs at least 2 ranks, but 1 was launched; use fsdp_full_shard")
-    if sharding.replicate_size and sharding.shard_size and sharding.replicate_size * sharding.shard_size != ranks:
-        raise UserError(
-            f"{where}: dp_replicate_size {sharding.replicate_size} x dp_shard_size {sharding.shard_size} = "
-            f"{sharding.replicate_size * sharding.shard_size}, but {ranks} ranks were launched; "
-            f"set the two sizes so that their product is {ranks}"
-        )
-
-
 def _interpret(settings: Settings) -> Sharding:
     """The settings as a `Sharding`; raises `UserError` for values that do not fit."""
     problems: list[str] = []
@@ -112,14 +67,18 @@ def _interpret(settings: Settings) -> Sharding:
         problems.append(
             f"{settings.source}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16 or fp16"
         )
+    sizes = {key: read.integer(key, settings.mesh) for key in MESH_KEYS}
+    problems += _find_mesh_problems(settings, layout, sizes)
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
     classes = classes.split(",") if isinstance(classes, str) else classes
     sharding = Sharding(
         layout=layout,
         mixed_precision=cast(MixedPrecision, settings.mixed_precision),
         strategy=_strategy(layout, settings, read, problems),
-        replicate_size=read.integer("dp_replicate_size", settings.mesh),
-        shard_size=read.integer("dp_shard_size", settings.mesh),
+        replicate_size=sizes["dp_replicate_size"],
+        shard_size=sizes["dp_shard_size"],
+        sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
+        tensor_parallel_size=sizes["tp_size"] or 1,
         wrapping=cast(Wrapping, read.one_of("auto_wrap_policy", get_args(Wrapping), "TRANSFORMER_BASED_WRAP")),
         wrap_classes=tuple(str(name).strip() for name in classes if str(name).strip()),
         min_num_params=read.integer("min_num_params", settings.fsdp) or DEFAULT_MIN_NUM_PARAMS,
@@ -141,6 +100,19 @@ def _interpret(settings: Settings) -> Sharding:
     if problems:
         raise UserError.of(problems)
     return sharding
+
+
+def _find_mesh_problems(settings: Settings, layout: Layout, sizes: Mapping[str, int | None]) -> list[str]:
+    divided = [f"{key}: {sizes[key]}" for key in ("tp_size", "cp_size", "sp_size") if (sizes[key] or 1) > 1]
+    if divided and layout != "fsdp2":
+        return [
+            f"{settings.source}: {divided[0]} needs FSDP2; set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
+        ]
+    if (sizes["cp_size"] or 1) > 1 and (sizes["sp_size"] or 1) > 1:
+        return [
+            f"{settings.source}: {' and '.join(divided[-2:])} both divide the tokens of a row; set one of them to 1"
+        ]
+    return [f"{settings.source}: {key}: 0 does not fit; at least 1" for key, size in sizes.items() if size == 0]
 
 
 def _strategy(layout: Layout, settings: Settings, read: "_SettingsReader", problems: list[str]) -> Strategy:
@@ -189,7 +161,7 @@ class _SettingsReader:
         value = section.get(key)
         if value is None:
             return None
-        if not isinstance(value, bool) and str(value).isdigit() and int(value) >= 0:
+        if not isinstance(value, bool) and str(value).isdigit():
             return int(value)
         self.problems.append(f"{self.settings.source}: {key}: {value} does not fit; a whole number is expected")
         return None
@@ -208,6 +180,7 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
     compared = (
         "layout",
         "strategy",
+        "mesh_sizes",
         "mixed_precision",
         "wrapping",
         "wrap_classes",
@@ -222,39 +195,3 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
     ]
     if problems:
         raise UserError.of(problems)
-
-
-def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
-    """The layout as an Accelerate config, every key filled in: what accelerate.yaml of a run holds."""
-    file: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(sharding.layout, "FSDP"),
-        "mixed_precision": sharding.mixed_precision,
-        "num_machines": 1,
-        "num_processes": ranks,
-        "use_cpu": sharding.use_cpu,
-    }
-    if not sharding.is_fsdp:
-        return file | {"fsdp_config": {"fsdp_activation_checkpointing": sharding.activation_checkpointing}}
-    fsdp: dict[str, Any] = {
-        "fsdp_version": 2 if sharding.layout == "fsdp2" else 1,
-        "fsdp_auto_wrap_policy": sharding.wrapping,
-        "fsdp_activation_checkpointing": sharding.activation_checkpointing,
-        "fsdp_offload_params": sharding.cpu_offload,
-        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
-    }
-    if sharding.wrap_classes:
-        fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(sharding.wrap_classes)
-    if sharding.wrapping == "SIZE_BASED_WRAP":
-        fsdp["fsdp_min_num_params"] = sharding.min_num_params
-    if sharding.layout == "fsdp1":
-        fsdp |= {"fsdp_sharding_strategy": sharding.strategy, "fsdp_forward_prefetch": sharding.forward_prefetch}
-    else:
-        fsdp["fsdp_reshard_after_forward"] = sharding.strategy != "SHARD_GRAD_OP"
-    file["fsdp_config"] = fsdp
-    if sharding.replicate_size and sharding.shard_size:
-        file["parallelism_config"] = {
-            "parallelism_config_dp_replicate_size": sharding.replicate_size,
-            "parallelism_config_dp_shard_size": sharding.shard_size,
-        }
-    return file

@@ -85,11 +85,10 @@ UNSUPPORTED = {
     "activation_checkpointing_offload": "not supported here; remove the key",
 }
 MESH_KEYS = {
-    "dp_replicate_size": "PARALLELISM_CONFIG_DP_REPLICATE_SIZE",
-    "dp_shard_size": "PARALLELISM_CONFIG_DP_SHARD_SIZE",
+    key: f"PARALLELISM_CONFIG_{key.upper()}"
+    for key in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 }
-# Meshes that are not supported: accepted at size 1, where they ask for nothing, with the keys that describe them.
-OTHER_MESHES = {"tp_size": "tensor parallelism", "cp_size": "context parallelism", "sp_size": "sequence parallelism"}
+# Accepted without effect: sequences are divided by one method here, whatever the backend that a file names.
 OTHER_MESH_KEYS = frozenset(
     [
         "cp_backend",
@@ -133,10 +132,8 @@ def read_file(path: Path) -> Settings:
         if values[key]:
             problems.append(f"{where[key]}: {key}: {OTHER_SECTIONS[key]}")
     fsdp = _read_section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
-    mesh_keys = {*MESH_KEYS, *OTHER_MESHES, *OTHER_MESH_KEYS}
+    mesh_keys = {*MESH_KEYS, *OTHER_MESH_KEYS}
     mesh = _read_section(values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems)
-    for key in OTHER_MESHES.keys() & mesh.keys():
-        problems += _refuse_mesh(where["parallelism_config"], f"parallelism_config_{key}", key, mesh[key])
     distributed_type = str(values.get("distributed_type", "NO")).upper()
     if distributed_type not in DISTRIBUTED_TYPES:
         reason = OTHER_TYPES.get(distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}")
@@ -190,14 +187,6 @@ def _with_translation(settings: Settings, translation: Translation) -> Settings:
     )
 
 
-def _refuse_mesh(where: str, name: str, key: str, size: Any) -> list[str]:
-    if str(size) in ("1", "None"):
-        return []
-    return [
-        f"{where}: {name}: {size}: {OTHER_MESHES[key]} is not supported; set it to 1, the ranks then shard the model"
-    ]
-
-
 def _read_section(
     values: dict[str, Any], name: str, prefix: str, known: set[str], where: dict[str, str], problems: list[str]
 ) -> dict[str, Any]:
@@ -237,10 +226,6 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         return environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"
 
     problems = [f"{source}: {OTHER_TYPES[name]}" for name in OTHER_TYPES if asks_for(name)]
-    if asks_for("PARALLELISM_CONFIG"):
-        for key in OTHER_MESHES:
-            name = f"PARALLELISM_CONFIG_{key.upper()}"
-            problems += _refuse_mesh(source, name, key, environ.get(name, "1"))
     if problems:
         raise UserError.of(problems)
     precision, use_cpu = environ.get("ACCELERATE_MIXED_PRECISION", "no"), asks_for("CPU")
@@ -251,7 +236,8 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh)
         return _with_translation(settings, translate_deepspeed(section, source, precision))
     if not asks_for("FSDP"):
-        return None
+        divided = [key for key in ("tp_size", "cp_size", "sp_size") if str(mesh.get(key, "1")) != "1"]
+        return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh) if divided else None
     fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
     version = str(fsdp.get("version", "1"))
     # The launcher exports both of these whatever the version; each version reads one.

@@ -8,7 +8,8 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismC
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.mesh import FSDP, REPLICATE, make_mesh
+from finetune.distributed.sharding import Sharding
 
 
 def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
@@ -23,18 +24,29 @@ def make_accelerator(sharding: Sharding, device: torch.device) -> Accelerator:
         # Accelerate raises a distributed type to FSDP only from a GPU-like one; MULTI_CPU would train plain DDP.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
         PartialState._shared_state["device"] = device
-    return Accelerator(
+    accelerator = Accelerator(
         cpu=on_cpu,
         mixed_precision=sharding.mixed_precision,
         fsdp_plugin=_fsdp_plugin(sharding) if sharding.is_fsdp else None,
-        parallelism_config=_parallelism_config(sharding),
     )
+    # Accelerate's own mesh refuses ranks that divide tensors alone, and its sequence parallelism is DeepSpeed's.
+    mesh = make_mesh(sharding, device.type)
+    if mesh is not None:
+        accelerator.state.device_mesh = mesh
+        accelerator.state.parallelism_config = _MeshOfFsdp(sharding)
+    return accelerator
 
 
-def _parallelism_config(sharding: Sharding) -> Any:
-    if sharding.layout != "fsdp2" or sharding.strategy != "HYBRID_SHARD":
-        return None
-    return ParallelismConfig(dp_replicate_size=sharding.replicate_size, dp_shard_size=sharding.shard_size)
+class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
+    """Names for Accelerate the dimensions of our mesh over which FSDP replicates and shards."""
+
+    def __init__(self, sharding: Sharding) -> None:
+        super().__init__()
+        self.is_replicated = (sharding.replicate_size or 1) > 1
+
+    @property
+    def fsdp_dim_names(self) -> list[str]:
+        return [REPLICATE, FSDP] if self.is_replicated else [FSDP]
 
 
 def _fsdp_plugin(sharding: Sharding) -> Any:

@@ -12,8 +12,8 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.fsdp1 import shard_as_fsdp1
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 

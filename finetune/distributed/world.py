@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from finetune.constants import count_cores
-from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
 from finetune.distributed.peers import this_process, watch_peers
+from finetune.distributed.sharding import Sharding
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
 
 if TYPE_CHECKING:
@@ -24,6 +24,16 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRank:
+    """Which of the step's rows are this rank's: those of `rank` among `size`."""
+
+    rank: int
+    size: int
+    local_rank: int  # on this node, of all ranks
+    device: torch.device
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +68,14 @@ class World:
         return self.rank % self.shard_group_size
 
     @property
+    def data_parallel(self) -> "DataParallelRank":
+        """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of them."""
+        shared = self.sharding.ranks_per_batch
+        return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device)
+
+    @property
     def mesh(self) -> "DeviceMesh | None":
-        """The mesh (replicate x shard) of hybrid sharding under FSDP2; None where the world is one dimension."""
+        """The mesh of `mesh.make_mesh`; None where the world is one dimension."""
         mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
         return mesh
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.optim.adafactor import Adafactor
 from finetune.optim.adamw_bf16 import AdamWBf16Moments

@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+from math import prod
 
 from finetune.distributed.accelerate_config import find_sharding, read_sharding
 from finetune.errors import UserError
@@ -44,6 +45,6 @@ def _assume_ranks(recipe: Recipe, config: str | None) -> int:
     """Without --num-processes: the product of the mesh's sizes where the file gives them, one rank for a single process,
     else as many as a node commonly has."""
     sharding = find_sharding(config, recipe.run.accelerate_config, {})
-    if sharding.replicate_size and sharding.shard_size:
-        return sharding.replicate_size * sharding.shard_size
+    if sharding.mesh_sizes is not None:
+        return prod(sharding.mesh_sizes.values())
     return 1 if sharding.layout == "single" else 8

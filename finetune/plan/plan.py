@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from finetune.constants import grow_rows
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.architecture import Architecture, find_config, read_architecture

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Literal
 
 from finetune.constants import ITEMSIZE, ROUND_TOKENS, compute_dtype, compute_global_batch_size
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
@@ -121,6 +121,11 @@ class RunSpec:
         return "adapters off" if lora.use_peft and not lora.modules_to_save else "stored"
 
     @property
+    def data_ranks(self) -> int:
+        """The number of ranks, or of groups of ranks, that train on rows of their own."""
+        return self.ranks // self.sharding.ranks_per_batch
+
+    @property
     def rows(self) -> int:
         """Rows in a micro-batch on one rank."""
         return self.recipe.batch.per_device_train_batch_size
@@ -134,7 +139,7 @@ class RunSpec:
     @property
     def global_batch_size(self) -> int:
         """Rows in an optimizer step over all ranks."""
-        return compute_global_batch_size(self.recipe.batch, self.ranks)
+        return compute_global_batch_size(self.recipe.batch, self.data_ranks)
 
     @property
     def tokens_per_step(self) -> int:
@@ -144,7 +149,7 @@ class RunSpec:
     @property
     def accumulation(self) -> int:
         """Micro-batches in a step on one rank; the last may contain filler rows."""
-        return -(-self.global_batch_size // (self.rows * self.ranks))
+        return -(-self.global_batch_size // (self.rows * self.data_ranks))
 
 
 def count_multiplied(architecture: Architecture) -> int:

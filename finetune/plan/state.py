@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import prod
 
 from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.plan.architecture import Architecture
 from finetune.plan.parts import TensorShape
 from finetune.recipe.module_patterns import (

@@ -10,7 +10,7 @@ from finetune.errors import UserError
 from finetune.recipe.markers import ModulePatterns, Positive, SameOnResume
 
 if TYPE_CHECKING:
-    from finetune.distributed.accelerate_config import Sharding
+    from finetune.distributed.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

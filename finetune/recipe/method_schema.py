@@ -10,7 +10,7 @@ from finetune.errors import UserError
 from finetune.recipe.markers import FileOrName, SameOnResume
 
 if TYPE_CHECKING:
-    from finetune.distributed.accelerate_config import Sharding
+    from finetune.distributed.sharding import Sharding
 
 RowKind = Literal["answers", "pairs", "ratings"]
 # Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.

@@ -11,7 +11,7 @@ from finetune.recipe.lora_schema import Quantization
 from finetune.recipe.method_schema import Method
 
 if TYPE_CHECKING:
-    from finetune.distributed.accelerate_config import Sharding
+    from finetune.distributed.sharding import Sharding
 
 BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
 NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant

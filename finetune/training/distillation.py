@@ -11,7 +11,7 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import refuse_other_tokenizer
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.models.teacher import Teacher
 from finetune.pretrained_config import check_config, load_config, refuse_quantized_experts

@@ -28,7 +28,7 @@ def print_dry_run(recipe: Recipe, world: World) -> None:
     check_config(config, recipe.model, recipe.data, len(tokenizer))
     check_teacher(recipe, tokenizer, world.sharding)
     recipe = complete_quantization(recipe, config, world.sharding)
-    data = prepare_data(recipe, tokenizer, world)
+    data = prepare_data(recipe, tokenizer, world.data_parallel)
     if world.is_main:
         print_plan(recipe, world, data)
     leave(world)

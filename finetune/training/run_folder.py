@@ -16,8 +16,8 @@ from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
 from finetune.constants import count_cores, read_versions
 from finetune.data.renderer import asks_for_date
-from finetune.distributed.accelerate_config import Sharding, to_accelerate_config
 from finetune.distributed.collective import RankGroup
+from finetune.distributed.sharding import Sharding, to_accelerate_config
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError

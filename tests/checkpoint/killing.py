@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 from finetune.checkpoint import resume as resuming
 from finetune.checkpoint import retention, shards
 from finetune.checkpoint import save as saving
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import join, leave
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe

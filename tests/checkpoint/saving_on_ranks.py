@@ -20,7 +20,7 @@ from finetune.checkpoint import manifest, retention, shards
 from finetune.checkpoint import save as saving
 from finetune.checkpoint.resume import load
 from finetune.checkpoint.save import Saver
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.progress import Progress

@@ -15,7 +15,7 @@ from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.cli import summarize_checkpoints
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.progress import Progress

@@ -13,7 +13,7 @@ from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.cli import format_list, summarize_checkpoints
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe

@@ -17,8 +17,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
-from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import parallelize
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe

@@ -8,11 +8,13 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, Sharding, read_sharding, to_accelerate_config
+from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
+from finetune.distributed.sharding import Sharding, to_accelerate_config
 from finetune.errors import UserError
 from tests.ranks import run_command
 
 Write = Callable[..., str]
+FOUR = {"WORLD_SIZE": "4"}
 FSDP2: dict[str, Any] = {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
 
 
@@ -157,8 +159,21 @@ def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
     key = f"parallelism_config_{mesh}"
     sizes = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_comm_strategy": "allgather"}
     assert read_sharding(write(fsdp_config=FSDP2, parallelism_config=sizes | {key: 1}), None, {"WORLD_SIZE": "2"})
-    said = refusal(write(fsdp_config=FSDP2, parallelism_config=sizes | {key: 2}))
-    assert f"{key}: 2: " in said and "parallelism is not supported" in said
+    divided = sizes | {key: 2}
+    assert "parallelism is not supported" in refusal(write(fsdp_config=FSDP2, parallelism_config=divided), FOUR)
+    said = refusal(write(fsdp_config=FSDP2, parallelism_config=divided))
+    assert f"dp_shard_size 2 x {mesh.replace('cp', 'sp')} 2 = 4, but 2 ranks were launched" in said
+    said = refusal(write(distributed_type="MULTI_GPU", parallelism_config=divided), FOUR)
+    assert f"{mesh}: 2 needs FSDP2; set distributed_type: FSDP and fsdp_version: 2" in said
+
+
+def test_a_rows_tokens_are_divided_by_one_key(write: Write) -> None:
+    sizes = {"parallelism_config_cp_size": 2, "parallelism_config_sp_size": 2, "parallelism_config_tp_size": 0}
+    said = refusal(write(fsdp_config=FSDP2, parallelism_config=sizes), FOUR)
+    assert "cp_size: 2 and sp_size: 2 both divide the tokens of a row; set one of them to 1" in said
+    del sizes["parallelism_config_sp_size"]
+    said = refusal(write(fsdp_config=FSDP2, parallelism_config=sizes), FOUR)
+    assert "tp_size: 0 does not fit; at least 1" in said
 
 
 @pytest.mark.parametrize(
@@ -171,9 +186,9 @@ def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported"),
         (
             {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
-            "context parallelism is not",
+            "cp_size: 2 needs FSDP2",
         ),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor parallelism is not"),
+        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2 needs FSDP2"),
     ],
 )
 def test_what_only_the_launchers_environment_asks_for_is_refused(environ: dict[str, str], named: str) -> None:
@@ -195,7 +210,8 @@ def test_every_published_accelerate_file_is_read_or_refused_in_a_sentence(shared
     refused = set()
     for path in sorted(folder.iterdir()):
         try:
-            read_sharding(str(path), None, {"WORLD_SIZE": "8"} if "NO" not in path.read_text() else {})
+            launched = re.search(r"^num_processes: *(\d+)", path.read_text(), re.MULTILINE)
+            read_sharding(str(path), None, {"WORLD_SIZE": launched[1] if launched else "8"})
         except UserError as error:
             refused.add(path.name)
             assert ("did you mean" not in str(error) and "is not supported" in str(error)) or "invalid" in path.name

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.distributed.accelerate_config import Sharding, read_sharding
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
+from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
 from tests.ranks import run_command

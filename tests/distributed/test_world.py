@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.distributed import world
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import join
 from finetune.errors import UserError
 from tests.ranks import run_command, run_python

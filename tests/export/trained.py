@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.checkpoint.save import Saver
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.optimizer import build_optimizer

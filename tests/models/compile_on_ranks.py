@@ -17,7 +17,7 @@ from torch._guards import CompileContext
 
 from finetune.data.collate import MicroBatch, make_filler
 from finetune.data.examples import Prompt
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models import attention, load
 from finetune.models.layers import compile_layers

@@ -18,9 +18,9 @@ from finetune.checkpoint.save import Saver
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import load_tokenizer
-from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.gradients import clip_gradients
 from finetune.distributed.parallelize import count_wrapped_units
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model

@@ -17,8 +17,8 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from finetune.distributed.accelerate_config import Sharding
 from finetune.distributed.parallelize import Slices, Values, unwrap
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models import load, quantized_linear
 from finetune.models.load import load_model

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.export.logits_check import check_streamed_logits

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from finetune.distributed.accelerate_config import Layout, MixedPrecision, Sharding
+from finetune.distributed.sharding import Layout, MixedPrecision, Sharding
 from finetune.models.experts import choose_experts_implementation
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.layers import checkpoint_activations, compile_layers, decoder_layers, use_liger_kernels

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model

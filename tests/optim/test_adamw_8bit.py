@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.snapshot import allocate_on_host, dequantize, is_quantized
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.optim.optimizer import build_optimizer, check_optimizer
 from finetune.recipe.schema import Optimization

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.plan.architecture import read_architecture
 from finetune.plan.run_spec import RunSpec
 from finetune.recipe.schema import Batch, Data, Lora, Model, Optimization, Recipe

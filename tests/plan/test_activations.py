@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.distributed.accelerate_config import MixedPrecision, Sharding
+from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.models.attention import install_attention
 from finetune.models.layers import checkpoint_activations
 from finetune.models.lora import add_adapters

@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.accelerate_config import MixedPrecision, Sharding
+from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.models.attention import install_attention
 from finetune.models.layers import checkpoint_activations
 from finetune.models.log_probabilities import linear_log_probabilities

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from finetune.cli import main
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.plan.architecture import read_architecture
 from finetune.plan.memory import loss_bytes, plan_phases

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.cli import main
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from finetune.checkpoint.inputs import find_changed_inputs, fingerprint_inputs
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe

@@ -10,7 +10,7 @@ import torch
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import make_filler
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.adamw_bf16 import AdamWBf16Moments

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch, make_filler
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.models.head_chunks import LogitTransform
 from finetune.models.loss import CrossEntropyHead

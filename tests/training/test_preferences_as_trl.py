@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.models.attention import install_attention
 from finetune.models.loss import install_loss

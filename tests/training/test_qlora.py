@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.checkpoint.inputs import hash_base
 from finetune.checkpoint.resume import load
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import join, leave
 from finetune.export.export import export
 from finetune.models.load import load_model

@@ -143,7 +143,7 @@ def test_replicas_that_are_not_equal_stop_the_run_and_are_not_saved(layout: str,
 def test_the_position_within_the_shard_group(layout: dict[str, Any], ranks: int, expected: list[int]) -> None:
     import torch
 
-    from finetune.distributed.accelerate_config import Sharding
+    from finetune.distributed.sharding import Sharding
     from finetune.distributed.world import World
 
     def world(rank: int) -> World:  # two ranks a node

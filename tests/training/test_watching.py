@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from finetune.constants import read_versions
-from finetune.distributed.accelerate_config import Sharding
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe

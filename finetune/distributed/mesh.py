@@ -1,0 +1,22 @@
+"""The device mesh: ranks arranged by what they divide between them. Neighbors divide a tensor, their groups a row's tokens.
+
+From the outermost dimension, as Accelerate orders them: replicas, shards, sequences, tensors. FSDP shards parameters over the
+ranks of shards and sequences together, since each of them has gradients of tokens of its own.
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from finetune.distributed.sharding import Sharding
+
+REPLICATE, SHARD, SEQUENCE, TENSOR = "dp_replicate", "dp_shard", "sp", "tp"
+FSDP = "fsdp"  # SHARD and SEQUENCE, flattened
+
+
+def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
+    """The mesh of all ranks, which call it together; None where the world is one dimension."""
+    sizes = sharding.mesh_sizes
+    if sizes is None or all(size == 1 for key, size in sizes.items() if key != "dp_shard_size"):
+        return None
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=(REPLICATE, SHARD, SEQUENCE, TENSOR))
+    mesh[SHARD, SEQUENCE]._flatten(FSDP)
+    return mesh

@@ -1,0 +1,120 @@
+"""The layout of a run as one value: what an Accelerate file says, interpreted. Torch-free."""
+
+from dataclasses import dataclass
+from math import prod
+from typing import Any, Literal
+
+from finetune.errors import UserError
+
+Layout = Literal["fsdp2", "fsdp1", "ddp", "single"]
+Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
+Wrapping = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
+MixedPrecision = Literal["no", "fp16", "bf16"]
+
+DEFAULT_MIN_NUM_PARAMS = 100_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sharding:
+    """How parameters, gradients and optimizer state are distributed, and the precision of the computation.
+
+    Read from an Accelerate YAML, or from the environment that the launcher made of one; `source` names it.
+    """
+
+    layout: Layout
+    mixed_precision: MixedPrecision = "no"
+    strategy: Strategy = "FULL_SHARD"  # under HYBRID_SHARD: shards in groups of shard_size, replicas of those
+    replicate_size: int | None = None  # ranks; None: FSDP1 takes the nodes
+    shard_size: int | None = None  # ranks; None: FSDP1 takes the ranks of a node
+    sequence_parallel_size: int = 1  # ranks that divide the tokens of a row between them
+    tensor_parallel_size: int = 1  # ranks that divide the matrices of a layer between them
+    wrapping: Wrapping = "TRANSFORMER_BASED_WRAP"
+    wrap_classes: tuple[str, ...] = ()  # empty: inferred from the model
+    min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit, where wrapping is by size
+    activation_checkpointing: bool = False
+    cpu_offload: bool = False
+    forward_prefetch: bool = False  # FSDP1 only
+    use_cpu: bool = False
+    num_machines: int = 1
+    source: str = "a plain launch (no Accelerate file)"
+    translated: tuple[str, ...] = ()  # lines: what a DeepSpeed file asks for, and what does the same here
+    asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that a DeepSpeed file gives for it)
+
+    @property
+    def is_fsdp(self) -> bool:
+        return self.layout in ("fsdp1", "fsdp2")
+
+    @property
+    def ranks_per_batch(self) -> int:
+        """Ranks that train on the same rows: they divide their tokens or the layers' matrices between them."""
+        return self.sequence_parallel_size * self.tensor_parallel_size
+
+    @property
+    def mesh_sizes(self) -> dict[str, int] | None:
+        """The mesh's dimensions from the outermost, by the Accelerate file's keys; None where the ranks are not divided so."""
+        sizes = {
+            "dp_replicate_size": self.replicate_size or 1,
+            "dp_shard_size": self.shard_size or 1,
+            "sp_size": self.sequence_parallel_size,
+            "tp_size": self.tensor_parallel_size,
+        }
+        is_divided = self.layout == "fsdp2" and (self.shard_size is not None or prod(sizes.values()) > 1)
+        return sizes if is_divided else None
+
+
+def refuse_impossible(sharding: Sharding, ranks: int) -> None:
+    """Raises `UserError` for a layout that is impossible on `ranks` processes."""
+    where = sharding.source
+    if sharding.layout == "single" and ranks > 1:
+        raise UserError(
+            f"{where}: this layout is for one process, but {ranks} were launched; launch one, or use ddp or an fsdp config"
+        )
+    if sharding.strategy == "HYBRID_SHARD" and ranks == 1:
+        raise UserError(f"{where}: hybrid sharding needs at least 2 ranks, but 1 was launched; use fsdp_full_shard")
+    sizes = sharding.mesh_sizes
+    if sizes is not None and prod(sizes.values()) != ranks:
+        named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key == "dp_shard_size")
+        raise UserError(
+            f"{where}: {named} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
+            f"set the sizes so that their product is {ranks}"
+        )
+    for size, what in ((sharding.sequence_parallel_size, "sequence"), (sharding.tensor_parallel_size, "tensor")):
+        if size > 1:
+            raise UserError(
+                f"{where}: {what} parallelism is not supported; set its size to 1, the ranks then shard the model"
+            )
+
+
+def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
+    """The layout as an Accelerate config, every key filled in: what accelerate.yaml of a run holds."""
+    file: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(sharding.layout, "FSDP"),
+        "mixed_precision": sharding.mixed_precision,
+        "num_machines": 1,
+        "num_processes": ranks,
+        "use_cpu": sharding.use_cpu,
+    }
+    if not sharding.is_fsdp:
+        return file | {"fsdp_config": {"fsdp_activation_checkpointing": sharding.activation_checkpointing}}
+    fsdp: dict[str, Any] = {
+        "fsdp_version": 2 if sharding.layout == "fsdp2" else 1,
+        "fsdp_auto_wrap_policy": sharding.wrapping,
+        "fsdp_activation_checkpointing": sharding.activation_checkpointing,
+        "fsdp_offload_params": sharding.cpu_offload,
+        "fsdp_state_dict_type": "SHARDED_STATE_DICT",
+    }
+    if sharding.wrap_classes:
+        fsdp["fsdp_transformer_layer_cls_to_wrap"] = ",".join(sharding.wrap_classes)
+    if sharding.wrapping == "SIZE_BASED_WRAP":
+        fsdp["fsdp_min_num_params"] = sharding.min_num_params
+    if sharding.layout == "fsdp1":
+        fsdp |= {"fsdp_sharding_strategy": sharding.strategy, "fsdp_forward_prefetch": sharding.forward_prefetch}
+    else:
+        fsdp["fsdp_reshard_after_forward"] = sharding.strategy != "SHARD_GRAD_OP"
+    file["fsdp_config"] = fsdp
+    if sharding.mesh_sizes is not None:  # cp_size, since Accelerate itself takes sp_size with DeepSpeed only
+        file["parallelism_config"] = {
+            f"parallelism_config_{key.replace('sp_size', 'cp_size')}": size for key, size in sharding.mesh_sizes.items()
+        }
+    return file
