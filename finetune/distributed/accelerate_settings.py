@@ -126,6 +126,8 @@ def read_file(path: Path) -> Settings:
         raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
     if "zero_optimization" in values:  # DeepSpeed's own file
         return _read_deepspeed_file(path)
+    if values.get("compute_environment") == "AMAZON_SAGEMAKER":
+        raise UserError(f"{where['compute_environment']}: SageMaker is not supported; use a file for LOCAL_MACHINE")
     for key in values.keys() - LAUNCHER_KEYS - OUR_KEYS - OTHER_SECTIONS.keys():
         problems.append(f"{where[key]}: {key}: {_explain_unknown_key(key)}")
     for key in values.keys() & OTHER_SECTIONS.keys():
@@ -134,7 +136,7 @@ def read_file(path: Path) -> Settings:
     fsdp = _read_section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
     mesh_keys = {*MESH_KEYS, *OTHER_MESH_KEYS}
     mesh = _read_section(values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems)
-    distributed_type = str(values.get("distributed_type", "NO")).upper()
+    distributed_type = str(values.get("distributed_type") or "NO").upper()  # YAML 1.1 reads a bare NO as false
     if distributed_type not in DISTRIBUTED_TYPES:
         reason = OTHER_TYPES.get(distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}")
         problems.append(f"{where['distributed_type']}: distributed_type: {distributed_type}: {reason}")

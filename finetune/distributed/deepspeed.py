@@ -251,6 +251,8 @@ class _DeepspeedReader:
         for key, value in _parameters(section):
             if key in OPTIMIZER_IN_RECIPE:
                 self._read_number(key, value, OPTIMIZER_IN_RECIPE)
+            elif key == "torch_adam" or (key == "adam_w_mode" and value is True):  # both are torch's AdamW here
+                self._ignored.append(f"optimizer.params.{key}")
             elif not _is_auto(value):
                 self._refuse(
                     f"optimizer.params.{key}", "the recipe's keys set the optimizer; remove it, or set it to auto"
