@@ -11,48 +11,10 @@ from typing import Any
 
 from finetune.distributed.deepspeed import VARIABLES, Translation, translate_deepspeed
 from finetune.errors import UserError
+from finetune.recipe.hints import ACCELERATE_KEYS
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.yaml_file import read_entries
 
-# Top-level keys for Accelerate's launcher alone.
-LAUNCHER_KEYS = frozenset(
-    [
-        "compute_environment",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "main_training_function",
-        "num_processes",
-        "rdzv_backend",
-        "rdzv_conf",
-        "same_network",
-        "debug",
-        "downcast_bf16",
-        "enable_cpu_affinity",
-        "gpu_ids",
-        "tpu_env",
-        "tpu_use_cluster",
-        "tpu_use_sudo",
-        "tpu_name",
-        "tpu_zone",
-        "commands",
-        "command_file",
-        "num_cpu_threads_per_process",
-        "max_restarts",
-        "monitor_interval",
-    ]
-)
-OUR_KEYS = frozenset(
-    [
-        "distributed_type",
-        "mixed_precision",
-        "use_cpu",
-        "fsdp_config",
-        "parallelism_config",
-        "deepspeed_config",
-        "num_machines",
-    ]
-)
 # Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
 OTHER_SECTIONS = {
     "megatron_lm_config": "Megatron-LM is not supported; use an FSDP config",
@@ -128,7 +90,7 @@ def read_file(path: Path) -> Settings:
         return _read_deepspeed_file(path)
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{where['compute_environment']}: SageMaker is not supported; use a file for LOCAL_MACHINE")
-    for key in values.keys() - LAUNCHER_KEYS - OUR_KEYS - OTHER_SECTIONS.keys():
+    for key in values.keys() - ACCELERATE_KEYS - OTHER_SECTIONS.keys():
         problems.append(f"{where[key]}: {key}: {_explain_unknown_key(key)}")
     for key in values.keys() & OTHER_SECTIONS.keys():
         if values[key]:
@@ -213,7 +175,7 @@ def _read_section(
 def _explain_unknown_key(key: str) -> str:
     if key in recipe_keys():
         return "a recipe's key, and this is an Accelerate config; move it to the recipe"
-    close = difflib.get_close_matches(key, LAUNCHER_KEYS | OUR_KEYS, n=1)
+    close = difflib.get_close_matches(key, ACCELERATE_KEYS, n=1)
     return f"no such key; did you mean {close[0]}?" if close else "no such key of an Accelerate config; remove it"
 
 

@@ -8,20 +8,39 @@ from finetune.recipe.keys import Key
 from finetune.recipe.other_tools import FLAT_TOOLS
 from finetune.recipe.schema import SECTIONS, DatasetSource
 
+# Top-level keys of an Accelerate file; after the first seven, those that are for its launcher alone.
 ACCELERATE_KEYS = frozenset(
     [
-        "compute_environment",
         "distributed_type",
         "mixed_precision",
         "use_cpu",
+        "num_machines",
         "fsdp_config",
         "parallelism_config",
         "deepspeed_config",
-        "num_processes",
-        "num_machines",
+        "compute_environment",
         "machine_rank",
         "main_process_ip",
         "main_process_port",
+        "main_training_function",
+        "num_processes",
+        "rdzv_backend",
+        "rdzv_conf",
+        "same_network",
+        "debug",
+        "downcast_bf16",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "tpu_env",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "tpu_name",
+        "tpu_zone",
+        "commands",
+        "command_file",
+        "num_cpu_threads_per_process",
+        "max_restarts",
+        "monitor_interval",
     ]
 )
 
