@@ -2,6 +2,10 @@
 
 from importlib.util import find_spec
 
-NEEDS = {"finetune/optim/adamw_8bit.py": "torchao", "finetune/inference/harness.py": "lm_eval"}
+NEEDS = {
+    "finetune/optim/adamw_8bit.py": "torchao",
+    "finetune/models/fp8_linear.py": "torchao",
+    "finetune/inference/harness.py": "lm_eval",
+}
 
 collect_ignore = [module for module, package in NEEDS.items() if not find_spec(package)]

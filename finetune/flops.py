@@ -43,6 +43,7 @@ PEAK_FLOPS = {
     "MI300X": 1307e12,
     "MI250X": 191e12,
 }
+FP8_SPEEDUP = 2  # of the dense peak, on every device above that multiplies in FP8
 FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
@@ -56,6 +57,25 @@ def flop_per_token(
     True
     """
     return float(6 * parameters - 2 * frozen + 12 * layers * heads * head_size * length)
+
+
+def fp8_share_of(flop_per_token: float, *, trained: int = 0, frozen: int = 0, weight_gradients: bool = True) -> float:
+    """The share of the FLOP of a token that are multiplied in FP8: by so many `trained` and `frozen` weights, forward and
+    backward. `weight_gradients`: those of the trained ones too.
+
+    >>> fp8_share_of(12e9, trained=10**9), fp8_share_of(12e9, trained=10**9, weight_gradients=False)
+    (0.5, 0.3333333333333333)
+    """
+    return ((6 if weight_gradients else 4) * trained + 4 * frozen) / flop_per_token
+
+
+def mix_peaks(peak: float, fp8_share: float) -> float:
+    """FLOP per second at the peaks of bf16 (`peak`) and FP8 together, of FLOP of which `fp8_share` are in FP8.
+
+    >>> mix_peaks(989e12, 0.0) / 1e12, mix_peaks(989e12, 1.0) / 1e12
+    (989.0, 1978.0)
+    """
+    return peak / (1 - fp8_share + fp8_share / FP8_SPEEDUP)
 
 
 def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen: int = 0) -> float:

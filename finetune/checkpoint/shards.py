@@ -31,7 +31,7 @@ from finetune.checkpoint.manifest import MODEL
 from finetune.checkpoint.snapshot import dequantize, is_quantized
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
-from finetune.distributed.parallelize import tied_names, unwrap
+from finetune.distributed.parallelize import local_part, tied_names, unwrap
 from finetune.errors import UserError
 from finetune.models.lora import is_adapter
 from finetune.models.quantized_layers import quantized_layers
@@ -111,7 +111,7 @@ def list_shards(state: Mapping[str, torch.Tensor], part: str) -> list[TensorShar
 
 
 def _shards_of_dtensor(part: str, name: str, tensor: DTensor) -> list[TensorShard]:
-    local = tensor.to_local().detach()
+    local = local_part(tensor).detach()
     if local.numel() == 0 and tensor.numel() > 0:
         return []
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)

@@ -5,8 +5,10 @@ from dataclasses import dataclass
 from typing import Any, cast, get_args
 
 from finetune.distributed.accelerate_settings import MESH_KEYS, Settings, read_environment, read_file
+from finetune.distributed.fp8 import read_fp8, read_fp8_environment
 from finetune.distributed.sharding import (
     DEFAULT_MIN_NUM_PARAMS,
+    PLAIN_LAUNCH,
     Layout,
     MixedPrecision,
     Sharding,
@@ -48,8 +50,9 @@ def find_sharding(config: str | None, accelerate_config: str | None, environ: Ma
         sharding = _interpret(read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config")))
     else:
         processes = int(environ.get("WORLD_SIZE", "1"))
-        precision = cast(MixedPrecision, environ.get("ACCELERATE_MIXED_PRECISION", "no"))
-        sharding = Sharding(layout="ddp" if processes > 1 else "single", mixed_precision=precision)
+        precision, fp8 = environ.get("ACCELERATE_MIXED_PRECISION", "no"), read_fp8_environment(environ)
+        plain = Settings(PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8)
+        sharding = _interpret(plain)
     return sharding
 
 
@@ -63,9 +66,11 @@ def _interpret(settings: Settings) -> Sharding:
         if version not in ("1", "2"):
             problems.append(f"{settings.source}: fsdp_version: {version} is not a version; 1 or 2")
         layout = "fsdp1" if version == "1" else "fsdp2"
-    if settings.mixed_precision not in get_args(MixedPrecision):
+    is_fp8 = settings.mixed_precision == "fp8"
+    precision = "bf16" if is_fp8 else settings.mixed_precision
+    if precision not in get_args(MixedPrecision):
         problems.append(
-            f"{settings.source}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16 or fp16"
+            f"{settings.source}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16, fp16 or fp8"
         )
     sizes = {key: read.integer(key, settings.mesh) for key in MESH_KEYS}
     problems += _find_mesh_problems(settings, layout, sizes)
@@ -73,7 +78,8 @@ def _interpret(settings: Settings) -> Sharding:
     classes = classes.split(",") if isinstance(classes, str) else classes
     sharding = Sharding(
         layout=layout,
-        mixed_precision=cast(MixedPrecision, settings.mixed_precision),
+        mixed_precision=cast(MixedPrecision, precision),
+        fp8=read_fp8(settings.fp8, settings.source, problems) if is_fp8 else None,
         strategy=_strategy(layout, settings, read, problems),
         replicate_size=sizes["dp_replicate_size"],
         shard_size=sizes["dp_shard_size"],
@@ -182,6 +188,7 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
         "strategy",
         "mesh_sizes",
         "mixed_precision",
+        "fp8",
         "wrapping",
         "wrap_classes",
         "cpu_offload",

@@ -5,11 +5,12 @@ Accelerate itself ignores a mistyped key inside fsdp_config; here it is an error
 
 import difflib
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from finetune.distributed.deepspeed import VARIABLES, Translation, translate_deepspeed
+from finetune.distributed.fp8 import FP8_KEYS, OTHER_BACKEND_KEYS, read_fp8_environment
 from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS
 from finetune.recipe.keys import recipe_keys
@@ -18,7 +19,6 @@ from finetune.recipe.yaml_file import read_entries
 # Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
 OTHER_SECTIONS = {
     "megatron_lm_config": "Megatron-LM is not supported; use an FSDP config",
-    "fp8_config": "FP8 is not supported; mixed_precision: bf16",
     "dynamo_config": "set torch_compile: true in the recipe, and remove this section",
     "mpirun_config": "mpirun is not supported as a launcher; start the ranks with accelerate launch or torchrun",
     "ipex_config": "Intel's extension is not supported; remove this section",
@@ -74,6 +74,7 @@ class Settings:
     fsdp: dict[str, Any]
     mesh: dict[str, Any]
     num_machines: int = 1
+    fp8: dict[str, Any] = field(default_factory=dict)  # keys without prefixes
     translated: tuple[str, ...] = ()  # what was another engine's, and what became of it
     asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that the file gives for it)
 
@@ -98,6 +99,11 @@ def read_file(path: Path) -> Settings:
     fsdp = _read_section(values, "fsdp_config", "fsdp_", {*FSDP_KEYS, *SUPERSEDED, *UNSUPPORTED}, where, problems)
     mesh_keys = {*MESH_KEYS, *OTHER_MESH_KEYS}
     mesh = _read_section(values, "parallelism_config", "parallelism_config_", mesh_keys, where, problems)
+    fp8 = _read_section(values, "fp8_config", "fp8_", {*FP8_KEYS, *OTHER_BACKEND_KEYS}, where, problems)
+    if fp8 and values.get("mixed_precision") != "fp8":
+        problems.append(
+            f"{where['fp8_config']}: fp8_config: it needs mixed_precision: fp8; set that, or remove the section"
+        )
     distributed_type = str(values.get("distributed_type") or "NO").upper()  # YAML 1.1 reads a bare NO as false
     if distributed_type not in DISTRIBUTED_TYPES:
         reason = OTHER_TYPES.get(distributed_type, f"not supported; one of {', '.join(DISTRIBUTED_TYPES)}")
@@ -127,6 +133,7 @@ def read_file(path: Path) -> Settings:
         fsdp=fsdp,
         mesh=mesh,
         num_machines=int(machines),
+        fp8=fp8,
     )
     return settings if translation is None else _with_translation(settings, translation)
 
@@ -197,7 +204,7 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     mesh = mesh if asks_for("PARALLELISM_CONFIG") else {}
     if asks_for("DEEPSPEED"):
         section = {key: environ[variable] for key, variable in VARIABLES.items() if variable in environ}
-        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh)
+        settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=read_fp8_environment(environ))
         return _with_translation(settings, translate_deepspeed(section, source, precision))
     if not asks_for("FSDP"):
         divided = [key for key in ("tp_size", "cp_size", "sp_size") if str(mesh.get(key, "1")) != "1"]
@@ -209,4 +216,4 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
     if version == "2":
         fsdp.pop("forward_prefetch", None)
         fsdp.pop("use_orig_params", None)
-    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh)
+    return Settings(source, "FSDP", precision, use_cpu, fsdp, mesh, fp8=read_fp8_environment(environ))

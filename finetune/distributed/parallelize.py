@@ -149,6 +149,13 @@ def find_local_slices(tensor: torch.Tensor) -> Slices:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor that may be sharded. A weight that FSDP gathers in 8 bits lies inside a tensor of torchao's
+    own (fsdp_utils.py), which the state and the update have nothing to do with."""
+    local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return getattr(local, "_tensor", local)
+
+
 @contextmanager
 def _keep_recipe_dtype(world: World) -> Iterator[None]:
     """Where FSDP computes in mixed precision, Accelerate raises trained parameters to fp32. The recipe's `dtype` decides
@@ -197,7 +204,7 @@ def _materialize(
             parent, _, leaf = name.rpartition(".")
             model.get_submodule(parent)._buffers[leaf] = buffer.to(buffers_on)
         for name, parameter in model.named_parameters():
-            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            local = local_part(parameter)
             if local.numel() and name not in unfilled:
                 local.copy_(values(name, find_local_slices(parameter)))
 

@@ -1,9 +1,10 @@
 """The layout of a run as one value: what an Accelerate file says, interpreted. Torch-free."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Literal
 
+from finetune.distributed.fp8 import Fp8
 from finetune.errors import UserError
 
 Layout = Literal["fsdp2", "fsdp1", "ddp", "single"]
@@ -12,6 +13,7 @@ Wrapping = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 MixedPrecision = Literal["no", "fp16", "bf16"]
 
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
+PLAIN_LAUNCH = "a plain launch (no Accelerate file)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +24,8 @@ class Sharding:
     """
 
     layout: Layout
-    mixed_precision: MixedPrecision = "no"
+    mixed_precision: MixedPrecision = "no"  # under fp8 bf16: that of all that is not multiplied in FP8
+    fp8: Fp8 | None = None
     strategy: Strategy = "FULL_SHARD"  # under HYBRID_SHARD: shards in groups of shard_size, replicas of those
     replicate_size: int | None = None  # ranks; None: FSDP1 takes the nodes
     shard_size: int | None = None  # ranks; None: FSDP1 takes the ranks of a node
@@ -36,7 +39,7 @@ class Sharding:
     forward_prefetch: bool = False  # FSDP1 only
     use_cpu: bool = False
     num_machines: int = 1
-    source: str = "a plain launch (no Accelerate file)"
+    source: str = PLAIN_LAUNCH
     translated: tuple[str, ...] = ()  # lines: what a DeepSpeed file asks for, and what does the same here
     asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that a DeepSpeed file gives for it)
 
@@ -90,11 +93,13 @@ def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
     file: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": {"ddp": "MULTI_GPU", "single": "NO"}.get(sharding.layout, "FSDP"),
-        "mixed_precision": sharding.mixed_precision,
+        "mixed_precision": sharding.mixed_precision if sharding.fp8 is None else "fp8",
         "num_machines": 1,
         "num_processes": ranks,
         "use_cpu": sharding.use_cpu,
     }
+    if sharding.fp8 is not None:
+        file["fp8_config"] = {"backend": "AO"} | asdict(sharding.fp8)
     if not sharding.is_fsdp:
         return file | {"fsdp_config": {"fsdp_activation_checkpointing": sharding.activation_checkpointing}}
     fsdp: dict[str, Any] = {

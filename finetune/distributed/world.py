@@ -15,6 +15,7 @@ import torch.distributed as dist
 from finetune.constants import count_cores
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
+from finetune.distributed.fp8 import refuse_old_gpu
 from finetune.distributed.peers import this_process, watch_peers
 from finetune.distributed.sharding import Sharding
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
@@ -112,6 +113,13 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     _use_own_cores(device, sharding)
     if sharding.mixed_precision == "fp16" and device.type == "cpu":
         raise UserError(f"{sharding.source}: mixed_precision: fp16 does not train on a CPU; use bf16 or no")
+    if sharding.fp8 is not None and device.type == "cuda":
+        refuse_old_gpu(
+            sharding,
+            torch.cuda.get_device_name(device),
+            torch.cuda.get_device_capability(device),
+            bool(torch.version.hip),
+        )
     # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
     timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":

@@ -94,6 +94,10 @@ def load_model(
     if quantization.bits is not None:
         assert lora.use_peft, "a quantized base is frozen: the recipe reader requires adapters"
         unfilled = quantize_layers(built, quantization, frozen, stored)
+    if world.sharding.fp8 is not None:
+        from finetune.models.fp8_linear import multiply_in_fp8  # imports torchao
+
+        multiply_in_fp8(built, world.sharding)
     sharded = parallelize(built, values, world, unfilled)
     fill_quantized_layers(unwrap(sharded), base, stored, world)
     if model.torch_compile:

@@ -9,7 +9,7 @@ forward also runs over the documents as one text, which shows how much a leak ch
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -48,7 +48,7 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
     ids = (torch.arange(DOCUMENT + OTHER, device=world.device) * 7919 + 11) % plain.config.get_text_config().vocab_size
     text = torch.cat([ids, ids[:REPEATED]])[None]
     try:
-        with _evaluated(model, recipe.torch_compile):
+        with _evaluated(model, recipe.torch_compile), _unrounded(model, world):
             # A mask of ones: all three documents are one text to transformers.
             own = _forward(model, input_ids=text, attention_mask=torch.ones_like(text), use_cache=False)
             labels = own.result[0, :DOCUMENT].float().argmax(-1)  # where the loss depends most on a scale of the logits
@@ -133,6 +133,15 @@ def _difference(found: Tensor, truth: Tensor) -> float:
     found, truth = found.float(), truth.float()
     norms = truth.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)
     return float(((found - truth).norm(dim=-1) / norms).max())
+
+
+def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:
+    """Where linear layers multiply in FP8: within it they do so in the compute dtype."""
+    if world.sharding.fp8 is None:
+        return nullcontext()
+    from finetune.models.fp8_linear import without_fp8  # imports torchao
+
+    return without_fp8(model)
 
 
 @contextmanager

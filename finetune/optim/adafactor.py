@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune.optim.adamw_bf16 import load_state_unconverted, local_part
+from finetune.distributed.parallelize import local_part
+from finetune.optim.adamw_bf16 import load_state_unconverted
 
 EPSILON = 1e-30  # added to the square of the gradient
 CLIP_THRESHOLD = 1.0  # of the update's root mean square

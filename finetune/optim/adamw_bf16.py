@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from finetune.distributed.parallelize import local_part
 
 SLICE = 1 << 24  # elements updated at once where nothing fuses the update: bounds its fp32 temporaries to 64 MiB each
 
@@ -92,12 +93,6 @@ def update_(
     for start in range(0, flat[0].numel(), max(length, 1)):
         weights, gradient, mean, variance = (each[start : start + length] for each in flat)
         update(weights, gradient, mean, variance, rate, decay, correction, found_inf, beta1, beta2, settings["eps"])
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor that may be sharded."""
-    local: Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return local
 
 
 @cache

@@ -20,6 +20,7 @@ from finetune.plan.activations import (
     recomputed_bytes,
     working_bytes,
 )
+from finetune.plan.fp8_memory import fp8_bytes
 from finetune.plan.run_spec import RunSpec, split_into_units
 from finetune.plan.state import FP32, HEAD, State
 from finetune.plan.teacher_memory import meeting_bytes, teacher_forward, teachers_tail
@@ -43,7 +44,7 @@ class Snapshot:
     activations: int = 0
     loss: int = 0  # the chunk of logits, and the gradients that the loss computes in its forward
     communication: int = 0  # unsharded gradients that are being reduced
-    temporaries: int = 0  # of the optimizer; of a quantized base, what is dequantized
+    temporaries: int = 0  # of the optimizer; of a quantized base, what is dequantized; of FP8, what is cast
     slack: int = 0
     context: int = 0
 
@@ -131,6 +132,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     # The gradient of the merged experts, and the part of it that is being added (an expert's, in the shape of all).
     layer = {"temporaries": 2 * merged.largest}
     layer["temporaries"] += dequantized_bytes(spec, recomputes_layer=run.checkpoint_every is not None)
+    layer["temporaries"] += fp8_bytes(spec, tokens)
     yield replace(
         last, name="backward of the last layer", activations=all_kept + at_work, **held["last layer"], **layer
     )
@@ -145,11 +147,12 @@ def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
     """Bytes that the layout itself holds at each point: `gathered` units, and gradients in `communication`."""
     if not spec.sharding.is_fsdp:
         return _held_whole(spec)
-    u, size = split_into_units(spec.architecture, spec.tensors, spec.sharding), spec.computation.itemsize
+    u = split_into_units(spec.architecture, spec.tensors, spec.sharding, spec.fp8_gathered)
+    size = spec.computation.itemsize
     buffers = 2 if spec.shards > 1 else 1  # the unit in use, and an all-gather buffer: its own, or the next unit's
-    layers = size * u.layers.numel if u.stay_gathered else 0
-    layer = 0 if u.stay_gathered else size * u.layer.numel * buffers
-    tail, embedding = size * u.tail.numel, size * u.embedding.numel
+    layers = u.layers.gathered(size) if u.stay_gathered else 0
+    layer = 0 if u.stay_gathered else u.layer.gathered(size) * buffers
+    tail, embedding = u.tail.gathered(size), u.embedding.gathered(size)
     # The unit of a tied head stays gathered, and its gradient unreduced, until the backward of the embedding.
     waits = u.embedding.numel == 0
     tail_waits, tail_gradient_waits = (tail, size * u.tail.trained) if waits else (0, 0)
@@ -260,7 +263,7 @@ def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapsh
         name=name,
         activations=tokens * (evaluation_bytes(a, run) + rotary),
         loss=_chunk_bytes(spec, tokens),
-        temporaries=dequantized_bytes(spec) + merged.layer + merged.largest,
+        temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + merged.layer + merged.largest,
         **held_by_layout(spec)["evaluation"],
     )
 

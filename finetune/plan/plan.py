@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from finetune.constants import grow_rows
+from finetune.distributed.fp8 import refuse_unmultiplied
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.plan.advice import advise
@@ -64,7 +65,7 @@ def make_plan(
     if stored is not None:
         recipe = replace(recipe, quantization=stored)
     refuse_layout(recipe.method.method, sharding)
-    if sharding.layout == "fsdp1":  # elsewhere a plan needs no bitsandbytes
+    if sharding.layout == "fsdp1" or sharding.fp8 is not None:  # elsewhere a plan needs no bitsandbytes
         check_quantization(recipe.quantization, sharding)
     check_lora_layout(recipe.lora, sharding)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
@@ -77,6 +78,8 @@ def make_plan(
         grouped_attention=_torch_version() >= (2, 12),
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
     )
+    if sharding.fp8 is not None:
+        refuse_unmultiplied(sharding, architecture.model_type, architecture.mixture is not None, len(spec.fp8_weights))
     base_dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return Plan(
         spec=spec,

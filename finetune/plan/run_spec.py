@@ -1,11 +1,12 @@
 """What is planned: the model, the recipe, the layout and the number of ranks, and what follows from them directly."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
 from finetune.constants import ITEMSIZE, ROUND_TOKENS, compute_dtype, compute_global_batch_size
+from finetune.distributed.fp8 import gathers_fp8, is_multiplied_in_fp8
 from finetune.distributed.sharding import Sharding
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
@@ -53,6 +54,19 @@ class RunSpec:
         if self.teacher is None:
             return ()
         return list_frozen_tensors(self.teacher.architecture, ITEMSIZE[self.compute_dtype], self.teacher.quantization)
+
+    @cached_property
+    def fp8_weights(self) -> Mapping[str, int]:
+        """The weights that are multiplied in FP8 (models/fp8_linear.py), by name, with their numbers."""
+        if self.sharding.fp8 is None:
+            return {}
+        linears = [tensor for layer in range(self.architecture.layers) for tensor in self.architecture.linears(layer)]
+        return {tensor.name: tensor.numel for tensor in linears[1:] if is_multiplied_in_fp8(tensor.shape)}
+
+    @property
+    def fp8_gathered(self) -> frozenset[str]:
+        """The weights that FSDP gathers as 8-bit numbers."""
+        return frozenset(self.fp8_weights if gathers_fp8(self.sharding) else ())
 
     @property
     def teacher_bytes(self) -> int:
@@ -160,13 +174,18 @@ def count_multiplied(architecture: Architecture) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Numbers in one FSDP unit, which is gathered and freed together, and the trained ones among them."""
+    """Numbers in one FSDP unit, which is gathered and freed together, the trained ones among them, and those gathered in 8 bits."""
 
     numel: int
     trained: int
+    fp8: int = 0
 
     def __add__(self, other: "Unit") -> "Unit":
-        return Unit(self.numel + other.numel, self.trained + other.trained)
+        return Unit(self.numel + other.numel, self.trained + other.trained, self.fp8 + other.fp8)
+
+    def gathered(self, itemsize: int) -> int:
+        """Bytes of the gathered unit, whose other numbers have `itemsize` each."""
+        return itemsize * (self.numel - self.fp8) + self.fp8
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,15 +203,18 @@ class FsdpUnits:
     stay_gathered: bool  # layers remain gathered from forward to backward
 
 
-def split_into_units(architecture: Architecture, tensors: Sequence[StateTensor], sharding: Sharding) -> FsdpUnits:
-    """The FSDP units that a layout makes of a model."""
+def split_into_units(
+    architecture: Architecture, tensors: Sequence[StateTensor], sharding: Sharding, fp8: Container[str] = ()
+) -> FsdpUnits:
+    """The FSDP units that a layout makes of a model; `fp8`: the names of what is gathered in 8 bits."""
     widest, layers = architecture.widest_layer, Unit(0, 0)
-    embedding, one, tail = (_unit(tensors, name) for name in ("embedding", f"layer {widest}", "tail"))
+    embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
     if architecture.mixture is None:
-        layers = Unit(one.numel * architecture.layers, one.trained * architecture.layers)
+        count = architecture.layers
+        layers = Unit(one.numel * count, one.trained * count, one.fp8 * count)
     else:  # some layers may be dense
         for index in range(architecture.layers):
-            layers += _unit(tensors, f"layer {index}")
+            layers += _unit(tensors, f"layer {index}", fp8)
     if sharding.wrapping == "SIZE_BASED_WRAP":
         separate = sum(tensor.numel for tensor in architecture.layer(widest)) > sharding.min_num_params
     else:
@@ -208,6 +230,7 @@ def split_into_units(architecture: Architecture, tensors: Sequence[StateTensor],
     )
 
 
-def _unit(tensors: Sequence[StateTensor], name: str) -> Unit:
+def _unit(tensors: Sequence[StateTensor], name: str, fp8: Container[str]) -> Unit:
     own = [tensor for tensor in tensors if tensor.unit == name]
-    return Unit(sum(t.numel for t in own), sum(t.numel for t in own if t.trainable))
+    trained, in_fp8 = (t.numel for t in own if t.trainable), (t.numel for t in own if t.name in fp8)
+    return Unit(sum(t.numel for t in own), sum(trained), sum(in_fp8))

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
 from finetune.constants import frozen_dtype
-from finetune.flops import FORMULA, PEAK_FLOPS
+from finetune.flops import FORMULA
 from finetune.plan.advice import Advice
 from finetune.plan.disk import Disk, Host
 from finetune.plan.memory import Phase, Snapshot
@@ -60,7 +60,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             *_describe_teacher(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in sharding.translated),
-            f"precision  parameters {parameters}, compute {spec.compute_dtype}, gradients reduced in {spec.reduced_dtype}; "
+            f"precision  parameters {parameters}, compute {_name_computation(spec)}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
             *_describe_method(spec),
             f"batch      {spec.global_batch_size} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
@@ -68,6 +68,11 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             *([assumed] if ranks_assumed else []),
         ]
     )
+
+
+def _name_computation(spec: RunSpec) -> str:
+    fp8, share = spec.sharding.fp8, sum(spec.fp8_weights.values()) / spec.architecture.parameters
+    return spec.compute_dtype + (f" and FP8 ({fp8.recipe_name}; {share:.0%} of the weights)" if fp8 is not None else "")
 
 
 def _describe_method(spec: RunSpec) -> list[str]:
@@ -163,7 +168,7 @@ def format_speed(found: Speed, ranks: int) -> str:
     return (
         f"time       {format_duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
         f"{counted(ranks, 'rank')}{steps}; {epoch}\n"
-        f"           at {found.mfu:.0%} of {PEAK_FLOPS[ASSUMED_DEVICE] / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
+        f"           at {found.mfu:.0%} of {found.peak_flops / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
         f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu"
         + (
             f"\n           of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)"

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.flops import PEAK_FLOPS, flop_per_token
+from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data
@@ -25,6 +25,7 @@ class Speed:
     """The speed of a run if it reaches the assumed MFU."""
 
     flop_per_token: float
+    peak_flops: float  # of a device, per second: of bf16, and of FP8 where products run in it
     mfu: float
     tokens_per_second: float  # over all ranks
     tokens_per_step: int  # every row full
@@ -66,7 +67,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     if spec.teacher is not None:
         flops += spec.teacher.flop_per_token(spec.recipe.data.max_length)
     offload = offload_seconds(spec)
-    seconds_per_step = spec.tokens_per_step * flops / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks) + offload
+    peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
+    seconds_per_step = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) + offload
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     optimization = spec.recipe.optimization
     epoch_tokens, steps = read or (
@@ -77,6 +79,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         steps = max(1, round(epoch_tokens / spec.tokens_per_step * optimization.num_train_epochs))
     return Speed(
         flop_per_token=flops,
+        peak_flops=peak,
         mfu=mfu,
         tokens_per_second=tokens_per_second,
         tokens_per_step=spec.tokens_per_step,
@@ -92,6 +95,16 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
             spec, forward / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks), epoch_tokens, steps
         ),
     )
+
+
+def _fp8_share(spec: RunSpec, flops: float) -> float:
+    """Of the FLOP of a token, what is multiplied in FP8."""
+    if spec.sharding.fp8 is None:
+        return 0.0
+    trainable = {tensor.name for tensor in spec.tensors if tensor.trainable}
+    trained = sum(numel for name, numel in spec.fp8_weights.items() if name in trainable)
+    frozen, in_fp8 = sum(spec.fp8_weights.values()) - trained, spec.sharding.fp8.multiplies_weight_gradients
+    return fp8_share_of(flops, trained=trained, frozen=frozen, weight_gradients=in_fp8)
 
 
 def _reference_seconds(

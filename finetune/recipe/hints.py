@@ -8,7 +8,7 @@ from finetune.recipe.keys import Key
 from finetune.recipe.other_tools import FLAT_TOOLS
 from finetune.recipe.schema import SECTIONS, DatasetSource
 
-# Top-level keys of an Accelerate file; after the first seven, those that are for its launcher alone.
+# Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
 ACCELERATE_KEYS = frozenset(
     [
         "distributed_type",
@@ -18,6 +18,7 @@ ACCELERATE_KEYS = frozenset(
         "fsdp_config",
         "parallelism_config",
         "deepspeed_config",
+        "fp8_config",
         "compute_environment",
         "machine_rank",
         "main_process_ip",

@@ -110,3 +110,8 @@ def check_lora_layout(lora: Lora, sharding: "Sharding") -> None:
             f"{sharding.source}: lora_target_parameters: FSDP1 flattens the parameters of a layer together, so that none of them "
             "can have an adapter of its own; set fsdp_version: 2"
         )
+    if lora.use_dora and sharding.fp8 is not None:
+        raise UserError(
+            f"{sharding.source}: mixed_precision: fp8: DoRA measures the rows of the frozen weights, which are rounded to FP8 here; "
+            "set mixed_precision: bf16, or leave use_dora out"
+        )

@@ -56,6 +56,11 @@ def check_quantization(quantization: Quantization, sharding: "Sharding") -> None
     if quantization.bits is None:
         return
     key = f"load_in_{quantization.bits}bit"
+    if sharding.fp8 is not None:
+        raise UserError(
+            f"{sharding.source}: mixed_precision: fp8: a base in {quantization.bits} bits is multiplied in bf16 only; set "
+            f"mixed_precision: bf16, or leave {key} out and name an unquantized model"
+        )
     if sharding.layout == "fsdp1":
         raise UserError(
             f"{sharding.source}: {key}: FSDP1 flattens and converts the parameters of a layer together, which quantized ones "

@@ -187,7 +187,8 @@ def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: s
     """Of what decides the numbers: the weights, how they compute, and every token in its document."""
     keys = {"model": asdict(recipe.model), "lora": asdict(recipe.lora), "quantization": asdict(recipe.quantization)}
     # FSDP casts the weights, the others each product: not the same numbers.
-    computed = [world.sharding.mixed_precision, world.sharding.is_fsdp]
+    computed: list[Any] = [world.sharding.mixed_precision, world.sharding.is_fsdp]
+    computed += [asdict(world.sharding.fp8)] if world.sharding.fp8 is not None else []
     described = [VERSION, weights, keys, recipe.run.seed, computed]
     described += [_describe_share(batches) for batches in stored.values()]
     digest = xxhash.xxh3_128(json.dumps(described, sort_keys=True, default=str).encode())

@@ -17,6 +17,7 @@ from finetune.checkpoint.retention import lock_run
 from finetune.constants import count_cores, read_versions
 from finetune.data.renderer import asks_for_date
 from finetune.distributed.collective import RankGroup
+from finetune.distributed.fp8 import refuse_missing_torchao
 from finetune.distributed.sharding import Sharding, to_accelerate_config
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
@@ -36,8 +37,9 @@ def choose_run_name(recipe: Recipe) -> str:
 
 
 def check_packages(recipe: Recipe, sharding: Sharding) -> None:
-    """Raises `UserError` where the tracker or the optimizer needs a package that is not installed, or not this layout."""
+    """Raises `UserError` where the tracker, the optimizer or FP8 needs a package that is not installed, or not this layout."""
     refuse_missing(recipe.run.report_to)
+    refuse_missing_torchao(sharding)
     check_optimizer(recipe.optimization, sharding)
 
 

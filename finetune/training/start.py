@@ -14,6 +14,7 @@ from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
+from finetune.distributed.fp8 import gathers_fp8
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.export.comparison_rows import write_comparison_rows
@@ -32,7 +33,7 @@ from finetune.training.objective import Objectives
 from finetune.training.profiler import profile_steps
 from finetune.training.run_folder import METRICS, choose_run_name, describe_run, write_data_report
 from finetune.training.summary import first_screen
-from finetune.training.throughput import peak_flops
+from finetune.training.throughput import find_fp8_share, peak_flops
 from finetune.training.training_run import TrainingRun
 from finetune.training.watchdog import Watchdog
 
@@ -55,7 +56,15 @@ def start_run(
     Raises `UserError` on all ranks where one of the run's files cannot be written, or the tracker does not start.
     """
     config: Any = unwrap(model).config
+    if gathers_fp8(world.sharding):
+        from finetune.models.fp8_linear import keep_scales_current  # imports torchao
+
+        keep_scales_current(model, optimizer)
     log, results = open_log(recipe, world, folder, data, progress)
+    length = recipe.data.max_length
+    own_flop = flop_per_token_of(config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied)
+    flop_per_token = own_flop + teacher_flop_per_token(objectives.training, length)
+    fp8_share = find_fp8_share(unwrap(model), world.sharding, flop_per_token)
     run = TrainingRun(
         recipe=recipe,
         world=world,
@@ -74,11 +83,9 @@ def start_run(
         results={progress.step: results},
         inputs=inputs,
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
-        flop_per_token=flop_per_token_of(
-            config, parameters=size.multiplied, length=recipe.data.max_length, frozen=size.frozen_multiplied
-        )
-        + teacher_flop_per_token(objectives.training, recipe.data.max_length),
-        peak_flops=peak_flops(world.device),
+        flop_per_token=flop_per_token,
+        fp8_share=fp8_share,
+        peak_flops=peak_flops(world.device, fp8_share),
     )
     for line in first_screen(run, size, progress):
         log.say(line)

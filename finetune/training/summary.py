@@ -60,9 +60,10 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     totals, *warnings = report.lines()
     lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
     if run.peak_flops is not None:
+        kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16" if run.fp8_share else "bf16"
         lines.append(
             f"mfu     {_flop_of_weights(recipe)} + 12 L H Q T = {run.flop_per_token / 1e9:.2f} GFLOP a token, "
-            f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense bf16 a device"
+            f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
@@ -109,6 +110,8 @@ def precision(run: TrainingRun) -> str:
     frozen = next((SHORT[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
     mixed = run.world.sharding.mixed_precision
     computed = mixed if mixed != "no" else frozen or trained
+    if run.world.sharding.fp8 is not None:
+        computed = f"fp8 ({run.world.sharding.fp8.recipe_name}) and {computed}"
     if run.recipe.lora.use_peft:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"
     return computed if computed == trained else f"{computed} over {trained} weights"

@@ -7,10 +7,12 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from finetune.data.batches import StepBatch
 from finetune.distributed.parallelize import unwrap
-from finetune.flops import peak_flops_of
+from finetune.distributed.sharding import Sharding
+from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
 from finetune.models.experts import find_routing
 from finetune.progress import Progress
 from finetune.training.objective import Measured
@@ -19,9 +21,22 @@ if TYPE_CHECKING:
     from finetune.training.training_run import TrainingRun
 
 
-def peak_flops(device: torch.device) -> float | None:
-    """The device's dense bf16 peak in FLOP per second; None where it is not known (a CPU)."""
-    return peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+def peak_flops(device: torch.device, fp8_share: float = 0.0) -> float | None:
+    """The device's dense peak in FLOP per second; None where it is not known (a CPU). `fp8_share`: of the FLOP, what is
+    multiplied in FP8; the rest in bf16."""
+    peak = peak_flops_of(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    return None if peak is None else mix_peaks(peak, fp8_share)
+
+
+def find_fp8_share(model: nn.Module, sharding: Sharding, flop_per_token: float) -> float:
+    """Of the FLOP that train on a token, the share that is multiplied in FP8; 0 where nothing is."""
+    if sharding.fp8 is None:
+        return 0.0
+    from finetune.models.fp8_linear import count_multiplied  # imports torchao
+
+    trained, frozen = count_multiplied(model)
+    in_fp8 = sharding.fp8.multiplies_weight_gradients
+    return fp8_share_of(flop_per_token, trained=trained, frozen=frozen, weight_gradients=in_fp8)
 
 
 def peak_memory_bytes(device: torch.device) -> int:

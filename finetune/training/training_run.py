@@ -45,6 +45,7 @@ class TrainingRun:
     inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog
     flop_per_token: float
+    fp8_share: float  # of those, what is multiplied in FP8
     peak_flops: float | None  # per second and device; None where it is not known
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:

@@ -9,9 +9,11 @@ import pytest
 import yaml
 
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
+from finetune.distributed.fp8 import Fp8
 from finetune.distributed.sharding import Sharding, to_accelerate_config
 from finetune.errors import UserError
 from tests.ranks import run_command
+from tests.test_accelerate_configs import launched_environment
 
 Write = Callable[..., str]
 FOUR = {"WORLD_SIZE": "4"}
@@ -148,10 +150,41 @@ def test_sections_of_other_libraries(write: Write) -> None:
     """Empty, as Accelerate writes them, they ask for nothing; else they are refused by name."""
     empty: dict[str, Any] = {"deepspeed_config": {}, "megatron_lm_config": {}, "dynamo_config": None}
     assert read_sharding(write(distributed_type="MULTI_GPU", **empty), None, {"WORLD_SIZE": "2"}).layout == "ddp"
-    said = refusal(write(deepspeed_config={"zero_stage": 3}, fp8_config={"backend": "TE"}))
-    assert (
-        "deepspeed_config: it needs distributed_type: DEEPSPEED" in said and "fp8_config: FP8 is not supported" in said
-    )
+    said = refusal(write(deepspeed_config={"zero_stage": 3}, megatron_lm_config={"tp": 2}))
+    assert "deepspeed_config: it needs distributed_type: DEEPSPEED" in said and "Megatron-LM is not supported" in said
+
+
+def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None:
+    section = {"backend": "AO", "recipe_name": "rowwise", "fp8_pad_inner_dim": False}
+    path = write(mixed_precision="fp8", fsdp_config=FSDP2, fp8_config=section)
+    read = read_sharding(path, None, {"WORLD_SIZE": "2"})
+    assert (read.mixed_precision, read.fp8) == ("bf16", Fp8("rowwise", True, False))
+    again = tmp_path / "accelerate.yaml"
+    again.write_text(yaml.safe_dump(to_accelerate_config(read, 2)))
+    assert read_sharding(str(again), None, {"WORLD_SIZE": "2"}).fp8 == read.fp8
+    pytest.importorskip("torchao")
+    # What Accelerate's own launcher makes of the file.
+    launched = launched_environment(str(again.with_suffix("")), "--num_processes", "2")
+    assert read_sharding(None, None, launched | {"WORLD_SIZE": "2"}).fp8 == read.fp8
+    plain = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", "WORLD_SIZE": "2"}
+    assert (read_sharding(None, None, plain).layout, read_sharding(None, None, plain).fp8) == ("ddp", Fp8())
+    said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
+    assert "fp8 is None, but the launcher's --config_file says Fp8(recipe_name='rowwise'" in said
+
+
+@pytest.mark.parametrize(
+    ("precision", "section", "named"),
+    [
+        ("fp8", {"backend": "TE", "margin": 0}, "backend: Transformer Engine is not supported; set it to AO"),
+        ("fp8", {"backend": "MSAMP"}, "backend: MS-AMP is not supported"),
+        ("fp8", {"recipe_name": "blockwise"}, "blockwise is not one of torchao's; use one of tensorwise, rowwise"),
+        ("fp8", {"pad_inner_dim": "perhaps"}, "fp8_config.pad_inner_dim: perhaps does not fit; true or false"),
+        ("fp8", {"pad_iner_dim": True}, "no such key; did you mean fp8_pad_inner_dim?"),
+        ("bf16", {"backend": "AO"}, "fp8_config: it needs mixed_precision: fp8"),
+    ],
+)
+def test_what_an_fp8_section_cannot_ask_for(write: Write, precision: str, section: dict[str, Any], named: str) -> None:
+    assert named in refusal(write(mixed_precision=precision, fsdp_config=FSDP2, fp8_config=section))
 
 
 @pytest.mark.parametrize("mesh", ["tp_size", "cp_size", "sp_size"])
