@@ -10,6 +10,7 @@ from finetune.errors import UserError
 from finetune.hub import download_file
 from finetune.recipe.quantization import check_quantization, describe_quantization, read_stored_quantization
 from finetune.recipe.schema import Data, Model, Quantization, Recipe
+from finetune.recipe.tensor_division import check_divisible
 
 if TYPE_CHECKING:
     from finetune.distributed.sharding import Sharding
@@ -72,6 +73,26 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
         )
     if data.packing:
         _refuse_length_dependent_rope(config, data.max_length)
+
+
+def check_division(config: Any, recipe: Recipe, sharding: "Sharding") -> None:
+    """Raises `UserError` where the model of `config` cannot be divided over the layout's tensor parallel groups."""
+    if sharding.tensor_parallel_size == 1:
+        return
+    name, heads = recipe.model.model_name_or_path or "model_config", config.num_attention_heads
+    if getattr(config, "quantization_config", None) is not None:
+        raise UserError(
+            f"{sharding.source}: tp_size {sharding.tensor_parallel_size}: the weights of {name} are quantized, and cannot be "
+            "divided; name the unquantized model, or set tp_size: 1"
+        )
+    sizes = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
+        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+        "intermediate_size": getattr(config, "intermediate_size", 0),
+        "vocab_size": config.vocab_size,
+    }
+    check_divisible(config.model_type, sizes, sharding, name, recipe.optimization.optim)
 
 
 def count_experts(config: Any) -> int:

@@ -16,6 +16,7 @@ from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.overrides import read_overrides
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
+from finetune.recipe.tensor_division import check_tensor_parallel_recipe
 from finetune.terminal import silence_libraries
 
 
@@ -36,6 +37,7 @@ def main() -> None:
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
     check_lora_layout(recipe.lora, sharding)
+    check_tensor_parallel_recipe(recipe, sharding)
     silence_libraries()
     from finetune.checkpoint.inputs import fingerprint_inputs
     from finetune.checkpoint.resume import find_start, load_start
@@ -47,7 +49,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.models.load import load_model
     from finetune.models.probe import check_training_forward
     from finetune.optim.optimizer import build_optimizer
-    from finetune.pretrained_config import check_config, complete_quantization, load_config
+    from finetune.pretrained_config import check_config, check_division, complete_quantization, load_config
     from finetune.training.distillation import check_teacher
     from finetune.training.dry_run import explain_out_of_memory, print_dry_run
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
@@ -68,6 +70,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
     config = load_config(recipe.model, vocabulary)
     check_config(config, recipe.model, recipe.data, len(tokenizer))
+    check_division(config, recipe, sharding)
     check_teacher(recipe, tokenizer, sharding)
     recipe = complete_quantization(recipe, config, sharding)
     RankGroup(world, None).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))

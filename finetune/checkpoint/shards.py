@@ -7,7 +7,7 @@ HuggingFaceStorageWriter(save_distributed=True); its reader opens them too.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from finetune.checkpoint.manifest import MODEL
 from finetune.checkpoint.snapshot import dequantize, is_quantized
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
+from finetune.distributed.mesh import TENSOR
 from finetune.distributed.parallelize import local_part, tied_names, unwrap
 from finetune.errors import UserError
 from finetune.models.lora import is_adapter
@@ -55,6 +56,7 @@ class TensorShard:
     offsets: tuple[int, ...]  # of the shard's first element in the whole
     tensor: torch.Tensor
     is_first_copy: bool  # False where a rank before this one holds the same values
+    is_divided: bool = False  # whether the ranks of a tensor parallel group hold different parts
 
 
 def get_model_state(model: torch.nn.Module) -> dict[str, Any]:
@@ -116,12 +118,14 @@ def _shards_of_dtensor(part: str, name: str, tensor: DTensor) -> list[TensorShar
         return []
     _, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     coordinate = tensor.device_mesh.get_coordinate() or ()
-    first = all(
+    # Of a tensor that is whole in a dimension of all ranks, each mesh of the others holds a copy.
+    first = 0 in tensor.device_mesh.mesh and all(
         index == 0
         for index, placement in zip(coordinate, tensor.placements, strict=True)
         if isinstance(placement, Replicate)
     )
-    return [TensorShard(part, name, tuple(tensor.shape), tuple(offsets), local, first)]
+    is_divided = TENSOR in (tensor.device_mesh.mesh_dim_names or ())
+    return [TensorShard(part, name, tuple(tensor.shape), tuple(offsets), local, first, is_divided)]
 
 
 def _shards_of_sharded_tensor(part: str, name: str, tensor: Any) -> list[TensorShard]:
@@ -196,18 +200,25 @@ def count_parameters(model: torch.nn.Module) -> int:
 def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankGroup) -> None:
     """Raises `UserError` on all ranks where two that hold the same part of the state do not hold the same values.
 
-    `shards`: all of this rank's, first copies or not. One digest a rank crosses the wire.
+    `shards`: all of this rank's, first copies or not. One digest a rank crosses the wire, two under tensor parallelism.
     """
-    group_size = ranks.world.shard_group_size
-    if ranks.world.size == group_size:  # one replica
-        return
+    group_size, tensors = ranks.world.shard_group_size, ranks.world.sharding.tensor_parallel_size
+    if ranks.world.size > group_size:  # several replicas
+        _refuse_different(shards, step, ranks, lambda rank: rank % group_size)
+    if tensors > 1:
+        whole = [shard for shard in shards if not shard.is_divided]
+        _refuse_different(whole, step, ranks, lambda rank: rank - rank % tensors)
+
+
+def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, first_of: Callable[[int], int]) -> None:
+    """Raises `UserError` on all ranks where one's `shards` differ from those of the rank `first_of` it."""
     sums = {f"{shard.part}/{shard.name}": int(weighted_sum(shard.tensor)) for shard in shards}
     digests = ranks.all(lambda: xxhash.xxh3_64_hexdigest(json.dumps(sums).encode()))
-    different = [rank for rank, digest in enumerate(digests) if digest != digests[rank % group_size]]
+    different = [rank for rank, digest in enumerate(digests) if digest != digests[first_of(rank)]]
     if not different:
         return
     by_rank = ranks.all(lambda: sums)
-    rank, first = different[0], different[0] % group_size
+    rank, first = different[0], first_of(different[0])
     unequal = [name for name, value in by_rank[rank].items() if value != by_rank[first].get(name)]
     raise UserError(
         f"step {step} is not saved: ranks {first} and {rank} hold replicas of the model, but {len(unequal)} of "

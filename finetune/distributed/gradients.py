@@ -4,15 +4,20 @@ Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler s
 the scale: that is how it finds the right scale, not an error.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
+from finetune.distributed.mesh import TENSOR
+from finetune.distributed.tensor_parallel import PARTIAL
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
@@ -58,10 +63,50 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
     bound = float("inf") if max_norm is None else max_norm
     if isinstance(model, Fsdp1):
         return model.clip_grad_norm_(bound)
-    parameters = [p for p in model.parameters() if p.grad is not None]
-    norm = _total_norm([p.grad for p in parameters if p.grad is not None])
-    nn.utils.clip_grads_with_norm_(parameters, bound, norm)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).float()
+    by_mesh = group_by_mesh(p for p in model.parameters() if p.grad is not None)
+    gradients = [p.grad for parameters in by_mesh for p in parameters if p.grad is not None]
+    norm = _total_norm(gradients) if len(by_mesh) == 1 else _norm_over_meshes(gradients)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    for parameters in by_mesh:
+        nn.utils.clip_grads_with_norm_(parameters, bound, norm)
+    return norm.float()
+
+
+def _norm_over_meshes(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of gradients that are sharded over different meshes: one sum over all ranks of each one's shards, in which a
+    shard that several ranks have counts once."""
+    by_copies: dict[int, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        assert isinstance(gradient, DTensor)
+        parts = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
+        different = prod(size for size, placement in parts if not isinstance(placement, Replicate))
+        by_copies.setdefault(dist.get_world_size() // different, []).append(gradient.to_local())
+    squares = torch.stack([_total_norm(locals_).square() / copies for copies, locals_ in by_copies.items()]).sum()
+    dist.all_reduce(squares)
+    return squares.sqrt()
+
+
+def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
+    """The parameters in groups that are sharded over the same ranks: one operation on several tensors takes no others."""
+    groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
+    return list(groups.values())
+
+
+def sum_partial_gradients(model: nn.Module, world: World) -> None:
+    """Sums over each tensor parallel group the gradients of which every rank of it knows a part: of norms that are whole on
+    every rank, but work on a part of the heads. For after the last micro-batch of a step."""
+    if world.mesh is None or world.sharding.tensor_parallel_size == 1:
+        return
+    parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
+    gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+    if gradients:
+        together = torch.cat([gradient.flatten() for gradient in gradients])
+        dist.all_reduce(together, group=world.mesh[TENSOR].get_group())
+        parts = torch.split(together, [gradient.numel() for gradient in gradients])
+        for gradient, summed in zip(gradients, parts, strict=True):
+            gradient.copy_(summed.view(gradient.shape))
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:

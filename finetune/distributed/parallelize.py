@@ -14,6 +14,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.distributed.fsdp1 import shard_as_fsdp1
 from finetune.distributed.sharding import Sharding
+from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
@@ -173,6 +174,7 @@ def _fsdp2(
 ) -> nn.Module:
     from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 
+    divide_matrices(model, world)
     world.accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(classes)
     with _keep_recipe_dtype(world):
         fsdp2_prepare_model(world.accelerator, model)

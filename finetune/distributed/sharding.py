@@ -81,7 +81,7 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
             f"{where}: {named} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
             f"set the sizes so that their product is {ranks}"
         )
-    for size, what in ((sharding.sequence_parallel_size, "sequence"), (sharding.tensor_parallel_size, "tensor")):
+    for size, what in ((sharding.sequence_parallel_size, "sequence"),):
         if size > 1:
             raise UserError(
                 f"{where}: {what} parallelism is not supported; set its size to 1, the ranks then shard the model"

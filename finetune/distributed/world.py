@@ -65,14 +65,26 @@ class World:
 
     @property
     def shard_rank(self) -> int:
-        """This rank's position in its shard group; ranks with the same position hold the same values."""
-        return self.rank % self.shard_group_size
+        """This rank's position in its shard group, which ranks that hold the same values share; those of a tensor parallel
+        group, which hold the same norms, share it too."""
+        return self.rank % self.shard_group_size // self.sharding.tensor_parallel_size
 
     @property
     def data_parallel(self) -> "DataParallelRank":
         """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of them."""
         shared = self.sharding.ranks_per_batch
         return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device)
+
+    @property
+    def tensor_group(self) -> int:
+        """The tensor parallel group of this rank among `tensor_groups`: its ranks compute the same activations and losses."""
+        return self.rank // self.sharding.tensor_parallel_size
+
+    @property
+    def tensor_groups(self) -> int:
+        """How many tensor parallel groups there are; without tensor parallelism every rank is one. Over them gradients are
+        averaged."""
+        return self.size // self.sharding.tensor_parallel_size
 
     @property
     def mesh(self) -> "DeviceMesh | None":
@@ -85,6 +97,11 @@ class World:
         if dist.is_initialized():
             dist.all_reduce(tensor)
         return tensor
+
+    def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
+        """As `sum`, with each tensor parallel group, whose ranks have computed the same `tensor`, counted once."""
+        summed = self.sum(tensor)
+        return summed if self.sharding.tensor_parallel_size == 1 else summed.div_(self.sharding.tensor_parallel_size)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

@@ -5,10 +5,12 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
+from finetune.models.vocabulary_shard import VocabularyShard
 
 
 class LogitTransform(NamedTuple):
@@ -74,6 +76,7 @@ def compute_in_chunks(
     chunk_tokens: int,
     needs_grad: tuple[bool, ...],
     token_weights: Tensor | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Computed:
     """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and bias, where needed.
 
@@ -83,6 +86,7 @@ def compute_in_chunks(
         label_smoothing: of the log-probabilities, the share that is the mean over the vocabulary.
         chunk_tokens: tokens in a chunk, at most.
         token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
+        shard: of the vocabulary, to which weight and bias belong; None: all of it. Its group's ranks call this together.
     """
     wide = widen(weight.dtype)
     loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -91,7 +95,7 @@ def compute_in_chunks(
     def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
         nonlocal loss
         log_probabilities[chunk], grad_scores = _compute_chunk(
-            scores, labels[chunk], logits, label_smoothing, any(needs_grad)
+            scores, labels[chunk], logits, label_smoothing, any(needs_grad), shard
         )
         loss -= log_probabilities[chunk].sum()
         if grad_scores is not None and token_weights is not None:
@@ -99,6 +103,8 @@ def compute_in_chunks(
         return grad_scores
 
     gradients = backward_in_chunks(hidden, weight, bias, compute_chunk, chunk_tokens, needs_grad)
+    if shard is not None and gradients[0] is not None:
+        dist.all_reduce(gradients[0], group=shard.group)  # what every row of the head adds to it
     return Computed(loss, log_probabilities, *gradients)
 
 
@@ -205,17 +211,28 @@ def _balance_chunks(tokens: int, chunk_tokens: int) -> int:
 
 
 def _compute_chunk(
-    scores: Tensor, labels: Tensor, logits: LogitTransform, label_smoothing: float, gradient: bool
+    scores: Tensor,
+    labels: Tensor,
+    logits: LogitTransform,
+    label_smoothing: float,
+    gradient: bool,
+    shard: VocabularyShard | None,
 ) -> tuple[Tensor, Tensor | None]:
     """The log-probabilities of one chunk, and the gradient of minus their sum to `scores` [tokens, vocabulary]; both in fp32
     (or wider)."""
     transformed, capped = logits.forward(scores)
-    log_probabilities = torch.log_softmax(transformed, -1, dtype=widen(scores.dtype))
+    if shard is None:
+        log_probabilities = torch.log_softmax(transformed, -1, dtype=widen(scores.dtype))
+        of_labels = label_log_probabilities(log_probabilities, labels, label_smoothing)
+    else:
+        wide = transformed.to(widen(scores.dtype))
+        log_probabilities, of_labels = shard.log_softmax(wide, labels, label_smoothing)
     trained = labels != IGNORE_INDEX
-    of_labels = torch.where(trained, label_log_probabilities(log_probabilities, labels, label_smoothing), 0.0)
+    of_labels = torch.where(trained, of_labels, 0.0)
     if not gradient:
         return of_labels, None
-    grad = logits.backward(cross_entropy_gradient(log_probabilities, labels, label_smoothing), capped)
+    cross_entropy = cross_entropy_gradient if shard is None else shard.gradient
+    grad = logits.backward(cross_entropy(log_probabilities, labels, label_smoothing), capped)
     return of_labels, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
 
 

@@ -20,6 +20,7 @@ from finetune.models.head_chunks import (
     scatter_rows,
 )
 from finetune.models.loss import CrossEntropyHead
+from finetune.models.vocabulary_shard import VocabularyShard, find_local_head
 
 
 def head_log_probabilities(
@@ -28,7 +29,10 @@ def head_log_probabilities(
     """A `HeadFunction`: `model(..., head_function=head_log_probabilities)` returns fp32[trained positions]."""
     if trained_positions is None:
         trained_positions = torch.arange(len(labels), device=labels.device)
-    return linear_log_probabilities(hidden, head.weight, labels, trained_positions, bias=head.bias, logits=head.logits)
+    weight, bias, shard = find_local_head(head.weight, head.bias)
+    return linear_log_probabilities(
+        hidden, weight, labels, trained_positions, bias=bias, logits=head.logits, shard=shard
+    )
 
 
 def linear_log_probabilities(
@@ -40,6 +44,7 @@ def linear_log_probabilities(
     bias: Tensor | None = None,
     logits: LogitTransform = UNCHANGED,
     chunk_tokens: int | None = None,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """log softmax(hidden @ weight.T + bias)[label] at each trained position.
 
@@ -50,13 +55,14 @@ def linear_log_probabilities(
         trained_positions: int64[positions], which no index comes in twice; one without a label gets 0 and no gradient.
         bias: [vocabulary] or None.
         chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
+        shard: of the vocabulary, to which weight and bias belong; None: all of it.
     Returns:
         fp32[positions]. Under autocast the products run in its type, the softmax always in fp32.
     """
     if chunk_tokens is None:
         chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
-    arguments = (hidden, weight, bias, labels, trained_positions, logits, chunk_tokens, needs_grad)
+    arguments = (hidden, weight, bias, labels, trained_positions, logits, chunk_tokens, needs_grad, shard)
     found: Tensor = _LinearLogProbabilities.apply(*arguments)  # type: ignore[no-untyped-call]
     return found
 
@@ -73,25 +79,34 @@ class _LinearLogProbabilities(torch.autograd.Function):
         logits: LogitTransform,
         chunk_tokens: int,
         needs_grad: tuple[bool, ...],
+        shard: VocabularyShard | None,
     ) -> Tensor:
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             trained, ids = hidden[positions].to(dtype), labels[positions]
             found = compute_in_chunks(
-                trained, weight.to(dtype), bias, ids, logits, 0.0, chunk_tokens, (needs_grad[0], False, False)
+                trained,
+                weight.to(dtype),
+                bias,
+                ids,
+                logits,
+                0.0,
+                chunk_tokens,
+                (needs_grad[0], False, False),
+                shard=shard,
             )
         recomputes = any(needs_grad[1:])
         # Parameters are saved by autograd itself, so that FSDP has gathered them again when the backward reads them.
         ctx.save_for_backward(*(weight, bias, trained) if recomputes else (None, None, None), ids, positions)
         ctx.grad_hidden = found.grad_hidden
-        ctx.options = (dtype, hidden.shape, hidden.dtype, logits, chunk_tokens, needs_grad)
+        ctx.options = (dtype, hidden.shape, hidden.dtype, logits, chunk_tokens, needs_grad, shard)
         return found.log_probabilities
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = grad_outputs  # fp32[positions]
         weight, bias, trained, ids, positions = ctx.saved_tensors
-        dtype, shape, hidden_dtype, logits, chunk_tokens, needs_grad = ctx.options
+        dtype, shape, hidden_dtype, logits, chunk_tokens, needs_grad, shard = ctx.options
         prepared, ctx.grad_hidden = ctx.grad_hidden, None
         grad_hidden = grad_weight = grad_bias = None
         if prepared is not None:  # of minus the log-probability, per token; scaled in fp32
@@ -100,8 +115,17 @@ class _LinearLogProbabilities(torch.autograd.Function):
         if trained is not None:
             with torch.autocast(upstream.device.type, enabled=False):
                 found = compute_in_chunks(
-                    trained, weight.to(dtype), bias, ids, logits, 0.0, chunk_tokens, (False, *needs_grad[1:]), -upstream
+                    trained,
+                    weight.to(dtype),
+                    bias,
+                    ids,
+                    logits,
+                    0.0,
+                    chunk_tokens,
+                    (False, *needs_grad[1:]),
+                    -upstream,
+                    shard,
                 )
             grad_weight = None if found.grad_weight is None else found.grad_weight.to(weight.dtype)
             grad_bias = None if found.grad_bias is None or bias is None else found.grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None

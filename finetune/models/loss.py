@@ -6,6 +6,7 @@ from types import MethodType
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.errors import UserError
@@ -17,6 +18,7 @@ from finetune.models.head_chunks import (
     compute_in_chunks,
     find_needed_gradients,
 )
+from finetune.models.vocabulary_shard import VocabularyShard, find_local_head
 
 HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
 """(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model returns in place of the loss."""
@@ -32,6 +34,7 @@ def linear_cross_entropy(
     trained_positions: Tensor | None = None,
     chunk_tokens: int | None = None,
     label_smoothing: float = 0.0,
+    shard: VocabularyShard | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
 
@@ -46,6 +49,7 @@ def linear_cross_entropy(
         chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
         label_smoothing: the weight of the mean over the vocabulary beside the label's own, as in torch's cross_entropy
             (Szegedy et al. 2016, section 7).
+        shard: of the vocabulary, to which weight and bias belong; None: all of it.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
     """
@@ -57,7 +61,9 @@ def linear_cross_entropy(
     ids = labels if trained_positions is None else labels[trained_positions]
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
-        found = compute_in_chunks(trained, weight, bias, ids, logits, label_smoothing, chunk_tokens, needs_grad)
+        found = compute_in_chunks(
+            trained, weight, bias, ids, logits, label_smoothing, chunk_tokens, needs_grad, shard=shard
+        )
         return found.loss, (found.grad_hidden, found.grad_weight, found.grad_bias)
 
     loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
@@ -83,18 +89,28 @@ class CrossEntropyHead(nn.Linear):
         """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss (fp32 scalar), or what
         `head_function` makes of the same."""
         if labels is None:
-            return super().forward(hidden)
+            return self._compute_logits(hidden)
         if head_function is not None:
             return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
+        weight, bias, shard = find_local_head(self.weight, self.bias)
         return linear_cross_entropy(
             hidden.flatten(0, -2),
-            self.weight,
+            weight,
             labels.flatten(),
-            bias=self.bias,
+            bias=bias,
             logits=self.logits,
             trained_positions=trained_positions,
             label_smoothing=self.label_smoothing if self.training else 0.0,
+            shard=shard,
         )
+
+    def _compute_logits(self, hidden: Tensor) -> Tensor:
+        """Where ranks divide the vocabulary between them, those of all of it."""
+        if not isinstance(self.weight, DTensor):
+            return super().forward(hidden)
+        whole = DTensor.from_local(hidden, self.weight.device_mesh, [Replicate()], run_check=False)
+        logits: Any = super().forward(whole)
+        return logits.full_tensor()  # type: ignore[no-any-return]
 
 
 def install_loss(model: Any, label_smoothing: float = 0.0) -> None:

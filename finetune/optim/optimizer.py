@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.optim.adafactor import Adafactor
@@ -74,8 +75,8 @@ def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[st
             groups[dims[parameter] > 1 and "norm" not in name].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for decays, parameters in groups.items()
-        if parameters
+        for decays, all_parameters in groups.items()
+        for parameters in group_by_mesh(all_parameters)
     ]
 
 

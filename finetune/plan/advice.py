@@ -48,7 +48,8 @@ def advise(spec: RunSpec, device_bytes: int) -> Advice:
             break
     else:
         changed = _apply(spec, taken)
-        more_ranks = (replace(changed, ranks=ranks) for ranks in RANKS_TO_TRY if ranks > spec.ranks)
+        wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % spec.sharding.ranks_per_batch == 0)
+        more_ranks = (replace(changed, ranks=ranks) for ranks in wider)
         enough = next((each.ranks for each in more_ranks if find_peak(each).total <= device_bytes), None)
         return Advice(False, None, find_peak(changed).total, enough)
     for change in reversed(list(taken)):
@@ -61,6 +62,7 @@ def advise(spec: RunSpec, device_bytes: int) -> Advice:
 def list_changes(spec: RunSpec) -> Iterator[Change]:
     """What can still be changed, the cheapest first: what costs almost no time, then time, then what is trained."""
     sharding, recipe = spec.sharding, spec.recipe
+    is_divided = sharding.tensor_parallel_size > 1  # which 8-bit moments, quantized bases and offload do not work with
     if spec.rows > 1:
         rows = spec.global_batch_size
         keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
@@ -77,17 +79,21 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
             "about 30% more time",
             lambda spec: replace(spec, sharding=replace(spec.sharding, activation_checkpointing=True)),
         )
-    if spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP":
+    if spec.state_ranks < spec.ranks or sharding.strategy == "SHARD_GRAD_OP":
         yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
-    if recipe.optimization.optim in (*FP32_MOMENTS, "adamw_bf16_moments") and sharding.layout != "fsdp1":
+    if (
+        recipe.optimization.optim in (*FP32_MOMENTS, "adamw_bf16_moments")
+        and sharding.layout != "fsdp1"
+        and not is_divided
+    ):
         in_8_bits = _set_keys("optimization", optim="adamw_8bit")
         yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", in_8_bits)
-    if recipe.lora.use_peft:
+    if recipe.lora.use_peft and not is_divided:
         yield from _list_quantizations(spec)
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
         half = recipe.data.max_length // 2
         yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
-    if not sharding.cpu_offload:
+    if not sharding.cpu_offload and not is_divided:
         yield Change(
             "accelerate_config=fsdp_cpu_offload",
             "several times the time",
@@ -95,7 +101,8 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         )
     if not recipe.lora.use_peft:
         yield Change("use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True))
-        yield from _list_quantizations(spec)
+        if not is_divided:
+            yield from _list_quantizations(spec)
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:

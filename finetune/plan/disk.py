@@ -72,7 +72,7 @@ def plan_host(spec: RunSpec) -> Host:
     frozen = sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
     gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)
     teacher = sum(tensor.numel * tensor.itemsize for tensor in spec.teacher_tensors)
-    share = ranks / spec.shards  # of the sharded state, on this node
+    share = ranks / spec.state_ranks  # of the sharded state, on this node
     largest = max(tensor.numel for tensor in spec.tensors) * 4
     return Host(
         processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if spec.device == "cpu" else PROCESS_BYTES),

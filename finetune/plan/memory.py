@@ -86,7 +86,7 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
     first = [replace(point, optimizer=0) if point.name != "optimizer step" else point for point in step]
-    largest_shard = max(tensor.numel * FP32 for tensor in spec.tensors if tensor.trainable) // spec.shards
+    largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     by_name = {
         "load": [weights],
@@ -111,7 +111,7 @@ def find_peak(spec: RunSpec) -> Snapshot:
 
 def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     """The points of an optimizer step that could be its peak. `full` has the whole state, gradients included."""
-    run, tokens, a = spec.computation, spec.tokens, spec.architecture
+    run, tokens, a = spec.computation, spec.tokens, spec.computed
     kept = kept_bytes(a, run)
     merged = merged_expert_bytes(a, run)
     all_kept = tokens * sum(kept.values()) + merged.kept
@@ -147,7 +147,7 @@ def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
     """Bytes that the layout itself holds at each point: `gathered` units, and gradients in `communication`."""
     if not spec.sharding.is_fsdp:
         return _held_whole(spec)
-    u = split_into_units(spec.architecture, spec.tensors, spec.sharding, spec.fp8_gathered)
+    u = split_into_units(spec.part, spec.part_tensors, spec.sharding, spec.fp8_gathered)
     size = spec.computation.itemsize
     buffers = 2 if spec.shards > 1 else 1  # the unit in use, and an all-gather buffer: its own, or the next unit's
     layers = u.layers.gathered(size) if u.stay_gathered else 0
@@ -191,7 +191,7 @@ def _held_whole(spec: RunSpec) -> dict[str, dict[str, int]]:
 
 def loss_bytes(spec: RunSpec) -> int:
     """One chunk of logits, and the gradients that the loss computes in its forward: the head's in fp32, the hidden states'."""
-    a, run = spec.architecture, spec.computation
+    a, run = spec.computed, spec.computation
     cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
@@ -201,7 +201,7 @@ def loss_bytes(spec: RunSpec) -> int:
 def _chunk_bytes(spec: RunSpec, tokens: int) -> int:
     if spec.teacher is not None:
         return meeting_bytes(spec, tokens)
-    return loss_chunk_bytes(spec.architecture.vocabulary, tokens, spec.computation)
+    return loss_chunk_bytes(spec.part.vocabulary, tokens, spec.computation)
 
 
 def _teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
@@ -212,7 +212,7 @@ def _teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Sna
 
 def loss_backward_bytes(spec: RunSpec) -> int:
     """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in between."""
-    a, run = spec.architecture, spec.computation
+    a, run = spec.computed, spec.computation
     if spec.weighs_documents:
         return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
     cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
@@ -223,7 +223,7 @@ def loss_backward_bytes(spec: RunSpec) -> int:
 def _head_gradient(spec: RunSpec) -> int:
     head = spec.architecture.embedding.name if spec.architecture.tied else HEAD
     is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
-    return FP32 * spec.architecture.vocabulary * spec.architecture.hidden if is_trained else 0
+    return FP32 * spec.part.vocabulary * spec.part.hidden if is_trained else 0
 
 
 def _tail_share(spec: RunSpec) -> float:
@@ -236,7 +236,7 @@ def _optimizer_temporaries(spec: RunSpec, full: Snapshot) -> int:
     tensor after another, the first with its square, its update and the moved weights."""
     optim = spec.recipe.optimization.optim
     if optim in UPDATE_COPIES:
-        largest = max(tensor.numel for tensor in spec.tensors if tensor.trainable)
+        largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
         return UPDATE_COPIES[optim] * FP32 * -(-largest // spec.shards)
     return full.gradients if optim == "adamw_torch" else 0
 
@@ -256,7 +256,7 @@ def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
     """A forward of `tokens` that saves nothing for a backward."""
-    a, run = spec.architecture, spec.computation
+    a, run = spec.computed, spec.computation
     rotary, merged = 2 * a.rotated_size * run.residual_itemsize, merged_expert_bytes(a, run)
     return replace(
         at_rest,

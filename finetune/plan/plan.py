@@ -21,6 +21,7 @@ from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.method_schema import refuse_layout
 from finetune.recipe.quantization import check_quantization, read_stored_quantization, read_teacher_quantization
 from finetune.recipe.schema import Method, Model, Recipe
+from finetune.recipe.tensor_division import check_divisible, check_tensor_parallel_recipe
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
@@ -68,7 +69,9 @@ def make_plan(
     if sharding.layout == "fsdp1" or sharding.fp8 is not None:  # elsewhere a plan needs no bitsandbytes
         check_quantization(recipe.quantization, sharding)
     check_lora_layout(recipe.lora, sharding)
+    check_tensor_parallel_recipe(recipe, sharding)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
+    _refuse_division(architecture, recipe, sharding, where)
     spec = RunSpec(
         architecture=architecture,
         recipe=recipe,
@@ -88,6 +91,17 @@ def make_plan(
         host=plan_host(spec),
         speed=estimate_speed(spec, mfu, read),
     )
+
+
+def _refuse_division(a: Architecture, recipe: Recipe, sharding: Sharding, where: str) -> None:
+    sizes = {
+        "num_attention_heads": a.heads,
+        "num_key_value_heads": a.key_value_heads,
+        "head_dim": a.head_size,
+        "intermediate_size": a.intermediate,
+        "vocab_size": a.vocabulary,
+    }
+    check_divisible(a.model_type, sizes, sharding, where, recipe.optimization.optim)
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:
@@ -156,7 +170,15 @@ def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
 
 def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
     """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is impossible."""
-    plain = replace(spec.sharding, layout="fsdp2", cpu_offload=False, replicate_size=None, shard_size=None)
+    plain = replace(
+        spec.sharding,
+        layout="fsdp2",
+        cpu_offload=False,
+        replicate_size=None,
+        shard_size=None,
+        sequence_parallel_size=1,
+        tensor_parallel_size=1,
+    )
     layouts = {
         "fsdp_full_shard": replace(plain, strategy="FULL_SHARD"),
         "fsdp_shard_grad_op": replace(plain, strategy="SHARD_GRAD_OP"),

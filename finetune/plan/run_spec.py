@@ -1,7 +1,7 @@
 """What is planned: the model, the recipe, the layout and the number of ranks, and what follows from them directly."""
 
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -13,6 +13,7 @@ from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import State, StateTensor, count_shards, count_state, list_frozen_tensors, list_state_tensors
 from finetune.recipe.schema import Quantization, Recipe
+from finetune.recipe.tensor_division import GATHERED_FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +50,35 @@ class RunSpec:
         return list_state_tensors(self.architecture, recipe.model, recipe.lora, self.sharding, recipe.quantization)
 
     @cached_property
+    def part(self) -> Architecture:
+        """What one rank of a tensor parallel group holds of the model, before FSDP shards it; all of it where there is none."""
+        ranks, a = self.sharding.tensor_parallel_size, self.architecture
+        if ranks == 1:
+            return a
+        return replace(
+            a,
+            heads=a.heads // ranks,
+            key_value_heads=a.key_value_heads // ranks,
+            intermediate=a.intermediate // ranks,
+            vocabulary=-(-a.vocabulary // ranks),
+        )
+
+    @cached_property
+    def computed(self) -> Architecture:
+        """What it computes of the model: as `part`, but for the products that transformers' plan gathers."""
+        a, part = self.architecture, self.part
+        if a.model_type not in GATHERED_FAMILIES:
+            return part
+        whole = replace(part, heads=a.heads, key_value_heads=a.key_value_heads)
+        return replace(whole, intermediate=a.intermediate) if a.family.fused else whole
+
+    @cached_property
+    def part_tensors(self) -> tuple[StateTensor, ...]:
+        """Every parameter of `part`."""
+        recipe = self.recipe
+        return list_state_tensors(self.part, recipe.model, recipe.lora, self.sharding, recipe.quantization)
+
+    @cached_property
     def teacher_tensors(self) -> tuple[StateTensor, ...]:
         """Every parameter of the teacher, frozen in the compute dtype; none where there is no teacher."""
         if self.teacher is None:
@@ -75,12 +105,18 @@ class RunSpec:
 
     @property
     def shards(self) -> int:
-        """The number of ranks that a parameter is split over."""
+        """The number of ranks that FSDP splits a parameter over, or one rank's part of it under tensor parallelism."""
         return count_shards(self.sharding, self.ranks, self.ranks_per_node)
+
+    @property
+    def state_ranks(self) -> int:
+        """The number of ranks that hold one replica of the model between them."""
+        return self.shards * self.sharding.tensor_parallel_size
 
     def state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
-        return count_state(self.tensors, self.sharding, self.shards, self.recipe.optimization.optim, rank)
+        rank //= self.sharding.tensor_parallel_size
+        return count_state(self.part_tensors, self.sharding, self.shards, self.recipe.optimization.optim, rank)
 
     @property
     def trained_numel(self) -> int:

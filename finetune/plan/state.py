@@ -165,12 +165,12 @@ def _list_expert_adapters(
 
 
 def count_shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:
-    """The number of ranks that a parameter is split over."""
+    """The number of ranks that FSDP or FSDP1 splits a parameter over."""
     if not sharding.is_fsdp or sharding.strategy == "NO_SHARD":
         return 1
     if sharding.strategy == "HYBRID_SHARD":
         return min(ranks, sharding.shard_size or ranks_per_node)
-    return ranks
+    return ranks // sharding.tensor_parallel_size
 
 
 def count_state(tensors: Sequence[StateTensor], sharding: Sharding, shards: int, optim: str, rank: int = 0) -> State:

@@ -34,8 +34,16 @@ def name_layout(spec: RunSpec) -> str:
     sharding = spec.sharding
     name = sharding.layout if not sharding.is_fsdp else f"{sharding.layout} {sharding.strategy}"
     if sharding.strategy == "HYBRID_SHARD" and sharding.is_fsdp:
-        name += f" ({spec.ranks // spec.shards} x {spec.shards})"
+        name += f" ({spec.ranks // spec.state_ranks} x {spec.shards})"
+    if sharding.tensor_parallel_size > 1:
+        name += f", tensor parallel over {sharding.tensor_parallel_size}"
     return name + (", offloaded to the host" if sharding.cpu_offload else "")
+
+
+def _name_data_ranks(spec: RunSpec) -> str:
+    """The ranks, or groups of ranks, that train on rows of their own."""
+    ranks = spec.sharding.ranks_per_batch
+    return counted(spec.ranks, "rank") if ranks == 1 else f"{counted(spec.data_ranks, 'group')} of {ranks} ranks"
 
 
 def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
@@ -64,7 +72,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"activation checkpointing {checkpointing}",
             *_describe_method(spec),
             f"batch      {spec.global_batch_size} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
-            f"{counted(spec.ranks, 'rank')} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
+            f"{_name_data_ranks(spec)} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
             *([assumed] if ranks_assumed else []),
         ]
     )

@@ -12,7 +12,7 @@ from finetune.errors import UserError
 from finetune.plan.advice import list_changes
 from finetune.plan.memory import find_peak
 from finetune.plan.plan import format_plan, make_plan
-from finetune.pretrained_config import check_config, complete_quantization, load_config
+from finetune.pretrained_config import check_config, check_division, complete_quantization, load_config
 from finetune.recipe.schema import Recipe
 from finetune.training.distillation import check_teacher
 from finetune.units import gib
@@ -26,6 +26,7 @@ def print_dry_run(recipe: Recipe, world: World) -> None:
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     check_config(config, recipe.model, recipe.data, len(tokenizer))
+    check_division(config, recipe, world.sharding)
     check_teacher(recipe, tokenizer, world.sharding)
     recipe = complete_quantization(recipe, config, world.sharding)
     data = prepare_data(recipe, tokenizer, world.data_parallel)

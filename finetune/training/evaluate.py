@@ -138,16 +138,18 @@ def measure_held_out(
 def answer(
     model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World, eot_tokens: tuple[str, ...] = ()
 ) -> list[Sample]:
-    """Every prompt answered greedily, on every rank in the same order; each rank answers its share.
+    """Every prompt answered greedily, on every rank in the same order; each rank (each tensor parallel group, whose ranks run
+    the same forwards) answers its share.
 
     An answer ends at a token that ends a turn, or at twice the length of the longest expected one; where none is
     expected, at SAMPLE_TOKENS.
     """
     model.eval()
-    mine = [prompts[i % len(prompts)] for i in range(world.rank, len(prompts) + -len(prompts) % world.size, world.size)]
+    groups, shared = world.tensor_groups, world.sharding.tensor_parallel_size
+    mine = [prompts[i % len(prompts)] for i in range(world.tensor_group, len(prompts) + -len(prompts) % groups, groups)]
     answers = _generated(model, mine, tokenizer, world, eot_tokens) if mine else []
     by_rank = world.gather([asdict(sample) for sample in answers])
-    return [Sample(**by_rank[i % world.size][i // world.size]) for i in range(len(prompts))]
+    return [Sample(**by_rank[i % groups * shared][i // groups]) for i in range(len(prompts))]
 
 
 def _generated(

@@ -19,7 +19,7 @@ from torch import nn
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.gradients import clip_gradients, unscale, update, without_gradient_sync
+from finetune.distributed.gradients import clip_gradients, sum_partial_gradients, unscale, update, without_gradient_sync
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.models.embedding_noise import NoisyDocuments
@@ -64,7 +64,7 @@ def train_step(
     async save may still be copying them.
     """
     set_learning_rate(optimizer, learning_rate)
-    seed_dropout(recipe.run.seed, batch.step, world.rank)
+    seed_dropout(recipe.run.seed, batch.step, world.tensor_group)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
     measured = accumulate_gradients(model, batch, world, objective, noise_seed=seed)
     unscale(optimizer, world)
@@ -143,7 +143,8 @@ def accumulate_gradients(
 
         loss = sum over ranks and micro-batches of loss_sum / count
 
-    FSDP and DDP average gradients over ranks, hence the factor world.size. It is the same number for every split.
+    FSDP and DDP average gradients over ranks (not over those of a tensor parallel group), hence the factor
+    world.tensor_groups. It is the same number for every split.
     `noise_seed`: seeds the noise on embeddings; None: there is none.
     A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
     """
@@ -164,9 +165,10 @@ def accumulate_gradients(
         with nullcontext() if is_last else without_gradient_sync(model):
             on_device = micro_batch.to(world.device)
             measured = objective.measure(model, on_device, inputs_of(on_device), batch)
-            loss = measured.loss_sum * (world.size / count)
+            loss = measured.loss_sum * (world.tensor_groups / count)
             world.accelerator.backward(add_auxiliary(loss))
         total += measured.detach()
+    sum_partial_gradients(model, world)
     if routing is not None:
         routing.end_step()
     return total

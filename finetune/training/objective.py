@@ -32,7 +32,7 @@ class Measured:
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
         """The loss, which is the sum over `count` (nan where that is 0), and the metrics that anything counts for; over all
         ranks, which all call it."""
-        total, *pairs = world.sum(torch.cat([self.loss_sum[None], *self.metrics.values()])).tolist()
+        total, *pairs = world.sum_over_groups(torch.cat([self.loss_sum[None], *self.metrics.values()])).tolist()
         means = {name: pairs[2 * i] / pairs[2 * i + 1] for i, name in enumerate(self.metrics) if pairs[2 * i + 1]}
         return total / count if count else float("nan"), means
 

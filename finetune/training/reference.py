@@ -164,7 +164,7 @@ def _compute(model: nn.Module, batches: StoredBatches, name: str, world: World) 
                 f"reference  {name.replace('_', '-')}: {step + 1:,} of {steps:,} batches", file=sys.stderr, flush=True
             )
     reshard(model)
-    world.sum(total), world.sum(seen)
+    world.sum_over_groups(total), world.sum_over_groups(seen)
     if world.is_main:
         what = f"{counted(int(seen.sum()), 'document')} ({name.replace('_', '-')})"
         print(f"reference  {what} in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)

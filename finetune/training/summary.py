@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.data.checks import check_longest_example
 from finetune.distributed.parallelize import count_wrapped_units, unwrap
+from finetune.distributed.world import World
 from finetune.json_lines import read_json_lines
 from finetune.metrics import DIVERGED_ADVICE, find_divergence, losses_of
 from finetune.models.load import ModelSize
@@ -48,6 +49,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         *([] if recipe.method.method == "sft" else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
+        *describe_tensor_groups(world),
         *(f"        {line}" for line in sharding.translated),
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
         f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
@@ -67,6 +69,17 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def describe_tensor_groups(world: World) -> list[str]:
+    """The ranks that divide the layers' matrices between them, if any."""
+    size = world.sharding.tensor_parallel_size
+    if size == 1:
+        return []
+    groups = counted(world.tensor_groups, "group")
+    return [
+        f"        tensor parallel over {size} ranks, {groups}: heads, intermediate features and vocabulary are divided"
+    ]
 
 
 def describe_trained(recipe: Recipe) -> str:

@@ -193,7 +193,11 @@ def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
     sizes = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_comm_strategy": "allgather"}
     assert read_sharding(write(fsdp_config=FSDP2, parallelism_config=sizes | {key: 1}), None, {"WORLD_SIZE": "2"})
     divided = sizes | {key: 2}
-    assert "parallelism is not supported" in refusal(write(fsdp_config=FSDP2, parallelism_config=divided), FOUR)
+    if mesh == "tp_size":
+        sharding = read_sharding(write(fsdp_config=FSDP2, parallelism_config=divided), None, FOUR)
+        assert (sharding.tensor_parallel_size, sharding.shard_size, sharding.ranks_per_batch) == (2, 2, 2)
+    else:
+        assert "parallelism is not supported" in refusal(write(fsdp_config=FSDP2, parallelism_config=divided), FOUR)
     said = refusal(write(fsdp_config=FSDP2, parallelism_config=divided))
     assert f"dp_shard_size 2 x {mesh.replace('cp', 'sp')} 2 = 4, but 2 ranks were launched" in said
     said = refusal(write(distributed_type="MULTI_GPU", parallelism_config=divided), FOUR)

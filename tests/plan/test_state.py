@@ -53,6 +53,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd"},
     "8-bit": {"optim": "adamw_8bit", "even": True},
+    "even": {"even": True},
+    "even lora": {"use_peft": True, "lora_r": 4, "even": True, "modules_to_save": ["lm_head"]},
 }
 
 
@@ -73,6 +75,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": {"distributed_type": "MULTI_CPU", "use_cpu": True, "mixed_precision": "bf16"},
     "hybrid": _fsdp(2)
     | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}},
+    "tensor parallel": _fsdp(2) | {"parallelism_config": {"parallelism_config_tp_size": 2}},
+    "tensor parallel x 2": _fsdp(2)
+    | {"parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}},
     "single": {"distributed_type": "NO", "mixed_precision": "bf16"},
 }
 # FSDP1 leaves freed memory behind the frozen parameters of NO_SHARD, which cannot be counted.
@@ -80,12 +85,16 @@ TWO_RANKS = [
     (layout, recipe)
     for layout in LAYOUTS
     for recipe in ("full", "lora")
-    if layout not in ("hybrid", "single") and (layout, recipe) != ("fsdp1 no shard", "lora")
+    if layout not in ("hybrid", "single", "tensor parallel", "tensor parallel x 2")
+    and (layout, recipe) != ("fsdp1 no shard", "lora")
 ] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
 TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
 TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("fsdp2", "sgd")]
 TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
 TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
+TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")]
+FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora")]
+FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 
@@ -97,7 +106,7 @@ NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs t
         pytest.param(
             1, [("single", "full"), ("single", "lora"), ("fsdp2", "full")], id="1 rank", marks=pytest.mark.slow
         ),
-        pytest.param(4, [("hybrid", "full"), ("hybrid", "lora")], id="4 ranks", marks=pytest.mark.slow),
+        pytest.param(4, FOUR_RANKS, id="4 ranks", marks=pytest.mark.slow),
         pytest.param(3, [("fsdp2", "dora"), ("fsdp1", "tied")], id="3 ranks", marks=pytest.mark.slow),
     ],
 )

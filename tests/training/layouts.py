@@ -43,8 +43,10 @@ def write_config(
     *,
     checkpointing: bool = False,
     mesh: tuple[int, int] | None = None,
+    sizes: Mapping[str, int] | None = None,
 ) -> Path:
-    """The Accelerate file of `layout` (a name in LAYOUTS, or single), as a user would write it."""
+    """The Accelerate file of `layout` (a name in LAYOUTS, or single), as a user would write it; `sizes`: of its mesh's dimensions,
+    such as tp_size."""
     fsdp: dict[str, Any] = {"fsdp_activation_checkpointing": checkpointing}
     if layout in FSDP2:
         fsdp |= {"fsdp_version": 2, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"} | FSDP2[layout]
@@ -64,7 +66,10 @@ def write_config(
             "parallelism_config_dp_replicate_size": mesh[0],
             "parallelism_config_dp_shard_size": mesh[1],
         }
-    path = folder / f"{layout}-{precision}{'-checkpointing' if checkpointing else ''}.yaml"
+    if sizes is not None:
+        content["parallelism_config"] = {f"parallelism_config_{key}": size for key, size in sizes.items()}
+    named = "".join(f"-{key}-{size}" for key, size in (sizes or {}).items())
+    path = folder / f"{layout}-{precision}{'-checkpointing' if checkpointing else ''}{named}.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
 

@@ -1,0 +1,222 @@
+"""Tensor parallelism: the same losses and gradient norms as one process, checkpoints for any layout, and what it refuses."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.test_preference_layouts import make_pairs
+
+STEPS, SAVED_AT = 10, 5
+TP: dict[str, dict[str, int]] = {  # Accelerate's sizes of each layout's mesh
+    "tp": {"tp_size": 2},
+    "tp-shard": {"tp_size": 2, "dp_shard_size": 2},
+    "tp-replicas": {"tp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 1},
+}
+LORA = {"use_peft": True, "lora_r": 4}
+SAVED_WHOLE = {"modules_to_save": ["lm_head", "embed_tokens"]}
+MODES: dict[str, dict[str, Any]] = {
+    "full": {},
+    "full-packed": {"packing": True, "max_length": 160},
+    "lora": LORA,
+    "lora-packed": {**LORA, "packing": True, "max_length": 160},
+    "lora-whole": {**LORA, **SAVED_WHOLE, "max_steps": 3, "label_smoothing": 0.1},
+    "smoothed": {"label_smoothing": 0.1, "max_steps": 3},
+    "sgd": {"optim": "sgd", "max_steps": 3},
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "dpo": {"method": "dpo"},  # the reference's log-probabilities are computed before training
+    "orpo": {"method": "orpo", **LORA},
+    "kto": {"method": "kto", **LORA},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "mistral": {},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {"attention_bias": True},
+    "gemma": {},
+    "gemma2": {"tie_word_embeddings": True},
+    "gemma3_text": {},
+    "phi3": {},
+    "granite": {"logits_scaling": 2.0},
+    "smollm3": {},
+    "olmo2": {},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("tensor-parallel")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    """A recipe for each mode and each family. The vocabulary is odd, so that two ranks divide it unevenly."""
+    data = make_chat(folder / "chat.jsonl", rows=26)
+    common: dict[str, Any] = {
+        "global_batch_size": 4,
+        "max_steps": STEPS,
+        "save_steps": SAVED_AT,
+        "save_total_limit": None,
+    }
+    model = make_model(folder / "model", hidden_size=72, vocab_size=509)
+    made = {mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys) for mode, keys in MODES.items()}
+    pairs = make_pairs(folder / "pairs.jsonl", 12)
+    for method, keys in METHODS.items():
+        made[method] = write_recipe(folder / f"{method}.yaml", model, pairs, **common | keys | {"max_steps": 2})
+    for family, config in FAMILIES.items():
+        model = make_model(folder / f"model-{family}", model_type=family, vocab_size=264, **config)
+        keys = common | {"max_steps": 2, "max_length": 48}
+        made[family] = write_recipe(folder / f"{family}.yaml", model, data, **keys)
+    return made
+
+
+WITH_SHARDS = ("full", "full-packed", "lora")
+PARAMETERS = 156_600  # of the model of MODES
+
+Runs = Callable[[str], Path]
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
+    """name -> the run's folder; each number of ranks is started once, and walks all its runs."""
+
+    def run(
+        mode: str, layout: str, *overrides: str, name: str = "", precision: str = "no"
+    ) -> tuple[Path, Path, list[str]]:
+        is_single = layout == "single"
+        sizes = None if layout in ("single", "full_shard") else TP[layout]
+        config = write_config(
+            folder, "single" if is_single else "full_shard", precision, sizes=sizes, checkpointing=precision == "bf16"
+        )
+        return recipes[mode], config, [f"output_dir={folder}/{name or f'{layout}-{mode}'}", *overrides]
+
+    def resumed(layout: str, start: str, name: str, *overrides: str) -> tuple[Path, Path, list[str]]:
+        at = f"resume_from_checkpoint={folder}/{start}/checkpoints/step-{SAVED_AT:08d}"
+        return run("full", layout, at, *overrides, name=name)
+
+    saved = f"save_steps={SAVED_AT}"
+    two_rows = "per_device_train_batch_size=2"  # two micro-batches
+    held_out = f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"
+    by_ranks = {
+        2: [
+            *(run(mode, "tp", *([two_rows, saved] if mode in WITH_SHARDS else [])) for mode in MODES),
+            *(run(family, "tp") for family in FAMILIES),
+            *(run(method, "tp", two_rows) for method in METHODS),
+            run("full", "tp", "exact_match_samples=3", held_out, "max_steps=3", name="bf16", precision="bf16"),
+            run(
+                "lora",
+                "tp",
+                "lora_dropout=0.1",
+                "attention_dropout=0.1",
+                "max_steps=2",
+                name="dropout",
+                precision="bf16",
+            ),
+            run("qwen2", "tp", "optim=adamw_bf16_moments", name="rounded"),
+            run("full", "full_shard", two_rows, saved),
+            resumed("tp", "tp-full", "again", two_rows),
+            resumed("tp", "full_shard-full", "from-full-shard", two_rows),
+            resumed("full_shard", "tp-full", "to-full-shard", two_rows),
+        ],
+        4: [
+            *(run(mode, "tp-shard") for mode in ("full-packed", "lora")),
+            run("full", "tp-shard", "export_at_end=true", saved),
+            run("qwen3", "tp-replicas"),
+            resumed("tp-shard", "tp-full", "to-tp-shard"),
+        ],
+        1: [resumed("single", "tp-shard-full", "to-single", "export_at_end=true")],
+    }
+    for ranks, wanted in by_ranks.items():
+        (folder / f"printed-{ranks}.txt").write_text(train_all(folder, wanted, ranks=ranks, timeout=500))
+    return lambda name: folder / name
+
+
+def assert_same(run: Path, expected: list[tuple[float, float]], tolerance: float = 1e-5) -> None:
+    lines = steps_of(run)
+    assert [line["step"] for line in lines] == list(range(1, len(expected) + 1))
+    for line, (loss, norm) in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=tolerance), f"{run.name}, step {line['step']}"
+        assert line["grad_norm"] == pytest.approx(norm, rel=tolerance), f"{run.name}, step {line['step']}"
+
+
+def facts_of(run: Path) -> list[tuple[float, float]]:
+    return [(line["loss"], line["grad_norm"]) for line in steps_of(run)]
+
+
+def expect(recipe: Path, **keys: Any) -> list[tuple[float, float]]:
+    if recipe.stem == "sgd":
+        keys["make_optimizer"] = lambda trained: torch.optim.SGD(trained, lr=0.0)
+    smoothing = 0.1 if recipe.stem in ("smoothed", "lora-whole") else 0.0
+    return reference.train(recipe, label_smoothing=smoothing, **keys)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_two_ranks_compute_what_one_does(mode: str, runs: Runs, recipes: dict[str, Path]) -> None:
+    expected = expect(recipes[mode])
+    assert len(expected) == 3 or expected[-1][0] < 0.95 * expected[0][0], "the reference does not learn"
+    assert_same(runs(f"tp-{mode}"), expected)
+    if mode in WITH_SHARDS:
+        assert_same(runs(f"tp-shard-{mode}"), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_compute_what_one_process_does(family: str, runs: Runs, recipes: dict[str, Path]) -> None:
+    expected = expect(recipes[family])
+    assert_same(runs(f"tp-{family}"), expected)
+    if family == "qwen3":
+        assert_same(runs("tp-replicas-qwen3"), expected)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_preferences_compute_what_one_process_does(method: str, runs: Runs, recipes: dict[str, Path]) -> None:
+    assert_same(runs(f"tp-{method}"), expect(recipes[method]))
+
+
+def test_bf16_checkpointed_answers_and_evaluates(runs: Runs, recipes: dict[str, Path]) -> None:
+    assert_same(runs("bf16"), expect(recipes["full"])[:3], tolerance=2e-2)
+    lines = [json.loads(line) for line in (runs("bf16") / "metrics.jsonl").read_text().splitlines()]
+    held_out = [line["eval_loss"] for line in lines if "eval_loss" in line]
+    assert held_out[-1] < held_out[0] == pytest.approx(lines[2]["loss"], rel=0.02), "each held-out document counts once"
+    assert [line["exact_match_samples"] for line in lines if "exact_match" in line] == [3, 3]
+
+
+def test_what_every_rank_of_a_group_holds_stays_equal(runs: Runs) -> None:
+    """A save compares them: under dropout, whose masks are the group's, and where moments are rounded at random."""
+    for name in ("dropout", "rounded"):
+        assert (runs(name) / "checkpoints").is_dir() and len(steps_of(runs(name))) == 2
+    rounded, plain = (steps_of(runs(name)) for name in ("rounded", "tp-qwen2"))
+    assert rounded[1]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-3)
+
+
+def test_a_run_resumes_bit_for_bit(runs: Runs) -> None:
+    assert facts_of(runs("again")) == facts_of(runs("tp-full"))[SAVED_AT:]
+
+
+@pytest.mark.parametrize("resumed", ["from-full-shard", "to-full-shard", "to-tp-shard", "to-single"])
+def test_a_run_resumes_in_another_layout(resumed: str, runs: Runs) -> None:
+    uninterrupted = facts_of(runs("tp-full"))[SAVED_AT:]
+    assert facts_of(runs(resumed)) == [pytest.approx(step, rel=1e-5) for step in uninterrupted]
+
+
+def test_exports_are_the_same_model(runs: Runs) -> None:
+    """The run compares the export with its checkpoint value by value; the other layout's is the same up to rounding."""
+    divided, single = (
+        load_file(runs(name) / "export" / "model.safetensors") for name in ("tp-shard-full", "to-single")
+    )
+    assert divided.keys() == single.keys()
+    for name, tensor in divided.items():
+        torch.testing.assert_close(tensor, single[name], rtol=1e-4, atol=1e-6)
+
+
+def test_each_value_is_in_one_file_of_a_checkpoint(runs: Runs) -> None:
+    for run in ("tp-full", "tp-shard-full"):
+        folder = runs(run) / "checkpoints" / f"step-{STEPS:08d}" / "model"
+        written = sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+        assert written == PARAMETERS
