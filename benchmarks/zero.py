@@ -114,7 +114,7 @@ def train_with_deepspeed(stage: int, recipe: Any, batches: Any, steps: int, begi
         engine.backward(loss * (engine.world_size / batch.trained_tokens))
         after = tensor_bytes()
         engine.step()
-        measured["sums"].append(float(loss))
+        measured["sums"].append(float(loss.detach()))
         measured["counts"].append(batch.trained_tokens)
         measured["norms"].append(float(engine.get_global_grad_norm()))
         measured |= {"held_bytes": before, "gradient_bytes": after - before}
@@ -254,7 +254,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.rank:
         run_rank(options.rank, options.stages[0], options.steps, options.output)
-        return
+        os._exit(0)  # a thread of DeepSpeed's would abort the interpreter's own end now and then
     results = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

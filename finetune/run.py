@@ -39,6 +39,9 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     check_lora_layout(recipe.lora, sharding)
     check_tensor_parallel_recipe(recipe, sharding)
     silence_libraries()
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # that older name would be overruled
+        # Rows differ in length: without segments that grow, a GPU's memory is soon in pieces that fit none.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     from finetune.checkpoint.inputs import fingerprint_inputs
     from finetune.checkpoint.resume import find_start, load_start
     from finetune.data.prepare import prepare_data

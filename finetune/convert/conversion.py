@@ -94,10 +94,10 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
     """Adds their `key: value` to the recipe, the differences or the ignored keys of `found`; `known` is the tool's table.
 
     >>> found, known = Conversion("Axolotl"), {pair.theirs: pair for pair in TOOLS["Axolotl"]}
-    >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "tf32": True}.items():
+    >>> for key, value in {"sequence_len": 4096, "relora_steps": 5, "cut_cross_entropy": True}.items():
     ...     _convert_key(key, value, known, found)
     >>> found.recipe, found.differences, found.ignored
-    ({'max_length': 4096}, ['relora_steps: 5   (ReLoRA: not supported)'], ['tf32'])
+    ({'max_length': 4096}, ['relora_steps: 5   (ReLoRA: not supported)'], ['cut_cross_entropy'])
     """
     ours, pair = recipe_keys(), known.get(key)
     if pair is None and key in ours and key not in NESTED:

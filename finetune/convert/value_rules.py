@@ -24,7 +24,15 @@ SCHEDULES = {
 }  # fmt: skip
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
-KNOWN_ATTENTION = ("auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
+KNOWN_ATTENTION = (
+    "auto",
+    "sdpa",
+    "eager",
+    "flex_attention",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flash_attention_4",
+)
 OVERLENGTH = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 TORCHTUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

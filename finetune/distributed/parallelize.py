@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from finetune.distributed.fsdp1 import shard_as_fsdp1
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.tensor_parallel import divide_matrices
-from finetune.distributed.world import World
+from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError
 
 Slices = tuple[slice, ...]
@@ -181,9 +182,29 @@ def _fsdp2(
     parameters_on = torch.device("cpu") if world.sharding.cpu_offload else world.device
     _materialize(model, values, parameters_on, world.device, unfilled)
     assert isinstance(model, FSDPModule)
+    _overlap_collectives(model, world)
     if not has_trained(model):  # no backward comes to free what stays gathered until then
         model.set_reshard_after_forward(True)
     return model
+
+
+def _overlap_collectives(model: Any, world: World) -> None:
+    """Lets gathers and reductions run at the same time, each in a process group of its own, and begins the gather of a layer
+    before the forward of the one before it, not after."""
+    has_own_group = hasattr(model, "set_separate_reduce_scatter_group")  # since torch 2.13
+    if has_own_group and world.shard_group_size > 1 and has_trained(model):
+        model.set_separate_reduce_scatter_group()
+        set_timeouts(world.collective_timeout)
+    layers = [module for module in decoder_layers(model) if isinstance(module, FSDPModule)]
+    for layer, following in pairwise(layers):
+        layer.set_modules_to_forward_prefetch([following])
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers that transformers itself would not split over devices."""
+    classes = set(getattr(model, "_no_split_modules", None) or ())
+    # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
+    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in classes]
 
 
 def _materialize(

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 
 from finetune.errors import UserError
@@ -27,16 +28,24 @@ SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 LARGEST_FLASH_HEAD = 256
 # torch 2.12 and later reject fewer key-value heads than heads without it; 2.11 has no such argument.
 NEEDS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
+# A recipe's name -> the module of its package, the compute capabilities (major) that it is for, torch's name for it.
+FLASH_PACKAGES = {
+    "flash_attention_3": ("flash_attn_interface", (9,), "FA3"),
+    "flash_attention_4": ("flash_attn.cute", (9, 10), "FA4"),
+}
 FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the padding to its caller
 
 
 def install_attention(model: Any, implementation: str = "auto") -> None:
     """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
 
-    `auto` is this module's; any other name is transformers' own, which finds the documents in the position ids
-    (sdpa, eager, flex_attention) or receives their boundaries (flash_attention_2 and _3).
+    `auto` is this module's, with torch's own kernels, or with those of an installed package (flash_attention_3 and _4); any
+    other name is transformers' own, which finds the documents in the position ids (sdpa, eager, flex_attention) or receives
+    their boundaries (flash_attention_2, and flash_attention_3 where its package is not installed).
     Raises `UserError` where a layer keeps a state across documents, or where the implementation is not available.
     """
+    if implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
+        implementation = "auto"
     if implementation == "auto":
         _refuse_stateful_layers(model.config)
         _register()
@@ -56,6 +65,31 @@ def install_attention(model: Any, implementation: str = "auto") -> None:
     getattr(model, model.base_model_prefix).register_forward_pre_hook(
         lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
     )
+
+
+def activate_flash_kernels(implementation: str) -> bool:
+    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
+    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
+
+    Raises `UserError` where this GPU cannot run it, or where FlashAttention 4 is not installed.
+    """
+    package, capabilities, name = FLASH_PACKAGES[implementation]
+    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    if found is None or found[0] not in capabilities:
+        here = "this is a CPU run" if found is None else f"this GPU has {found[0]}.{found[1]}"
+        needed = " or ".join(f"{major}.x" for major in capabilities)
+        raise UserError(
+            f"attn_implementation: {implementation} needs a GPU of compute capability {needed}, and {here}; leave the key out"
+        )
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        if implementation == "flash_attention_3":
+            return False
+        raise UserError(
+            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install it, or leave the key out"
+        ) from error
+    return True
 
 
 def _refuse_stateful_layers(config: Any) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from finetune.distributed.parallelize import decoder_layers
 from finetune.errors import UserError
 
 # Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the default
@@ -107,13 +108,6 @@ def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: torch.Tensor
     """Makes the first layer's input require a gradient exactly when those of the other layers do: a frozen embedding's
     output (LoRA) does not, which would compile the first layer by itself."""
     return embedded.requires_grad_(torch.is_grad_enabled())
-
-
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers itself would not split over devices."""
-    classes = set(getattr(model, "_no_split_modules", None) or ())
-    # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in classes]
 
 
 def use_liger_kernels(model: Any, device: torch.device) -> None:

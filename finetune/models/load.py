@@ -58,6 +58,7 @@ def load_model(
     Whether such a model can be trained, `pretrained_config.check_config` answers first. Raises `UserError` for a model that cannot be
     reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
     config = load_config(model, vocabulary)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # how the files are quantized: they are read here, and the model exported is not

@@ -61,7 +61,12 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
         "ipo": "method: dpo with loss_type: ipo",
         "rpo": "method: dpo with rpo_alpha",
     },
-    "attn_implementation": {"fa2": "flash_attention_2", "fa3": "flash_attention_3", "flash_attention": "auto"},
+    "attn_implementation": {
+        "fa2": "flash_attention_2",
+        "fa3": "flash_attention_3",
+        "fa4": "flash_attention_4",
+        "flash_attention": "auto",
+    },
 }
 LION = "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the same memory, adamw_8bit less"
 # Key -> their name -> why there is none.

@@ -103,7 +103,7 @@ TRL = (
     *ignored(RESUMES, "overwrite_output_dir"),
     *ignored(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
     *ignored("always the case here", "do_train", "do_eval", "remove_unused_columns", "dataset_kwargs"),
-    *ignored("loss is logged every logging_steps", "logging_strategy", "logging_first_step", "log_level", "tf32"),
+    *ignored("loss is logged every logging_steps", "logging_strategy", "logging_first_step", "log_level"),
     *ignored("the whole state is always saved; save_total_limit bounds how often", "save_only_model"),
     *ignored("the cache is keyed by everything that affects the tokens", "preprocessing_num_workers", "wandb_entity", "wandb_project"),
 )  # fmt: skip
@@ -174,7 +174,7 @@ AXOLOTL = (
     *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
     *ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
                "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
-    *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "tf32", "shuffle_merged_datasets",
+    *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "shuffle_merged_datasets",
                "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
     *ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
                "xformers_attention", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "flex_attention",

@@ -80,11 +80,21 @@ class Model:
         "Freeze these modules, by patterns as in trainable_modules, over which they prevail; tied weights are one tensor.",
     ] = ()
     attn_implementation: Annotated[
-        Literal["auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"],
-        "auto: varlen attention on CUDA, causal SDPA per document on CPU; no flash-attn build is needed.",
+        Literal[
+            "auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
+        ],
+        "auto: varlen attention on CUDA, causal SDPA per document on CPU; no flash-attn build is needed. flash_attention_3 "
+        "and _4: the same with the kernels of the installed package, on Hopper and Blackwell; _3 without it takes the "
+        "hub's kernels.",
     ] = "auto"
     torch_compile: Annotated[
         bool, "Compile the decoder layers' insides: faster steps for a minute more of start, worth it on a GPU."
+    ] = False
+    tf32: Annotated[
+        bool,
+        SameOnResume,
+        "On a GPU, multiply float32 matrices in TensorFloat-32: several times faster, with 10 bits of the mantissa. bf16 "
+        "computation does not need it.",
     ] = False
     use_liger_kernel: Annotated[
         bool, "Liger's fused norms, rotary embeddings and MLPs on CUDA; needs the liger-kernel package."
@@ -239,6 +249,7 @@ class Recipe:
             dtype="float32" if self.lora.use_peft else own.dtype,
             attn_implementation=own.attn_implementation,
             torch_compile=own.torch_compile,
+            tf32=own.tf32,
         )
 
     @property

@@ -150,6 +150,15 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         "fsdp1 FULL_SHARD",
     ),
     "accelerate tests: fsdp2_tp_preparation_config": (accelerate("FSDP", 4, mixed_precision="no"), "fsdp1 FULL_SHARD"),
+    "accelerate torch native: tp_hsdp": (
+        accelerate(
+            "FSDP",
+            fsdp_config=FSDP2,
+            parallelism_config=MESH
+            | {f"parallelism_config_{name}_size": 2 for name in ("dp_replicate", "dp_shard", "tp")},
+        ),
+        "fsdp2 HYBRID_SHARD",
+    ),
     "handbook: ddp, trl: multi_gpu (twice)": (accelerate("MULTI_GPU", **BF16), "ddp"),
     "handbook: fsdp": (
         accelerate("FSDP", fsdp_config=FSDP1 | {"fsdp_forward_prefetch": True}, **BF16),
@@ -179,11 +188,11 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
 REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
     "accelerate templates: fp8": (
         accelerate("NO", None, mixed_precision="fp8", fp8_config=FP8),
-        "fp8_config: FP8 is not supported",
+        "fp8_config.backend: Transformer Engine is not supported; set it to AO",
     ),
     "accelerate tests: 0_34_0_fp8": (
         accelerate("MULTI_GPU", 2, mixed_precision="fp8", fp8_config=FP8 | {"amax_compute_algo": "max"}),
-        "fp8_config: FP8 is not supported",
+        "fp8_config.backend: Transformer Engine is not supported; set it to AO",
     ),
     "accelerate templates: multi_xpu": (
         accelerate("MULTI_XPU", 2, **BF16),
@@ -230,15 +239,6 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
             },
         ),
         "sequence parallelism is not supported",
-    ),
-    "accelerate torch native: tp_hsdp": (
-        accelerate(
-            "FSDP",
-            fsdp_config=FSDP2,
-            parallelism_config=MESH
-            | {f"parallelism_config_{name}_size": 2 for name in ("dp_replicate", "dp_shard", "tp")},
-        ),
-        "tensor parallelism is not supported",
     ),
 }
 

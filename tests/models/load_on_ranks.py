@@ -19,7 +19,7 @@ from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.gradients import clip_gradients
-from finetune.distributed.parallelize import count_wrapped_units
+from finetune.distributed.parallelize import count_wrapped_units, decoder_layers
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
@@ -60,11 +60,16 @@ def ours(folder: str, world: World, steps: int) -> tuple[torch.nn.Module, torch.
         norms.append(float(clip_gradients(model, 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    return (
-        model,
-        optimizer,
-        {"losses": losses, "norms": norms, "units": count_wrapped_units(model, world), "size": size.total},
-    )
+    found = {"losses": losses, "norms": norms, "units": count_wrapped_units(model, world), "size": size.total}
+    return model, optimizer, found | overlapped(model)
+
+
+def overlapped(model: torch.nn.Module) -> dict[str, Any]:
+    """Whether reductions have a process group of their own, and how many layers each layer gathers ahead."""
+    states = [layer._get_fsdp_state() for layer in decoder_layers(model)]  # type: ignore[operator]
+    meshes = [group.mesh_info for state in states for group in state._fsdp_param_groups]
+    own = [m.reduce_scatter_process_group not in (None, m.shard_process_group) for m in meshes]
+    return {"own_group": own, "gathered_ahead": [len(state._states_to_forward_prefetch) for state in states]}
 
 
 def plain(folder: str, steps: int) -> dict[str, Any]:

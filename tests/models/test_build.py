@@ -8,12 +8,14 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.distributed.sharding import Sharding
+from finetune.distributed.world import join, leave
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.models.layers import use_liger_kernels
-from finetune.models.load import build_on_meta
+from finetune.models.load import build_on_meta, load_model
 from finetune.pretrained_config import check_config, load_config
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Data, Model
+from finetune.recipe.schema import Data, Lora, Model
 from tests.ranks import run_python
 
 CODE = """
@@ -104,3 +106,16 @@ def test_a_config_that_cannot_be_trained_is_refused_before_data_and_weights_are_
     assert "model_config: num_hidden_layers: 9999: from 1 to 1,000 decoder layers can be trained" in finished.stderr
     assert "Traceback" not in finished.stderr
     assert not list((tmp_path / "run").glob("*.json")), "the run began"
+
+
+def test_tf32_is_the_recipes(tiny_llama: Callable[..., Path]) -> None:
+    """Of float32 products on a GPU; the flag alone can be seen on a CPU."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    world = join(Sharding(layout="single", use_cpu=True))
+    try:
+        for tf32 in (True, False):
+            load_model(Model(model_name_or_path=str(tiny_llama()), tf32=tf32), Lora(), 0, world)
+            assert torch.backends.cuda.matmul.allow_tf32 == torch.backends.cudnn.allow_tf32 == tf32
+    finally:
+        leave(world)
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = before

@@ -23,3 +23,9 @@ def test_each_decoder_layer_is_a_unit(family: str, loaded: dict[str, Any]) -> No
     units = loaded[family]["ours"]["units"]
     layers = {name: count for name, count in units.items() if name.endswith("DecoderLayer")}
     assert list(layers.values()) == [LAYERS], units
+
+
+def test_gathers_and_reductions_overlap(loaded: dict[str, Any]) -> None:
+    ours = loaded["llama"]["ours"]
+    assert all(ours["own_group"]) and len(ours["own_group"]) == LAYERS
+    assert ours["gathered_ahead"] == [1] * (LAYERS - 1) + [0]
