@@ -65,11 +65,15 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
         return model.clip_grad_norm_(bound)
     by_mesh = group_by_mesh(p for p in model.parameters() if p.grad is not None)
     gradients = [p.grad for parameters in by_mesh for p in parameters if p.grad is not None]
-    norm = _total_norm(gradients) if len(by_mesh) == 1 else _norm_over_meshes(gradients)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    norm = whole_norm(_total_norm(gradients) if len(by_mesh) == 1 else _norm_over_meshes(gradients))
     for parameters in by_mesh:
         nn.utils.clip_grads_with_norm_(parameters, bound, norm)
     return norm.float()
+
+
+def whole_norm(norm: torch.Tensor) -> torch.Tensor:
+    """A norm over all shards of one mesh. All ranks call it."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _norm_over_meshes(gradients: list[torch.Tensor]) -> torch.Tensor:
@@ -110,11 +114,21 @@ def sum_partial_gradients(model: nn.Module, world: World) -> None:
 
 
 def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of all gradients. On a CPU in fp64: torch's own sums fp32 one by one there, which is 1e-4 too low for millions
-    of numbers, and another error for each sharding."""
     if not gradients or gradients[0].device.type != "cpu":
         return nn.utils.get_total_norm(gradients)
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+    return combine_norms([measure_norm(gradient) for gradient in gradients])
+
+
+def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
+    """The 2-norm of one gradient, 0-dim; of a sharded one a DTensor of the shards' norms. On a CPU in fp64: torch's own sums
+    fp32 one by one there, which is 1e-4 too low for millions of numbers, and another error for each sharding."""
+    dtype = torch.float64 if gradient.device.type == "cpu" else torch.float32
+    norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
+    return norm
+
+
+def combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
+    """The 2-norm of all gradients from that of each."""
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
     return total
 

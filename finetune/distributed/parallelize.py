@@ -43,7 +43,9 @@ def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozen
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
-    prepared: nn.Module = world.accelerator.prepare_model(model)
+    # evaluation_mode leaves DDP out, in which Accelerate wraps the model of a single process too where a launcher started it on a CPU.
+    alone = world.sharding.layout == "single"
+    prepared: nn.Module = world.accelerator.prepare_model(model, evaluation_mode=alone)
     return prepared
 
 

@@ -1,11 +1,13 @@
 """Whether a run fits the device, and if not, the cheapest changes that make it fit."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from finetune.errors import UserError
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
+from finetune.recipe.optimization_schema import check_update_in_backward, find_in_backward_problems
 
 FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
 MIN_ROW_TOKENS = 512  # rows are not halved below this
@@ -88,6 +90,12 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
     ):
         in_8_bits = _set_keys("optimization", optim="adamw_8bit")
         yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", in_8_bits)
+    if _can_update_in_backward(spec):
+        yield Change(
+            "optim_in_backward=true max_grad_norm=null",
+            "no clipping of the gradient, which is freed in the backward",
+            lambda spec: _update_in_backward(spec) if _can_update_in_backward(spec) else spec,
+        )
     if recipe.lora.use_peft and not is_divided:
         yield from _list_quantizations(spec)
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
@@ -103,6 +111,22 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         yield Change("use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True))
         if not is_divided:
             yield from _list_quantizations(spec)
+
+
+def _can_update_in_backward(spec: RunSpec) -> bool:
+    changed = _update_in_backward(spec)
+    keys = changed.recipe.optimization
+    if spec.recipe.optimization.optim_in_backward or any(find_in_backward_problems(asdict(keys))):
+        return False
+    try:
+        check_update_in_backward(changed.recipe, spec.sharding, spec.ranks)
+    except UserError:
+        return False
+    return True
+
+
+def _update_in_backward(spec: RunSpec) -> RunSpec:
+    return _set_keys("optimization", optim_in_backward=True, max_grad_norm=None)(spec)
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:

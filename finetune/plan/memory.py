@@ -8,7 +8,7 @@ from forward to backward (Accelerate's fsdp2_prepare_model).
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from finetune.plan.activations import (
     evaluation_bytes,
@@ -24,9 +24,9 @@ from finetune.plan.fp8_memory import fp8_bytes
 from finetune.plan.run_spec import RunSpec, split_into_units
 from finetune.plan.state import FP32, HEAD, State
 from finetune.plan.teacher_memory import meeting_bytes, teacher_forward, teachers_tail
+from finetune.plan.update_memory import plan_updates_in_backward, points_of_updates, update_temporaries
 
 SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
-UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
 
@@ -85,7 +85,7 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     weights = Snapshot("weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher)
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
-    first = [replace(point, optimizer=0) if point.name != "optimizer step" else point for point in step]
+    first = [point if point.name in points_of_updates(spec) else replace(point, optimizer=0) for point in step]
     largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     by_name = {
@@ -128,19 +128,24 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     yield replace(
         before, name="backward of the head", activations=all_kept, loss=loss_backward_bytes(spec), **held["head"]
     )
-    last = replace(before, gradients=max(before.gradients, int(full.gradients * tail_share)))
+    updates = plan_updates_in_backward(spec) if spec.recipe.optimization.optim_in_backward else None
     # The gradient of the merged experts, and the part of it that is being added (an expert's, in the shape of all).
-    layer = {"temporaries": 2 * merged.largest}
-    layer["temporaries"] += dequantized_bytes(spec, recomputes_layer=run.checkpoint_every is not None)
-    layer["temporaries"] += fp8_bytes(spec, tokens)
-    yield replace(
-        last, name="backward of the last layer", activations=all_kept + at_work, **held["last layer"], **layer
-    )
-    yield replace(
-        full, name="backward of the first layer", activations=ends + one_layer, **held["first layer"], **layer
-    )
-    yield replace(full, name="backward of the embedding", activations=ends, **held["embedding"])
-    yield replace(full, name="optimizer step", temporaries=_optimizer_temporaries(spec, full), **held["optimizer"])
+    at_layer = 2 * merged.largest + dequantized_bytes(spec, recomputes_layer=run.checkpoint_every is not None)
+    at_layer += fp8_bytes(spec, tokens)
+    if updates is None:
+        last = replace(before, gradients=max(before.gradients, int(full.gradients * tail_share)), temporaries=at_layer)
+        first, embedding = replace(full, temporaries=at_layer), full
+    else:
+        head, layer = (replace(before, **asdict(updates[part])) for part in ("head", "layer"))
+        if head.gradients:
+            yield replace(head, name="update of the head", activations=all_kept, **held["update of the head"])
+        last = first = replace(layer, temporaries=layer.temporaries + at_layer)
+        embedding = replace(before, **asdict(updates["embedding"]))
+    yield replace(last, name="backward of the last layer", activations=all_kept + at_work, **held["last layer"])
+    yield replace(first, name="backward of the first layer", activations=ends + one_layer, **held["first layer"])
+    yield replace(embedding, name="backward of the embedding", activations=ends, **held["embedding"])
+    if updates is None:
+        yield replace(full, name="optimizer step", temporaries=update_temporaries(spec), **held["optimizer"])
 
 
 def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
@@ -163,6 +168,7 @@ def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
     return {
         "loss": {"gathered": tail * buffers + layers + other_tail, "communication": 0},
         "head": {"gathered": tail + layers, "communication": 0},
+        "update of the head": {"gathered": tail + layers, "communication": head_reduced},
         "last layer": {"gathered": tail_waits + layers + layer, "communication": head_reduced + layer_gradients},
         "first layer": {"gathered": tail_waits + layer, "communication": previous + layer_gradients},
         "embedding": {"gathered": tail_waits + embedding, "communication": reduced},
@@ -184,8 +190,15 @@ def _held_whole(spec: RunSpec) -> dict[str, dict[str, int]]:
     all_cast, one_cast = run.itemsize * linears * spec.architecture.layers, run.itemsize * linears
     behind = all_cast if run.checkpoint_every is None else one_cast
     buckets = FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0
-    gathered = {"loss": all_cast, "head": behind, "last layer": behind, "first layer": one_cast, "evaluation": all_cast}
-    points = ("loss", "head", "last layer", "first layer", "embedding", "optimizer", "evaluation")
+    gathered = {
+        "loss": all_cast,
+        "head": behind,
+        "update of the head": behind,
+        "last layer": behind,
+        "first layer": one_cast,
+        "evaluation": all_cast,
+    }
+    points = ("loss", "head", "update of the head", "last layer", "first layer", "embedding", "optimizer", "evaluation")
     return {name: {"gathered": gathered.get(name, 0), "communication": buckets} for name in points}
 
 
@@ -229,16 +242,6 @@ def _head_gradient(spec: RunSpec) -> int:
 def _tail_share(spec: RunSpec) -> float:
     """The share of the gradients that exists once the head's backward is done."""
     return sum(t.numel for t in spec.tensors if t.trainable and t.unit == "tail") / spec.trained_numel
-
-
-def _optimizer_temporaries(spec: RunSpec, full: Snapshot) -> int:
-    """The foreach AdamW allocates the root of every second moment, the fused one nothing; Adafactor and SGD work on one
-    tensor after another, the first with its square, its update and the moved weights."""
-    optim = spec.recipe.optimization.optim
-    if optim in UPDATE_COPIES:
-        largest = max(tensor.numel for tensor in spec.part_tensors if tensor.trainable)
-        return UPDATE_COPIES[optim] * FP32 * -(-largest // spec.shards)
-    return full.gradients if optim == "adamw_torch" else 0
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:

@@ -19,6 +19,7 @@ from finetune.plan.table import format_header, format_memory, format_speed, form
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
 from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.method_schema import refuse_layout
+from finetune.recipe.optimization_schema import check_update_in_backward
 from finetune.recipe.quantization import check_quantization, read_stored_quantization, read_teacher_quantization
 from finetune.recipe.schema import Method, Model, Recipe
 from finetune.recipe.tensor_division import check_divisible, check_tensor_parallel_recipe
@@ -70,6 +71,7 @@ def make_plan(
         check_quantization(recipe.quantization, sharding)
     check_lora_layout(recipe.lora, sharding)
     check_tensor_parallel_recipe(recipe, sharding)
+    check_update_in_backward(recipe, sharding, ranks)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     _refuse_division(architecture, recipe, sharding, where)
     spec = RunSpec(

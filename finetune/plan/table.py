@@ -57,6 +57,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         checkpointing = "every layer" if every == 1 else f"every {every}th layer"
         kept = recipe.model.activation_checkpointing_keeps
         checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"
+    in_backward = recipe.optimization.optim_in_backward
     model = recipe.model.model_name_or_path or "model_config"
     frozen = f"{_name_frozen(spec)} (frozen), adapters " if recipe.lora.use_peft else ""
     parameters = frozen + spec.trained_dtype
@@ -70,6 +71,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             *(f"           {line}" for line in sharding.translated),
             f"precision  parameters {parameters}, compute {_name_computation(spec)}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
+            *(["update     each parameter in the backward, its gradient freed at once"] * in_backward),
             *_describe_method(spec),
             f"batch      {spec.global_batch_size} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
             f"{_name_data_ranks(spec)} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",

@@ -6,7 +6,6 @@ gradients, and updates; training/nonfinite.py checks them; optim/optimizer.py ha
 what is due next.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -31,10 +30,12 @@ from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, handle_nonfinite, make_guard
 from finetune.training.objective import SFT, Measured, Objective
 from finetune.training.profiler import collect_garbage, garbage_collected_between_lines
+from finetune.training.random_state import seed_dropout, seed_rounding
 from finetune.training.schedule import find_due, find_due_after_evaluation, is_out_of_patience
 from finetune.training.signals import SignalListener
 from finetune.training.throughput import Window
 from finetune.training.training_run import TrainingRun
+from finetune.training.update_in_backward import UpdateInBackward
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,21 +58,25 @@ def train_step(
     guard: HostGuard | DeviceGuard,
     learning_rate: float,
     before_update: Callable[[], None] = lambda: None,
+    in_backward: UpdateInBackward | None = None,
 ) -> StepResult:
     """One optimizer step on every rank: forward, backward, clip, check, update.
 
     Only where `guard` finds loss and gradient finite are the parameters updated, after `before_update` has returned: an
-    async save may still be copying them.
+    async save may still be copying them. `in_backward` updates each within the backward, and checks what it updates with.
     """
     set_learning_rate(optimizer, learning_rate)
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
-    measured = accumulate_gradients(model, batch, world, objective, noise_seed=seed)
+    if in_backward is not None:
+        before_update()
+        in_backward.start_step(batch.step)
+    measured = accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)
     unscale(optimizer, world)
-    grad_norm = clip_gradients(model, recipe.optimization.max_grad_norm)
+    grad_norm = in_backward.norm(model) if in_backward else clip_gradients(model, recipe.optimization.max_grad_norm)
     check = StepCheck.of(batch, measured.loss_sum, grad_norm)
     is_skipped = guard.must_skip(check)
-    if not is_skipped:
+    if not is_skipped and in_backward is None:
         before_update()
         seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
         update(optimizer, world)
@@ -89,9 +94,12 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     if is_out_of_patience(progress, recipe.run):  # stopped early before, and started again
         return progress
     guard = make_guard(run.optimizer, recipe.optimization, world)
-    step = partial(train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard)
+    in_backward = UpdateInBackward(run.optimizer, recipe, world) if recipe.optimization.optim_in_backward else None
+    step = partial(
+        train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, in_backward=in_backward
+    )
     objective = run.objectives.training
-    with run.watchdog, saver, garbage_collected_between_lines():
+    with run.watchdog, saver, in_backward or nullcontext(), garbage_collected_between_lines():
         saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
         window = Window(world.device)
@@ -135,7 +143,13 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
 
 
 def accumulate_gradients(
-    model: nn.Module, batch: StepBatch, world: World, objective: Objective = SFT, *, noise_seed: int | None = None
+    model: nn.Module,
+    batch: StepBatch,
+    world: World,
+    objective: Objective = SFT,
+    *,
+    noise_seed: int | None = None,
+    in_backward: UpdateInBackward | None = None,
 ) -> Measured:
     """Forward and backward over this rank's micro-batches; returns what the objective has measured in them.
 
@@ -165,6 +179,8 @@ def accumulate_gradients(
         with nullcontext() if is_last else without_gradient_sync(model):
             on_device = micro_batch.to(world.device)
             measured = objective.measure(model, on_device, inputs_of(on_device), batch)
+            if in_backward is not None:
+                in_backward.check_loss(measured.loss_sum)
             loss = measured.loss_sum * (world.tensor_groups / count)
             world.accelerator.backward(add_auxiliary(loss))
         total += measured.detach()
@@ -198,21 +214,6 @@ def auxiliary_loss_of_step(
         return loss + world.size * used.coefficient * used.auxiliary_loss(selected, batch.tokens)
 
     return add
-
-
-def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seeds dropout by the step alone, so that a resumed run needs no random state."""
-    _seed_from(f"{seed}/{step}/{rank}")
-
-
-def seed_rounding(seed: int, step: int, shard_rank: int) -> None:
-    """Seeds stochastic rounding: ranks that hold the same shard must round alike, or their replicas drift apart."""
-    _seed_from(f"{seed}/{step}/rounding/{shard_rank}")
-
-
-def _seed_from(text: str) -> None:
-    digest = hashlib.sha256(text.encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
 def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:

@@ -110,8 +110,13 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
         f"(gradient norm {_describe(check.grad_norm)}; {places})"
     )
     if policy.on_nonfinite == "stop":
+        kept = (
+            "by optim_in_backward some parameters were updated with their finite gradients before; nothing of this step is saved"
+            if policy.optim_in_backward
+            else "the parameters were not updated"
+        )
         raise UserError(
-            f"{what}; the parameters were not updated. Look at these examples with "
+            f"{what}; {kept}. Look at these examples with "
             "`finetune inspect --examples ID,ID`, lower learning_rate, or set on_nonfinite: skip"
         )
     if skipped >= policy.max_skipped_steps:

@@ -38,6 +38,23 @@ def test_what_fits_with_cheap_changes_together_needs_no_offload() -> None:
     assert not any("offload" in change.text or "use_peft" in change.text for change in advice.changes)
 
 
+def test_the_update_in_the_backward_is_suggested_where_a_step_is_one_micro_batch() -> None:
+    text = "optim_in_backward=true max_grad_norm=null"
+    planned = make_spec(LLAMA_31_8B, ranks=1)
+    change = next(change for change in list_changes(planned) if change.text == text)
+    gradients = 4 * planned.architecture.parameters
+    without, with_it = find_peak(planned).total, find_peak(change.apply(planned)).total
+    assert 0.8 * gradients < without - with_it <= 1.06 * gradients  # the peak was their sum, and is elsewhere now
+    for impossible in (
+        make_spec(LLAMA_31_8B, ranks=1, global_batch_size=2),
+        replace(planned, sharding=replace(FULL_SHARD, layout="ddp")),
+        replace(planned, sharding=replace(FULL_SHARD, cpu_offload=True)),
+        change.apply(planned),
+    ):
+        assert all(change.text != text for change in list_changes(impossible))
+        assert change.apply(impossible) == impossible
+
+
 def test_offload_is_in_the_time_of_a_step() -> None:
     planned = make_spec(LLAMA_31_8B, ranks=8, global_batch_size=16)
     offloaded = replace(planned, sharding=replace(FULL_SHARD, cpu_offload=True))

@@ -16,20 +16,27 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
-def test_bf16_moments_resume_exactly_on_two_ranks_and_profiled_steps_leave_a_trace(
+def test_bf16_moments_updated_in_backward_resume_exactly_and_profiled_steps_leave_a_trace(
     tmp_path: Path, tiny_recipe: Callable[..., Path]
 ) -> None:
-    recipe = tiny_recipe(optim="adamw_bf16_moments", save_steps=2, profile_steps=[2, 3], export_at_end=False)
+    """On two ranks."""
+    updated = {"optim": "adamw_bf16_moments", "optim_in_backward": True, "max_grad_norm": None}
+    rows = {"per_device_train_batch_size": 2, "attention_dropout": 0.1}
+    recipe = tiny_recipe(save_steps=2, profile_steps=[2, 3], export_at_end=False, **updated, **rows)
+    text = recipe.read_text() + "max_grad_norm: null\n"  # tiny_recipe leaves out what is None
+    recipe.write_text(text)
     arguments = ["--config", "fsdp_full_shard.yaml", "--recipe", str(recipe)]
     launch_ranks(ROOT / "finetune" / "run.py", arguments, timeout=180).check()
     run = tmp_path / "run"
     whole = losses(run)
     assert len(whole) == 4
 
+    with safe_open(next((tmp_path / "tiny-llama").glob("*.safetensors")), "pt") as file:
+        parameters = len(list(file.keys()))
     for rank in (0, 1):
         trace = json.loads((run / "profile" / f"trace-rank{rank}.json").read_text())
         steps = sum("AdamWBf16Moments.step" in event.get("name", "") for event in trace["traceEvents"])
-        assert steps == 2
+        assert steps == 2 * parameters
 
     pieces = list((run / "checkpoints" / "step-00000002" / "optimizer").glob("*.safetensors"))
     dtypes = set()

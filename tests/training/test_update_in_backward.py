@@ -1,0 +1,171 @@
+"""optim_in_backward: bit for bit the plain step without clipping, its memory as planned, and nothing that is not finite."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.distributed.fp8 import Fp8
+from finetune.distributed.sharding import Sharding
+from finetune.distributed.world import World
+from finetune.errors import UserError
+from finetune.optim.optimizer import build_optimizer
+from finetune.recipe.optimization_schema import check_update_in_backward
+from finetune.recipe.reader import read_recipe
+from finetune.recipe.schema import Batch, Optimization, Recipe
+from finetune.training.nonfinite import StepCheck, handle_nonfinite
+from finetune.training.update_in_backward import UpdateInBackward
+from tests.conftest import make_chat, make_model
+from tests.ranks import run_python
+from tests.training.layouts import write_config, write_recipe
+
+IN_BACKWARD = "optim_in_backward=true"
+SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 10, "vocab_size": 512}
+# name -> ranks, layout, precision (in bf16 with checkpointing), overrides
+CASES: dict[str, tuple[int, str, str, list[str]]] = {
+    "single": (1, "single", "bf16", ["optim=sgd", "weight_decay=0.1"]),
+    "one rank": (1, "full_shard", "bf16", ["optim=adamw_torch_fused", "weight_decay=0.1"]),
+    "two ranks": (2, "full_shard", "no", ["optim=adamw_torch", "attention_dropout=0.1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What every rank of every case leaves, plain and in backward; all are forked from one process."""
+    folder = tmp_path_factory.mktemp("in-backward")
+    model = make_model(folder / "model", **SIZES, tie_word_embeddings=False)
+    recipe = write_recipe(folder / "recipe.yaml", model, make_chat(folder / "chat.jsonl", rows=4), max_grad_norm=None)
+    for case in (*CASES, "hybrid"):
+        (folder / case).mkdir()
+
+    def job(name: str, case: str, *overrides: str) -> dict[str, Any]:
+        ranks, layout, precision, its = CASES.get(case, (4, "full_shard", "no", []))
+        checkpointing, mesh = precision == "bf16", (2, 2) if ranks == 4 else None
+        config = write_config(folder / case, layout, precision, checkpointing=checkpointing, mesh=mesh)
+        given = {"recipe": str(recipe), "config": str(config), "overrides": [*its, *overrides]}
+        return {"name": name, "ranks": ranks, "folder": str(folder), **given}
+
+    jobs = [job(name, name) for name in CASES]
+    jobs += [job(f"{name} in backward", name, IN_BACKWARD) for name in CASES]
+    jobs += [job("rounded", "hybrid", IN_BACKWARD, "optim=adamw_bf16_moments")]
+    (folder / "jobs.json").write_text(json.dumps(jobs))
+    script = Path(__file__).with_name("in_backward_on_ranks.py")
+    done = run_python([str(script), str(folder / "jobs.json")], timeout=240)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_parameters_and_state_are_those_of_the_plain_step_bit_for_bit(name: str, folder: Path) -> None:
+    for rank in range(CASES[name][0]):
+        plain, ours = (torch.load(folder / f"{each}-{rank}.pt") for each in (name, f"{name} in backward"))
+        assert (ours["losses"], ours["norms"]) == (plain["losses"], plain["norms"])
+        assert len(set(plain["losses"])) > 1 and min(plain["norms"]) > 0
+        assert ours["state"].keys() == plain["state"].keys()
+        assert [key for key, value in plain["state"].items() if not torch.equal(value, ours["state"][key])] == []
+
+
+def test_replicas_round_alike(folder: Path) -> None:
+    """Under hybrid sharding ranks 0 and 2 hold the same shards, and 1 and 3."""
+    states = [torch.load(folder / f"rounded-{rank}.pt")["state"] for rank in range(4)]
+    assert any(value.dtype == torch.bfloat16 for value in states[0].values())
+    for first, second in ((0, 2), (1, 3)):
+        assert all(torch.equal(value, states[second][key]) for key, value in states[first].items())
+    assert not torch.equal(states[0]["0 "], states[1]["0 "])
+
+
+@pytest.mark.parametrize("name", ["single", "one rank"])
+def test_a_step_allocates_what_is_planned(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, ours = (torch.load(folder / f"{each}-0.pt") for each in (name, f"{name} in backward"))
+    saved, planned = (plain[key] - ours[key] for key in ("measured", "planned"))
+    with capsys.disabled():
+        print(f"\n{name}: {plain['measured']:,} bytes, in backward {saved:,} less; planned {planned:,} less")
+    for each in (plain, ours):
+        assert abs(each["planned"] - each["measured"]) < 0.15 * plain["measured"]
+    assert saved > 0.35 * plain["measured"]
+
+
+def alone() -> World:
+    accelerator: Any = SimpleNamespace(scaler=None)
+    return World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), accelerator)
+
+
+def make_recipe(**keys: Any) -> Recipe:
+    optimization = Optimization(optim_in_backward=True, max_grad_norm=None, **keys)
+    return Recipe(path="recipe.yaml", given=frozenset(), optimization=optimization)
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bf16_moments", "adamw_torch", "sgd"])
+def test_a_gradient_that_is_not_finite_stops_every_update_after_it(optim: str) -> None:
+    """In the backward the last layer comes first: only that was updated, with the finite gradient that it had."""
+    torch.manual_seed(0)
+    recipe, layers = make_recipe(optim=optim), torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    optimizer = build_optimizer(layers, recipe.optimization)
+    layers[1].weight.register_hook(lambda gradient: gradient * float("inf"))
+    states = [{name: value.clone() for name, value in layers.state_dict().items()}]
+    with UpdateInBackward(optimizer, recipe, alone()) as in_backward:
+        for step in range(2):
+            in_backward.start_step(step)
+            in_backward.check_loss(torch.tensor(1.0))
+            layers(torch.randn(2, 4)).sum().backward()
+            assert all(parameter.grad is None for parameter in layers.parameters())
+            assert not torch.isfinite(in_backward.norm(layers))
+            states.append({name: value.clone() for name, value in layers.state_dict().items()})
+    moved, later = (
+        {name for name, value in after.items() if not torch.equal(value, before[name])}
+        for before, after in pairwise(states)
+    )
+    assert moved - {"1.bias"} == {"2.weight", "2.bias"} and not later
+    assert all(torch.isfinite(value).all() for value in states[-1].values())
+    layers(torch.randn(2, 4)).sum().backward()
+    assert layers[0].weight.grad is not None, "the hooks are gone"
+
+
+def test_a_loss_that_is_not_finite_moves_nothing_and_the_message_is_true() -> None:
+    recipe, layer = make_recipe(), torch.nn.Linear(4, 4)
+    before = layer.weight.clone()
+    optimizer = build_optimizer(layer, recipe.optimization)
+    with UpdateInBackward(optimizer, recipe, alone()) as in_backward:
+        in_backward.start_step(0)
+        in_backward.check_loss(torch.tensor(float("nan")))
+        layer(torch.ones(4)).sum().backward()  # finite
+    assert torch.equal(layer.weight, before) and layer.weight.grad is None
+    check = StepCheck(0, (7,), torch.tensor(float("nan")), in_backward.norm(layer))
+    with pytest.raises(
+        UserError, match=r"examples 7.*updated with their finite gradients before; nothing of this step is saved"
+    ):
+        handle_nonfinite(recipe.optimization, check, 0, alone())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "keys", "sharding", "said"),
+    [
+        (2, {"global_batch_size": 16, "per_device_train_batch_size": 2}, {"layout": "fsdp2"},
+         r"16 rows is 4 micro-batches of 2 on 2 ranks.*global_batch_size: 4, or per_device_train_batch_size: 8"),
+        (1, {"gradient_accumulation_steps": 3}, {"layout": "single"}, "3 rows is 3 micro-batches of 1 on 1 rank,"),
+        (2, {}, {"layout": "ddp"}, "DDP keeps every gradient in its buckets"),
+        (2, {}, {"layout": "fsdp1"}, "FSDP1 flattens parameters"),
+        (2, {}, {"layout": "fsdp2", "cpu_offload": True}, "gradients are in host memory already"),
+        (1, {}, {"layout": "single", "mixed_precision": "fp16"}, "under fp16"),
+        (2, {}, {"layout": "fsdp2", "tensor_parallel_size": 2}, "sequence or tensor parallelism"),
+        (2, {}, {"layout": "fsdp2", "fp8": Fp8()}, "does not work with FP8"),
+    ],
+)  # fmt: skip
+def test_what_needs_all_gradients_at_once_is_refused(
+    ranks: int, keys: dict[str, Any], sharding: dict[str, Any], said: str
+) -> None:
+    recipe = Recipe(path="r.yaml", given=frozenset(), batch=Batch(**keys), optimization=make_recipe().optimization)
+    with pytest.raises(UserError, match=said):
+        check_update_in_backward(recipe, Sharding(**sharding), ranks)
+
+
+def test_keys_that_need_all_gradients_at_once_are_named_where_they_stand(tiny_recipe: Any) -> None:
+    path = str(tiny_recipe(optim_in_backward=True, on_nonfinite="skip", optim="adafactor"))
+    with pytest.raises(UserError) as error:
+        read_recipe(path)
+    said = str(error.value)
+    assert "set max_grad_norm: null" in said and "set on_nonfinite: stop" in said and "set another optimizer" in said
