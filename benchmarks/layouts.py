@@ -33,6 +33,7 @@ from benchmarks.layouts_shown import Measured, plot, table  # noqa: E402
 from finetune.data.batches import StepBatch  # noqa: E402
 from finetune.data.collate import MicroBatch  # noqa: E402
 from finetune.distributed.gradients import clip_gradients  # noqa: E402
+from finetune.distributed.mesh import EXPERT  # noqa: E402
 from finetune.distributed.sharding import Sharding  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
 from finetune.errors import exit_code  # noqa: E402
@@ -52,6 +53,13 @@ MODEL = {
     "max_position_embeddings": 512,
     "tie_word_embeddings": False,
 }
+MIXTURE = MODEL | {  # of the layouts whose name says so
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 176,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+}
 LENGTH, WARM_STEPS = 256, 1  # tokens in a row; steps not timed
 
 LAYOUTS: dict[str, Sharding] = {
@@ -65,6 +73,9 @@ LAYOUTS: dict[str, Sharding] = {
     "FSDP1 SHARD_GRAD_OP": Sharding(layout="fsdp1", strategy="SHARD_GRAD_OP"),
     "FSDP1 NO_SHARD": Sharding(layout="fsdp1", strategy="NO_SHARD"),
     "FSDP1 HYBRID_SHARD 2 x 2": Sharding(layout="fsdp1", strategy="HYBRID_SHARD"),
+    "mixture, FSDP2 full shard": Sharding(layout="fsdp2"),
+    "mixture, experts over 2": Sharding(layout="fsdp2", expert_parallel_size=2),
+    "mixture, experts over 4": Sharding(layout="fsdp2", expert_parallel_size=4),
 }
 
 
@@ -72,6 +83,8 @@ def possible_on(name: str, ranks: int) -> bool:
     """Whether the layout can be made of so many ranks."""
     if name == "single":
         return ranks == 1
+    if ranks % LAYOUTS[name].expert_parallel_size:
+        return False
     return ranks == 4 if "2 x 2" in name else True
 
 
@@ -145,18 +158,28 @@ def gathered_bytes(model: nn.Module) -> int:
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
     if isinstance(model, FSDPModule):
-        return sum(held_bytes(p) for p in model.parameters() if not isinstance(p, DTensor))
+        # Gathered experts are sharded still: over the ranks that divide them.
+        return sum(held_bytes(p) for p in model.parameters() if not is_sharded_by_fsdp(p))
     if isinstance(model, Fsdp1):
         flat = [h.flat_param for h in model._all_handles if h.uses_sharded_strategy]
         return sum(p._full_param_padded.untyped_storage().size() for p in flat)  # type: ignore[attr-defined]
     return 0
 
 
+def is_sharded_by_fsdp(parameter: torch.Tensor) -> bool:
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (EXPERT,)
+
+
 def communication_calls(model: nn.Module, optimizer: Any, batch: StepBatch, world: World) -> dict[str, int]:
     """The collectives of one step on this rank, by kind, as the profiler sees them."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         train_step(model, optimizer, batch, world)
-    kinds = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
+    kinds = {
+        "allgather": "all-gather",
+        "reduce_scatter": "reduce-scatter",
+        "allreduce": "all-reduce",
+        "alltoall": "all-to-all",
+    }
     counts: Counter[str] = Counter()
     for event in profile.events() or ():
         for part, kind in kinds.items():
@@ -241,7 +264,7 @@ def _environment(name: str, rank: int, ranks: int, port: int) -> dict[str, str]:
 def _rank(name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int, result: Path) -> None:
     torch.set_num_threads(1)  # the same for every number of ranks, and ranks do not spin for each other's cores
     world = join(replace(LAYOUTS[name], use_cpu=not torch.cuda.is_available()))
-    measured = measure(name, model_config, steps, rows, world)
+    measured = measure(name, MIXTURE if name.startswith("mixture") else model_config, steps, rows, world)
     if measured is not None:
         result.write_text(json.dumps(asdict(measured)))
     leave(world)

@@ -13,6 +13,7 @@ from finetune.constants import count_cores
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
+from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.reader import find_file, read_recipe
 
 RUN = Path(__file__).resolve().parent / "run.py"
@@ -29,6 +30,7 @@ def launch_command(options: argparse.Namespace) -> int:
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
     refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks // sharding.ranks_per_batch)
+    with_expert_parallelism(sharding, recipe, ranks)
     if ranks < sharding.num_machines:
         raise UserError(
             f"{sharding.source}: num_machines: {sharding.num_machines}, but --num-processes {ranks}: each machine runs at "

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.errors import UserError
 from finetune.hub import download_file
+from finetune.recipe.expert_division import refuse_undivided
 from finetune.recipe.quantization import check_quantization, describe_quantization, read_stored_quantization
 from finetune.recipe.schema import Data, Model, Quantization, Recipe
 from finetune.recipe.tensor_division import check_divisible
@@ -76,10 +77,12 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
 
 
 def check_division(config: Any, recipe: Recipe, sharding: "Sharding") -> None:
-    """Raises `UserError` where the model of `config` cannot be divided over the layout's tensor parallel groups."""
+    """Raises `UserError` where the model of `config` cannot be divided over the layout's groups: its experts, its matrices."""
+    name = recipe.model.model_name_or_path or "model_config"
+    refuse_undivided(sharding, config.model_type, count_experts(config), name)
     if sharding.tensor_parallel_size == 1:
         return
-    name, heads = recipe.model.model_name_or_path or "model_config", config.num_attention_heads
+    heads = config.num_attention_heads
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
             f"{sharding.source}: tp_size {sharding.tensor_parallel_size}: the weights of {name} are quantized, and cannot be "

@@ -12,6 +12,7 @@ from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.distributed.sharding import Sharding
 from finetune.errors import end_process, exit_code
+from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.optimization_schema import check_update_in_backward
 from finetune.recipe.overrides import read_overrides
@@ -39,6 +40,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     """A run from its recipe to its export."""
     check_lora_layout(recipe.lora, sharding)
     check_tensor_parallel_recipe(recipe, sharding)
+    sharding = with_expert_parallelism(sharding, recipe, int(os.environ.get("WORLD_SIZE", "1")))
     check_update_in_backward(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
     silence_libraries()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # that older name would be overruled

@@ -10,6 +10,7 @@ from finetune.distributed.sharding import Sharding
 
 REPLICATE, SHARD, SEQUENCE, TENSOR = "dp_replicate", "dp_shard", "sp", "tp"
 FSDP = "fsdp"  # SHARD and SEQUENCE, flattened
+EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
 def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
@@ -19,4 +20,12 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
         return None
     mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=(REPLICATE, SHARD, SEQUENCE, TENSOR))
     mesh[SHARD, SEQUENCE]._flatten(FSDP)
+    return mesh
+
+
+def make_expert_mesh(size: int, ranks: int, device_type: str) -> DeviceMesh:
+    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT, of `size` ranks, divide
+    the experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks that have the same experts."""
+    mesh = init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=(EXPERT_SHARD, EXPERT))
+    mesh._flatten()  # a norm is then one sum over all ranks, the same on each, and not one for each dimension
     return mesh

@@ -31,6 +31,7 @@ class Sharding:
     shard_size: int | None = None  # ranks; None: FSDP1 takes the ranks of a node
     sequence_parallel_size: int = 1  # ranks that divide the tokens of a row between them
     tensor_parallel_size: int = 1  # ranks that divide the matrices of a layer between them
+    expert_parallel_size: int = 1  # ranks that divide the experts of a layer between them; a recipe's key
     wrapping: Wrapping = "TRANSFORMER_BASED_WRAP"
     wrap_classes: tuple[str, ...] = ()  # empty: inferred from the model
     min_num_params: int = DEFAULT_MIN_NUM_PARAMS  # parameters of a unit, where wrapping is by size

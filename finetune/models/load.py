@@ -15,6 +15,7 @@ from finetune.errors import UserError
 from finetune.hub import download_folder
 from finetune.models.attention import install_attention
 from finetune.models.embedding_noise import install_embedding_noise
+from finetune.models.expert_parallelism import divide_experts
 from finetune.models.experts import count_active, expert_modules, install_experts, install_routing
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
@@ -99,6 +100,7 @@ def load_model(
         from finetune.models.fp8_linear import multiply_in_fp8  # imports torchao
 
         multiply_in_fp8(built, world.sharding)
+    divide_experts(built, world)
     sharded = parallelize(built, values, world, unfilled)
     fill_quantized_layers(unwrap(sharded), base, stored, world)
     if model.torch_compile:

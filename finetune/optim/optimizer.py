@@ -67,7 +67,8 @@ def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim
 
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms do not, not even norms that have a row for each head."""
+    """Matrices decay; biases and norms do not, not even norms that have a row for each head. The parameters of a group are sharded
+    over one mesh."""
     dims = _count_dims(model)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():

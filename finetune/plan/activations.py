@@ -34,6 +34,8 @@ class Computation:
     cpu: bool = False  # attention runs document by document, and its outputs are concatenated
     grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
 
+    exchanges_tokens: bool = False  # expert parallelism: experts get their inputs from other ranks
+
     @property
     def drops_inputs(self) -> bool:
         """Whether only the output of the adapter's dropout is saved, not the frozen layer's input."""
@@ -122,12 +124,20 @@ def recomputed_bytes(a: Architecture, run: Computation) -> int:
 def working_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token that a layer's backward needs beyond what was saved: the gradients of the MLP's gate and up, and
     the gradient of the residual stream twice (before and after the norm)."""
-    return 2 * a.mlp_width * run.itemsize + 2 * a.hidden * run.residual_itemsize
+    return 2 * a.mlp_width * run.itemsize + 2 * a.hidden * run.residual_itemsize + exchanged_bytes(a, run)
+
+
+def exchanged_bytes(a: Architecture, run: Computation) -> int:
+    """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and what comes, both once for each
+    expert of a token. Where the router prefers the experts of one rank, more come to it, up to all."""
+    if a.mixture is None or not run.exchanges_tokens:
+        return 0
+    return 2 * a.mixture.chosen * a.hidden * run.itemsize
 
 
 def evaluation_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual stream."""
-    return 3 * a.mlp_width * run.itemsize + 3 * a.hidden * run.residual_itemsize
+    return 3 * a.mlp_width * run.itemsize + 3 * a.hidden * run.residual_itemsize + exchanged_bytes(a, run)
 
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:

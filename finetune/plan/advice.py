@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import lcm
 from typing import Any
 
 from finetune.errors import UserError
@@ -50,7 +51,8 @@ def advise(spec: RunSpec, device_bytes: int) -> Advice:
             break
     else:
         changed = _apply(spec, taken)
-        wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % spec.sharding.ranks_per_batch == 0)
+        together = lcm(spec.sharding.ranks_per_batch, spec.sharding.expert_parallel_size)
+        wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % together == 0)
         more_ranks = (replace(changed, ranks=ranks) for ranks in wider)
         enough = next((each.ranks for each in more_ranks if find_peak(each).total <= device_bytes), None)
         return Advice(False, None, find_peak(changed).total, enough)

@@ -125,7 +125,7 @@ class Architecture:
         first, second = weights.shape[1:]
         return (second, first) if self.mixture is not None and self.mixture.keys.has_biases else (first, second)
 
-    def _routed(self, layer: int) -> tuple[TensorShape, ...]:
+    def routed(self, layer: int) -> tuple[TensorShape, ...]:
         """All that belongs to the routed experts of decoder layer `layer`, biases too."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
@@ -138,7 +138,7 @@ class Architecture:
         ]
         mlp = [t for linear in self.linears(index) if ".mlp." in linear.name for t in self._with_bias(linear)]
         if self.mixture is not None and self.has_experts(index):
-            mlp += [*self.mixture.router(f"model.layers.{index}.mlp", self.hidden), *self._routed(index)]
+            mlp += [*self.mixture.router(f"model.layers.{index}.mlp", self.hidden), *self.routed(index)]
         return (*self._sinks(index), *attention, *self._query_key_norms(index), *mlp, *self._norms(index))
 
     def tensors(self) -> Iterator[TensorShape]:
@@ -186,7 +186,7 @@ class Architecture:
         """Numbers of routed experts that do not work on a given token."""
         if self.mixture is None:
             return 0
-        routed = sum(tensor.numel for index in range(self.layers) for tensor in self._routed(index))
+        routed = sum(tensor.numel for index in range(self.layers) for tensor in self.routed(index))
         return routed - routed * self.mixture.chosen // self.mixture.experts
 
     @property

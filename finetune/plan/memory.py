@@ -152,11 +152,11 @@ def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
     """Bytes that the layout itself holds at each point: `gathered` units, and gradients in `communication`."""
     if not spec.sharding.is_fsdp:
         return _held_whole(spec)
-    u = split_into_units(spec.part, spec.part_tensors, spec.sharding, spec.fp8_gathered)
+    u = split_into_units(spec.part, spec.part_tensors, spec.sharding, spec.fp8_gathered, spec.ranks)
     size = spec.computation.itemsize
     buffers = 2 if spec.shards > 1 else 1  # the unit in use, and an all-gather buffer: its own, or the next unit's
     layers = u.layers.gathered(size) if u.stay_gathered else 0
-    layer = 0 if u.stay_gathered else u.layer.gathered(size) * buffers
+    layer = 0 if u.stay_gathered else u.layer.gathered(size) * buffers - size * u.unshared * (buffers - 1)
     tail, embedding = u.tail.gathered(size), u.embedding.gathered(size)
     # The unit of a tied head stays gathered, and its gradient unreduced, until the backward of the embedding.
     waits = u.embedding.numel == 0

@@ -17,6 +17,7 @@ from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
+from finetune.recipe.expert_division import refuse_undivided, with_expert_parallelism
 from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.method_schema import refuse_layout
 from finetune.recipe.optimization_schema import check_update_in_backward
@@ -71,6 +72,7 @@ def make_plan(
         check_quantization(recipe.quantization, sharding)
     check_lora_layout(recipe.lora, sharding)
     check_tensor_parallel_recipe(recipe, sharding)
+    sharding = with_expert_parallelism(sharding, recipe, ranks)
     check_update_in_backward(recipe, sharding, ranks)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     _refuse_division(architecture, recipe, sharding, where)
@@ -96,6 +98,8 @@ def make_plan(
 
 
 def _refuse_division(a: Architecture, recipe: Recipe, sharding: Sharding, where: str) -> None:
+    experts = a.mixture.experts if a.mixture is not None else 0
+    refuse_undivided(sharding, a.model_type, experts, recipe.model.model_name_or_path or "model_config")
     sizes = {
         "num_attention_heads": a.heads,
         "num_key_value_heads": a.key_value_heads,
@@ -180,6 +184,7 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         shard_size=None,
         sequence_parallel_size=1,
         tensor_parallel_size=1,
+        expert_parallel_size=1,
     )
     layouts = {
         "fsdp_full_shard": replace(plain, strategy="FULL_SHARD"),

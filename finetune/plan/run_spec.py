@@ -154,6 +154,7 @@ class RunSpec:
             document_length=self.recipe.data.max_length,
             cpu=self.device == "cpu",
             grouped_attention=self.grouped_attention or self.device == "cpu",
+            exchanges_tokens=self.sharding.expert_parallel_size > 1,
         )
 
     @property
@@ -237,12 +238,18 @@ class FsdpUnits:
     tail: Unit
     layers: Unit  # all decoder layers
     stay_gathered: bool  # layers remain gathered from forward to backward
+    unshared: int = 0  # numbers of the layer's experts that no other rank has, so that no all-gather is needed
 
 
 def split_into_units(
-    architecture: Architecture, tensors: Sequence[StateTensor], sharding: Sharding, fp8: Container[str] = ()
+    architecture: Architecture,
+    tensors: Sequence[StateTensor],
+    sharding: Sharding,
+    fp8: Container[str] = (),
+    ranks: int = 0,
 ) -> FsdpUnits:
-    """The FSDP units that a layout makes of a model; `fp8`: the names of what is gathered in 8 bits."""
+    """The FSDP units that a layout of so many ranks makes of a model, as large as one rank gathers them; `fp8`: the names of what
+    is gathered in 8 bits."""
     widest, layers = architecture.widest_layer, Unit(0, 0)
     embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
     if architecture.mixture is None:
@@ -263,10 +270,11 @@ def split_into_units(
         tail=tail,
         layers=layers,
         stay_gathered=sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not separate,
+        unshared=sum(t.numel // t.divided for t in tensors if t.unit == f"layer {widest}" and t.divided == ranks > 1),
     )
 
 
 def _unit(tensors: Sequence[StateTensor], name: str, fp8: Container[str]) -> Unit:
     own = [tensor for tensor in tensors if tensor.unit == name]
-    trained, in_fp8 = (t.numel for t in own if t.trainable), (t.numel for t in own if t.name in fp8)
-    return Unit(sum(t.numel for t in own), sum(trained), sum(in_fp8))
+    trained, in_fp8 = (t.numel // t.divided for t in own if t.trainable), (t.numel for t in own if t.name in fp8)
+    return Unit(sum(t.numel // t.divided for t in own), sum(trained), sum(in_fp8))

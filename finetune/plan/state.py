@@ -8,6 +8,7 @@ from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.sharding import Sharding
 from finetune.plan.architecture import Architecture
 from finetune.plan.parts import TensorShape
+from finetune.recipe.expert_division import shard_experts
 from finetune.recipe.module_patterns import (
     find_trained,
     find_value,
@@ -38,6 +39,9 @@ class StateTensor:
     unit: str  # embedding, layer 0, layer 1, ..., tail
     itemsize: int
     trainable: bool
+    divided: int = (
+        1  # expert parallelism: ranks that divide its experts between them, before FSDP shards it over the others
+    )
 
     @property
     def numel(self) -> int:
@@ -82,6 +86,7 @@ def list_state_tensors(
         refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
         refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
     trained = set() if lora.use_peft else find_trained(list(names.values()), model)
+    routed = {tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)}
     found: list[StateTensor] = []
     adapted: list[str] = []
     for unit, tensors in units:
@@ -92,7 +97,9 @@ def list_state_tensors(
                 found += _list_quantized(tensor, unit, itemsize, quantization)
             else:
                 is_trained = whole or tensor.name in trained
-                found.append(StateTensor(tensor.name, tensor.shape, unit, FP32 if whole else itemsize, is_trained))
+                divided = sharding.expert_parallel_size if tensor.name in routed else 1
+                bytes_each = FP32 if whole else itemsize
+                found.append(StateTensor(tensor.name, tensor.shape, unit, bytes_each, is_trained, divided))
             if lora.use_peft and is_linear and is_adapted(tensor, lora):
                 adapted.append(tensor.name.removesuffix(".weight"))
                 found += _list_adapter(tensor, unit, lora)
@@ -228,13 +235,20 @@ class _Part:
 
 
 def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim: str) -> Iterator[_Part]:
-    """FSDP2 splits each tensor along its first dimension into equal blocks; the last ones are padded to the same size."""
+    """FSDP2 splits each tensor along its first dimension into equal blocks; the last ones are padded to the same size.
+
+    Experts that are divided over ranks it splits evenly.
+    """
     for tensor in tensors:
         rows, width = tensor.shape[0], prod(tensor.shape[1:])
         block = -(-rows // shards)
         real = (min(block, max(0, rows - rank * block)), *tensor.shape[1:])
+        stored = block * width
+        if tensor.divided > 1:
+            real = shard_experts(tensor.shape, tensor.divided, shards // tensor.divided) or real
+            stored = prod(real)
         state = count_optimizer_bytes(optim, real, tensor.itemsize) if tensor.trainable else 0
-        yield _Part(block * width * tensor.itemsize, tensor.trainable, state)
+        yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 
 
 def _split_flat(

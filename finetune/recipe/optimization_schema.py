@@ -142,8 +142,8 @@ def check_update_in_backward(recipe: "Recipe", sharding: "Sharding", ranks: int)
     if not recipe.optimization.optim_in_backward:
         return
     where, rows = f"{recipe.path}: optim_in_backward", recipe.batch.per_device_train_batch_size
-    if sharding.ranks_per_batch > 1 or sharding.fp8 is not None:
-        what = "FP8" if sharding.fp8 is not None else "sequence or tensor parallelism"
+    if sharding.ranks_per_batch > 1 or sharding.expert_parallel_size > 1 or sharding.fp8 is not None:
+        what = "FP8" if sharding.fp8 is not None else "sequence, tensor or expert parallelism"
         raise UserError(f"{where}: it does not work with {what} ({sharding.source}); remove the key")
     global_rows = compute_global_batch_size(recipe.batch, ranks)
     micro_batches = -(-global_rows // (rows * ranks))

@@ -117,6 +117,11 @@ class Model:
         SameOnResume,
         "The weight of a mixture's auxiliary loss; null leaves it to the model's config.",
     ] = None
+    expert_parallel_size: Annotated[
+        Positive,
+        "Divide the experts of a mixture's layers over groups of this many ranks, which send them their tokens; under FSDP2, which "
+        "shards everything else over all ranks as before. 1: every rank gathers all experts of a layer.",
+    ] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,11 +43,15 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     an_epoch = "streamed, no known" if steps is None else f"{steps:,}"
     active = f"{size.active:,} active, " if size.active < size.total else ""
     layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
+    size_of_group = sharding.expert_parallel_size
+    experts = f", a layer's experts over {size_of_group} ranks" if size_of_group > 1 else ""
     lines = [
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         *([] if recipe.method.method == "sft" else [f"method  {describe_method(to_dict(recipe))}"]),
-        f"layout  {layout}" + (f" {sharding.strategy}, wrapped {units}" if units else "") + f"; {precision(run)}; "
+        f"layout  {layout}"
+        + (f" {sharding.strategy}, wrapped {units}" if units else "")
+        + f"{experts}; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         *describe_tensor_groups(world),
         *(f"        {line}" for line in sharding.translated),

@@ -1,12 +1,19 @@
 """How experts are computed: grouped matrix products on a GPU where torch has them, the exact loop elsewhere; both agree."""
 
+import copy
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM
 
+from finetune.distributed.parallelize import local_part
 from finetune.distributed.sharding import Layout, MixedPrecision, Sharding
-from finetune.models.experts import choose_experts_implementation
+from finetune.models.expert_parallelism import DividedExperts
+from finetune.models.experts import choose_experts_implementation, expert_modules
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.recipe.schema import Lora
@@ -65,3 +72,38 @@ def test_grouped_products_compute_what_the_loop_computes(family: str, adapted: b
         found[implementation] = [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
     for one, other in zip(found["eager"], found["grouped_mm"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_divided_experts_compute_what_transformers_does(family: str, implementation: str) -> None:
+    """In a group of one, by either implementation; experts that no token comes to have gradients of zero."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    config = CONFIG_MAPPING[family](**CONFIG)
+    config._experts_implementation = implementation
+    whole = next(iter(expert_modules(AutoModelForCausalLM.from_config(config))))
+    for parameter in whole.parameters():
+        nn.init.normal_(parameter, 0, 0.2)
+    module = copy.deepcopy(whole)
+    hidden, chosen = torch.randn(7, 32, requires_grad=True), torch.randint(0, 4, (7, 2))
+    weights = torch.rand(7, 2, requires_grad=True)
+    inputs = [hidden, weights, *whole.parameters()]
+    expected = whole(hidden, chosen, weights)
+    expected_gradients = torch.autograd.grad(expected.square().sum(), inputs)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        divided = DividedExperts(module, init_device_mesh("cpu", (1,)))
+        for ours, theirs in zip(module.parameters(), whole.parameters(), strict=True):
+            local_part(ours).data.copy_(theirs)
+        found = divided.forward(hidden, chosen, weights)
+        gradients = torch.autograd.grad(found.square().sum(), [hidden, weights, *module.parameters()])
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close([local_part(each) for each in gradients], list(expected_gradients))
+        nothing = divided.compute(hidden[:0], chosen[:0, 0])
+        assert nothing.shape == (0, 32)
+        empty = torch.autograd.grad(nothing.sum(), list(module.parameters()))
+        assert [each.shape for each in empty] == [each.shape for each in whole.parameters()]
+        assert not any(local_part(each).any() for each in empty)
+    finally:
+        dist.destroy_process_group()

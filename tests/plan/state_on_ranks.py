@@ -19,6 +19,7 @@ from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.optimizer import build_optimizer
+from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.reader import read_recipe
 from tests.ranks import free_port, open_stores
 
@@ -46,7 +47,9 @@ def agreed_port(path: Path) -> str:
 
 
 def measure(recipe_path: str, config: str) -> dict[str, int]:
-    world = join(read_sharding(config, None, {"WORLD_SIZE": os.environ["WORLD_SIZE"]}))
+    ranks = os.environ["WORLD_SIZE"]
+    sharding = read_sharding(config, None, {"WORLD_SIZE": ranks})
+    world = join(with_expert_parallelism(sharding, read_recipe(recipe_path), int(ranks)))
     try:
         return state_bytes(recipe_path, world)
     finally:

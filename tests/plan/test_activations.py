@@ -5,9 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 
+from finetune.distributed.parallelize import local_part
 from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.models.attention import install_attention
+from finetune.models.expert_parallelism import DividedExperts
+from finetune.models.experts import expert_modules
 from finetune.models.layers import checkpoint_activations
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
@@ -15,6 +20,7 @@ from finetune.plan.activations import Computation, kept_bytes, merged_expert_byt
 from finetune.plan.architecture import read_architecture
 from finetune.plan.families import FAMILIES
 from finetune.plan.memory import loss_bytes
+from finetune.recipe.expert_division import FAMILIES as DIVIDED
 from finetune.recipe.schema import Lora
 from tests.plan.run_specs import make_spec
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward
@@ -78,12 +84,25 @@ def test_activations_of_every_family_are_planned_within_a_tenth(capsys: pytest.C
     assert abs(errors[worst]) < TOLERANCE, {case: f"{e:+.1%}" for case, e in errors.items() if abs(e) > TOLERANCE / 2}
 
 
+def test_activations_of_divided_experts_are_planned_within_a_tenth() -> None:
+    """As a rank computes them to which as many tokens come as it sends."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        for family in DIVIDED:
+            for name in ("bf16", "fp32", "lora", "checkpointing"):
+                measured, planned = _measured_and_planned(family, **RECIPES[name], divided=True)
+                assert abs(planned / measured - 1) < TOLERANCE, (family, name, planned / measured)
+    finally:
+        dist.destroy_process_group()
+
+
 def _measured_and_planned(
     family: str,
     dtype: torch.dtype,
     autocast: bool = False,
     lora: Lora | None = None,
     every: int | None = None,
+    divided: bool = False,
 ) -> tuple[int, int]:
     """Bytes that the trunk keeps for the backward of one packed row."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -104,15 +123,19 @@ def _measured_and_planned(
     if every is not None:
         checkpoint_activations(model, every)
     model.train()
+    if divided:
+        for module in expert_modules(model):
+            module.forward = DividedExperts(module, init_device_mesh("cpu", (1,))).forward
     tokens, inputs = sum(DOCUMENTS), packed_inputs()
-    weights = [*model.parameters(), *model.buffers()]
+    weights = [*map(local_part, model.parameters()), *model.buffers()]
     with saved_for_backward(iter(weights)) as kept, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model.model(**inputs, use_cache=False)
     itemsize = 2 if autocast else dtype.itemsize
     length = sum(n * n for n in DOCUMENTS) // tokens  # what a token sees on average of its own document
     run = Computation(
-        itemsize=itemsize, autocast=autocast, checkpoint_every=every, lora=lora, cpu=True, document_length=length
-    )
+        itemsize=itemsize, autocast=autocast, checkpoint_every=every, lora=lora, cpu=True, document_length=length,
+        exchanges_tokens=divided,
+    )  # fmt: skip
     a = read_architecture({"model_type": family, **config}, "config.json")
     parts = kept_bytes(a, run)
     # Not autograd's: the output goes to the loss; under checkpointing cos and sin are held by the layers' arguments.

@@ -25,6 +25,7 @@ ROUTED = EXPERTS | {"n_routed_experts": 6, "n_group": 2, "topk_group": 1, "first
 LATENT = {"q_lora_rank": 23, "kv_lora_rank": 17, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 11}
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": EXPERTS | {"model_type": "mixtral", "num_local_experts": 5},
+    "mixtral of 14": EXPERTS | {"model_type": "mixtral", "num_local_experts": 14},  # 7 experts on 2 ranks: by rows
     "gpt_oss": EXPERTS | {"model_type": "gpt_oss", "num_local_experts": 5},
     "deepseek_v3": ROUTED | LATENT | {"model_type": "deepseek_v3", "head_dim": 6, "num_key_value_heads": 6},
     "glm4_moe": ROUTED | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True},
@@ -32,6 +33,8 @@ MIXTURES: dict[str, dict[str, Any]] = {
 ON_EXPERTS = {"use_peft": True, "lora_r": 4, "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 RECIPES: dict[str, dict[str, Any]] = {
     **{family: {"model": family} for family in MIXTURES},
+    "divided": {"model": "mixtral of 14", "expert_parallel_size": 2},
+    "divided, frozen": {"model": "mixtral of 14", "expert_parallel_size": 2, "use_peft": True, "lora_r": 4},
     "mixtral's experts": ON_EXPERTS | {"model": "mixtral", "rank_pattern": {"experts.down_proj": 3}},
     "gpt_oss's experts": ON_EXPERTS | {"model": "gpt_oss", "lora_target_modules": []},
     "deepseek_v3's experts": ON_EXPERTS | {"model": "deepseek_v3"},
@@ -91,9 +94,10 @@ TWO_RANKS = [
 TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
 TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("fsdp2", "sgd")]
 TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
+TWO_RANKS += [("fsdp2", "divided"), ("fsdp2 offload", "divided"), ("fsdp2", "divided, frozen")]
 TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
 TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")]
-FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora")]
+FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora"), ("fsdp2", "divided"), ("fsdp2", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 

@@ -114,7 +114,8 @@ def _compare(documents: Documents, recipe: Recipe, is_good: list[bool]) -> torch
 
 def _auxiliary(model: Any, router_logits: list[tuple[torch.Tensor, ...]]) -> torch.Tensor:
     """transformers' own auxiliary loss of all tokens of a step, given the router logits of each document by layer."""
-    function = sys.modules[type(model).__module__].load_balancing_loss_func
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    function = sys.modules[type(plain).__module__].load_balancing_loss_func
     by_layer = tuple(torch.cat(layer) for layer in zip(*router_logits, strict=True))
     found: torch.Tensor = function(by_layer, by_layer[0].shape[-1], model.config.num_experts_per_tok)
     return found

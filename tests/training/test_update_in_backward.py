@@ -151,7 +151,8 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_the_message_is_true() -> No
         (2, {}, {"layout": "fsdp1"}, "FSDP1 flattens parameters"),
         (2, {}, {"layout": "fsdp2", "cpu_offload": True}, "gradients are in host memory already"),
         (1, {}, {"layout": "single", "mixed_precision": "fp16"}, "under fp16"),
-        (2, {}, {"layout": "fsdp2", "tensor_parallel_size": 2}, "sequence or tensor parallelism"),
+        (2, {}, {"layout": "fsdp2", "tensor_parallel_size": 2}, "sequence, tensor or expert parallelism"),
+        (2, {}, {"layout": "fsdp2", "expert_parallel_size": 2}, "sequence, tensor or expert parallelism"),
         (2, {}, {"layout": "fsdp2", "fp8": Fp8()}, "does not work with FP8"),
     ],
 )  # fmt: skip

@@ -1,0 +1,215 @@
+"""Expert parallelism: experts divided over ranks give the losses, gradients, checkpoints and exports of one process."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from finetune.checkpoint.manifest import MODEL
+from finetune.distributed.fp8 import Fp8
+from finetune.distributed.sharding import Sharding
+from finetune.errors import UserError
+from finetune.export.export import export
+from finetune.recipe.expert_division import FAMILIES as DIVIDED
+from finetune.recipe.expert_division import refuse_undivided, with_expert_parallelism
+from finetune.recipe.reader import read_recipe
+from finetune.safetensors_io.tensors import read, read_folder
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.test_experts import BALANCED, COEFFICIENT, FAMILIES, SMALL
+
+STEPS, SAVED, FAMILY_STEPS = 10, 5, 2
+COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
+LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"]}
+PACKED = {"packing": True, "max_length": 160}  # three documents a row
+# A name of the run -> model, keys. On 4 ranks, 2 of them have the same experts: 2 of 4, which FSDP deals out whole, or 3 of 6,
+# whose rows it shards.
+ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
+    "padded": ("mixtral-4", {"max_steps": STEPS}),
+    "lora-packed": ("qwen3_moe-6", {"max_steps": STEPS} | LORA | PACKED),
+    "idle": ("mixtral-idle", {"max_steps": FAMILY_STEPS}),
+    **{
+        family: (f"{family}-4", {"max_steps": FAMILY_STEPS})
+        for family in DIVIDED
+        if family not in ("mixtral", "qwen3_moe")
+    },
+}
+ON_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
+    "four": ("mixtral-4", {"max_steps": STEPS, "save_steps": SAVED, "save_total_limit": None}),
+    "four-packed": ("qwen3_moe-6", {"max_steps": STEPS} | PACKED),
+    "four-lora": ("mixtral-4", {"max_steps": STEPS} | LORA),
+}
+UNMOVED = ("mixtral-4", "gpt_oss-6")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("expert-parallel")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    """A recipe for each run; the rows of a step do not divide by ranks and micro-batches: some ranks get fillers."""
+    data, models = make_chat(folder / "chat.jsonl", rows=26), {}
+    for name in {model for model, _ in (*ON_TWO.values(), *ON_FOUR.values())} | set(UNMOVED):
+        family, _, count = name.rpartition("-")
+        keys = {key: 4 if count == "idle" else int(count) for key in COUNTS if key in FAMILIES[family]}
+        models[name] = make_model(folder / name, model_type=family, **SMALL | FAMILIES[family] | keys)
+    path = models["mixtral-idle"] / "model.safetensors"
+    tensors = load_file(path)
+    routers = [name for name in tensors if name.endswith("layers.1.block_sparse_moe.gate.weight")]
+    assert routers
+    tensors[routers[0]].zero_()  # ties: every token chooses the first two experts, both on the first rank
+    save_file(tensors, path, {"format": "pt"})
+    found = {}
+    for name, (model, keys) in (ON_TWO | ON_FOUR).items():
+        coefficient = COEFFICIENT if model.rpartition("-")[0] in BALANCED else None
+        common = {"global_batch_size": 5, "router_aux_loss_coef": coefficient}
+        found[name] = write_recipe(folder / f"{name}.yaml", models[model], data, **common | keys)
+    for model in UNMOVED:
+        steps = {"global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-46}  # 0 in fp32
+        found[f"unmoved-{model}"] = write_recipe(folder / f"unmoved-{model}.yaml", models[model], data, **steps)
+    return found
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str], Path]:
+    """A run's name -> its folder. Each set of ranks is started once: 4, then 1, then 2, which resume what was saved before."""
+    divided, whole = ["expert_parallel_size=2"], write_config(folder, "full_shard")
+    configs = {
+        "four": write_config(folder, "full_shard", checkpointing=True),
+        "four-lora": write_config(folder, "shard_grad_op"),
+        "glm4_moe": write_config(folder, "offload"),
+        "olmoe": write_config(folder, "no_wrap"),
+    }
+
+    def run(name: str, recipe: str, keys: list[str], config: Path = whole) -> tuple[Path, Path, list[str]]:
+        return recipes[recipe], config, [f"output_dir={folder / 'runs' / name}", *keys]
+
+    def resume(name: str, start: str, step: int, config: Path = whole, *keys: str) -> Any:
+        path = folder / "runs" / start / "checkpoints" / f"step-{step:08d}"
+        return run(name, "four", [f"resume_from_checkpoint={path}", f"save_steps={SAVED + 3}", *keys], config)
+
+    four = [run(name, name, divided, configs.get(name, whole)) for name in ON_FOUR]
+    four += [run(f"unmoved-{model}", f"unmoved-{model}", divided) for model in UNMOVED]
+    train_all(folder, [*four, resume("whole", "four", SAVED)], ranks=4, timeout=400)
+    train_all(folder, [resume("single", "four", SAVED, write_config(folder, "single"))], ranks=1)
+    two = [run(name, name, divided, configs.get(name, whole)) for name in ON_TWO]
+    again = [resume(f"{start}-two", start, SAVED + 3, whole, *divided) for start in ("whole", "single")]
+    train_all(folder, [*two, *again], ranks=2, timeout=400)
+    return lambda name: folder / "runs" / name
+
+
+@pytest.fixture(scope="module")
+def expected(recipes: dict[str, Path]) -> Callable[[str], list[tuple[float, float]]]:
+    """The plain loop's loss and gradient norm of every step of a run; "four" is "padded" on more ranks."""
+    found: dict[str, list[tuple[float, float]]] = {}
+
+    def train(name: str) -> list[tuple[float, float]]:
+        name = "padded" if name == "four" else name
+        if name not in found:
+            found[name] = reference.train(recipes[name])
+        return found[name]
+
+    return train
+
+
+@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+def test_losses_and_gradients_are_those_of_one_process(
+    name: str, runs: Callable[[str], Path], expected: Callable[[str], list[tuple[float, float]]]
+) -> None:
+    """Of transformers alone, whatever the ranks send each other; a rank that no token is sent to has its part in it."""
+    lines = steps_of(runs(name))
+    assert len(lines) == (ON_TWO | ON_FOUR)[name][1]["max_steps"]
+    for line, (loss, norm) in zip(lines, expected(name), strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_routing_is_counted_once(runs: Callable[[str], Path]) -> None:
+    """The auxiliary loss is that of another number of ranks, and the idle experts are those of all ranks."""
+    two, four = steps_of(runs("padded")), steps_of(runs("four"))
+    for key in ("router_aux_loss", "largest_expert_share_by_layer"):
+        assert [line[key] for line in two] == [pytest.approx(line[key], rel=1e-5) for line in four]
+    assert steps_of(runs("idle"))[0]["idle_expert_share_by_layer"][1] == 0.5
+
+
+@pytest.mark.parametrize("name", ["whole", "single", "whole-two", "single-two"])
+def test_a_run_resumes_in_another_layout(name: str, runs: Callable[[str], Path]) -> None:
+    """Divided on 4 ranks, then sharded on 4 or whole on 1, then divided on 2."""
+    expected = {line["step"]: line for line in steps_of(runs("four"))}
+    lines = steps_of(runs(name))
+    assert [line["step"] for line in lines] == list(range(SAVED + (4 if name.endswith("two") else 1), STEPS + 1))
+    for line in lines:
+        assert line["loss"] == pytest.approx(expected[line["step"]]["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(expected[line["step"]]["grad_norm"], rel=1e-5)
+    ours, theirs = (_checkpoint(runs(run), STEPS) for run in (name, "four"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[key], theirs[key], rtol=1e-3, atol=1e-5) for key in ours)
+
+
+@pytest.mark.parametrize("model", UNMOVED)
+def test_the_export_of_experts_that_did_not_move_is_the_folder_they_came_from(
+    model: str, runs: Callable[[str], Path], folder: Path, tmp_path: Path
+) -> None:
+    """Loaded, saved and exported: the same names, dtypes and values, tensor by tensor."""
+    before = load_file(folder / model / "model.safetensors")
+    exported = export(runs(f"unmoved-{model}"), tmp_path / "export", verify=False, log=lambda _: None)
+    after = load_file(exported / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+
+
+def _checkpoint(run: Path, step: int) -> dict[str, torch.Tensor]:
+    stored = read_folder(run / "checkpoints" / f"step-{step:08d}" / MODEL)
+    return {name: read(tensor) for name, tensor in stored.items()}
+
+
+FSDP2 = Sharding(layout="fsdp2", source="fsdp_full_shard.yaml")
+REFUSED: dict[str, tuple[Sharding, int, dict[str, Any], str]] = {
+    "ddp": (Sharding(layout="ddp", source="ddp.yaml"), 2, {}, "ddp.yaml: expert_parallel_size: 2: experts are divided only under FSDP2"),
+    "fsdp1": (Sharding(layout="fsdp1"), 2, {}, "use fsdp_full_shard, or set expert_parallel_size: 1"),
+    "one process": (Sharding(layout="single"), 1, {}, "use fsdp_full_shard, or set expert_parallel_size: 1"),
+    "replicas": (
+        Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2), 4, {}, "without replicas; use"
+    ),
+    "tokens divided": (Sharding(layout="fsdp2", sequence_parallel_size=2), 4, {}, "cp_size, sp_size and tp_size to 1"),
+    "fp16": (Sharding(layout="fsdp2", mixed_precision="fp16"), 2, {}, "mixed_precision: fp16 is not supported"),
+    "fp8": (Sharding(layout="fsdp2", fp8=Fp8()), 2, {}, "mixed_precision: fp8 is not supported with it; use bf16"),
+    "ranks": (FSDP2, 6, {"expert_parallel_size": 4}, "6 ranks, and 6 / 4 is no whole number; set it to 2, 3 or 6"),
+    "adapters of experts": (
+        FSDP2, 2, {"use_peft": True, "lora_target_parameters": ["experts.down_proj"]}, "lora_target_parameters: adapters of"
+    ),
+    "adafactor": (FSDP2, 2, {"optim": "adafactor"}, "optim: adafactor: is not supported with expert_parallel_size"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_go_with_divided_experts_is_refused(name: str, tmp_path: Path) -> None:
+    sharding, ranks, keys, sentence = REFUSED[name]
+    given = {"expert_parallel_size": 2} | keys
+    recipe = read_recipe(str(write_recipe(tmp_path / "recipe.yaml", tmp_path, tmp_path, **given)))
+    with pytest.raises(UserError) as error:
+        with_expert_parallelism(sharding, recipe, ranks)
+    assert sentence in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "experts", "size", "sentence"),
+    [
+        ("llama", 0, 2, "M is a dense model (llama); leave the key out"),
+        ("mixtral", 6, 4, "a layer of M has 6 experts, and 6 / 4 is no whole number; set it to 2, 3 or 6"),
+        ("longcat_flash", 6, 2, "a family whose experts have not been divided yet (longcat_flash; tested are mixtral"),
+    ],
+)
+def test_a_model_whose_experts_cannot_be_divided_is_refused(
+    model_type: str, experts: int, size: int, sentence: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        refuse_undivided(replace(FSDP2, expert_parallel_size=size), model_type, experts, "M")
+    assert sentence in str(error.value)
