@@ -8,6 +8,7 @@ from typing import Any, Literal
 from finetune.convert.tool_keys import Tool
 from finetune.convert.value_rules import read_section
 
+Precision = Literal["no", "bf16", "fp16"]
 Sharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
 COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
 FILES: Mapping[Sharding, str] = {
@@ -23,9 +24,11 @@ class Layout:
     """What a file says of sharding, precision and memory; `precision` as Accelerate's mixed_precision."""
 
     sharding: Sharding
-    precision: Literal["no", "bf16", "fp16"]
+    precision: Precision
     checkpointing: bool
     pure_bf16: bool = False  # parameters in bf16 too
+    tensors: int = 1  # ranks that divide a layer's matrices
+    sequences: int = 1  # ranks that divide a row's tokens
 
     @property
     def file(self) -> str | None:
@@ -38,6 +41,11 @@ class Layout:
         """Where the Accelerate file differs from theirs, one sentence each."""
         if self.file is not None and self.precision != "bf16":
             yield f"mixed_precision: {self.precision} there, bf16 in {self.file}.yaml; set it in a copy of that file"
+        sizes = {"tp_size": self.tensors, "cp_size": self.sequences}
+        asked = [f"parallelism_config_{key}: {size}" for key, size in sizes.items() if size > 1]
+        if asked:
+            file = f"a copy of {self.file or FILES['full']}.yaml"
+            yield f"the ranks divide tensors or sequences too there; set {' and '.join(asked)} in {file}, which divides data alone"
         if self.sharding == "hybrid":
             yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
 
@@ -68,7 +76,9 @@ def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
     if theirs.get("disable_gradient_checkpointing"):
         checkpointing = False
     pure = bool(theirs.get("pure_bf16")) or (tool == "Axolotl" and bool(half) and sharding == "none")
-    return Layout(sharding, "bf16" if half else "fp16" if asks_fp16 else "no", checkpointing, pure)
+    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_size")) for kind in ("tensor", "context"))
+    precision: Precision = "bf16" if half else "fp16" if asks_fp16 else "no"
+    return Layout(sharding, precision, checkpointing, pure, tensors, sequences)
 
 
 def _sharding(fsdp: Any, config: Any, deepspeed: Any) -> Sharding:
@@ -101,8 +111,10 @@ def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
     if sharding == "full" and _above_one(theirs.get("data_parallel_replicate_dim")):
         sharding = "hybrid"
     dtype = str(theirs.get("dtype", "bf16"))
-    precision: Literal["no", "bf16", "fp16"] = "bf16" if dtype == "bf16" else "fp16" if dtype == "fp16" else "no"
-    return Layout(sharding, precision, bool(theirs.get("enable_activation_checkpointing")), precision == "bf16")
+    precision: Precision = "bf16" if dtype == "bf16" else "fp16" if dtype == "fp16" else "no"
+    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_dim")) for kind in ("tensor", "context"))
+    checkpointing = bool(theirs.get("enable_activation_checkpointing"))
+    return Layout(sharding, precision, checkpointing, precision == "bf16", tensors, sequences)
 
 
 def _automodel(theirs: Mapping[str, Any]) -> Layout:
@@ -117,7 +129,9 @@ def _automodel(theirs: Mapping[str, Any]) -> Layout:
         sharding = "hybrid"
     elif distributed.get("reshard_after_forward") is False:
         sharding = "grad_op"
-    return Layout(sharding, "bf16", bool(distributed.get("activation_checkpointing")), "32" not in dtype)
+    tensors, sequences = (_size(distributed.get(f"{kind}_size")) for kind in ("tp", "cp"))
+    checkpointing = bool(distributed.get("activation_checkpointing"))
+    return Layout(sharding, "bf16", checkpointing, "32" not in dtype, tensors, sequences)
 
 
 def _plain(config: Mapping[Any, Any]) -> dict[str, Any]:
@@ -125,4 +139,9 @@ def _plain(config: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _above_one(value: Any) -> bool:
-    return isinstance(value, int) and value > 1
+    return _size(value) > 1
+
+
+def _size(value: Any) -> int:
+    """The ranks in a dimension; 1 where the file does not say."""
+    return value if isinstance(value, int) and value > 1 else 1

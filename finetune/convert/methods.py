@@ -216,10 +216,6 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield f"model: {kind.rsplit('.', 2)[-2]}", "multimodal", True
     if "SequenceClassification" in kind:
         yield f"model: {kind.rsplit('.', 2)[-2]}", "classification", True
-    distributed = read_section(theirs, "distributed")
-    backend = read_section(model, "backend")
-    if _number(distributed.get("ep_size")) > 1 or "dispatcher" in backend:
-        yield "distributed.ep_size", "expert parallelism", True
     qat = theirs.get("qat")
     if isinstance(qat, dict) and qat.get("enabled"):
         yield "qat", "quantization-aware training", True
@@ -230,8 +226,6 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
-    if _number(theirs.get("expert_parallel_size")) > 1:
-        yield f"expert_parallel_size: {theirs['expert_parallel_size']}", "expert parallelism", True
     for key in MOE_KEYS:
         value = theirs.get(key)
         if value not in (None, False, 1, ""):
@@ -267,7 +261,3 @@ def _texts(value: Any, key: str) -> Iterator[str]:
     elif isinstance(value, list):
         for inner in value:
             yield from _texts(inner, key)
-
-
-def _number(value: Any) -> float:
-    return value if isinstance(value, int | float) and not isinstance(value, bool) else 0

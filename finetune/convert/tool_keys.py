@@ -25,6 +25,7 @@ TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 
 OWN_FOLDER = "output_dir is the run's folder, for everything"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
+SIZES = "parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
 TORCHTUNE = (
@@ -50,8 +51,7 @@ TORCHTUNE = (
     Counterpart("model.quantize_base", "load_in_4bit", NF4_OF_TORCHAO, "on-if-true", inexact=True),
     Counterpart("metric_logger._component_", "report_to", "one tracker", "tracker"),
     *unsupported("LoRA on the head", "model.apply_lora_to_output"),
-    *unsupported("tensor parallelism", "tensor_parallel_dim"),
-    *unsupported("context parallelism", "context_parallel_dim"),
+    *in_accelerate_file(SIZES, "tensor_parallel_dim", "context_parallel_dim"),
     *unsupported("early exit", "early_exit_loss", "layer_dropout"),
     *unsupported("FP8", "enable_fp8_training", "fp8_recipe_name"),
     *ignored("the tokenizer of model_name_or_path is used", "tokenizer.path", "tokenizer.merges_file", "tokenizer._component_"),
@@ -108,8 +108,8 @@ AUTOMODEL = (
     Counterpart("wandb.name", "run_name"),
     *in_accelerate_file(LAYOUT, "distributed.strategy", "distributed.activation_checkpointing", "distributed.offload_policy",
              "distributed.dp_replicate_size", "distributed._target_", "distributed.mp_policy"),
-    *unsupported("tensor parallelism", "distributed.tp_size"),
-    *unsupported("context parallelism", "distributed.cp_size"),
+    *in_accelerate_file(SIZES, "distributed.tp_size", "distributed.cp_size"),
+    Counterpart("distributed.ep_size", "expert_parallel_size"),
     *unsupported("pipeline parallelism", "distributed.pp_size"),
     *unsupported("FP8", "fp8.enabled"),
     *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),

@@ -424,6 +424,20 @@ def test_the_page_is_made_from_the_tables() -> None:
     assert (ROOT / "docs" / "coming-from.md").read_text() == coming_from_page()
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        AXOLOTL + "tensor_parallel_size: 4\ncontext_parallel_size: 2\nexpert_parallel_size: 8\n",
+        AUTOMODEL + "distributed: {strategy: fsdp2, tp_size: 4, cp_size: 2, ep_size: 8}\n",
+    ],
+)
+def test_the_sizes_of_other_dimensions(text: str, converted: Convert) -> None:
+    """Experts are divided by the recipe; tensors and sequences in the Accelerate file, whose copy the user makes."""
+    exact, said, _ = converted(text)
+    assert exact["expert_parallel_size"] == 8
+    assert "set parallelism_config_tp_size: 4 and parallelism_config_cp_size: 2 in a copy of" in said
+
+
 def test_what_is_only_nearly_the_same_is_reported(converted: Convert) -> None:
     exact, said, _ = converted(LLAMA_FACTORY + "bf16: true\n")
     assert exact["accelerate_config"] == "ddp_checkpointing" and "mixed_precision" not in said
@@ -647,7 +661,6 @@ def test_references_are_resolved(converted: Convert) -> None:
         (AXOLOTL + "reward_model: true\n", "reward model"),
         (AXOLOTL + "processor_type: AutoProcessor\n", "multimodal"),
         (AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-4-Scout-17B-16E"), "mixtures of experts"),
-        (AXOLOTL + "expert_parallel_size: 2\n", "expert parallelism"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
         ("model: Qwen/Qwen3-4B\ntrain_dataset: rows.yaml\nmicro_batch_size: 1\n", "LLaMA-Factory's v1 schema"),
