@@ -51,6 +51,8 @@ def test_the_launcher_passes_on_what_the_files_say() -> None:
     hybrid = launched_environment("fsdp_hybrid_shard", "--num_processes", "64")
     assert (hybrid["PARALLELISM_CONFIG_DP_REPLICATE_SIZE"], hybrid["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("2", "32")
 
+    divided = launched_environment("fsdp_tensor_parallel", "--num_processes", "8")
+    assert (divided["PARALLELISM_CONFIG_TP_SIZE"], divided["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("4", "2")
     first = launched_environment("fsdp1_full_shard", "--num_processes", "2")
     assert (first["FSDP_VERSION"], first["FSDP_SHARDING_STRATEGY"]) == ("1", "FULL_SHARD")
     assert "ACCELERATE_USE_FSDP" not in launched_environment("ddp", "--num_processes", "2")

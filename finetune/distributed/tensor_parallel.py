@@ -6,24 +6,67 @@ intermediate features; what enters and leaves a layer is whole on every rank. Em
 vocabulary. FSDP then shards what a rank holds over the ranks of the mesh's other dimensions.
 """
 
+import inspect
 import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from torch import nn
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from finetune.distributed.mesh import TENSOR
 from finetune.distributed.world import World
+from finetune.errors import UserError
 
 GRADIENT_STYLE = "replicated_with_grad_allreduce"
 PARTIAL = "gradient_is_partial"  # the attribute of a module whose parameters' gradients each rank knows a part of
 
+
+class _Columns(ColwiseParallel):
+    """torch's, but for the gradient of the input, of which each rank has a part: it is summed once for all layers that read the
+    input, where it enters their module (`_SumOfGradients`), and torch's style would sum it for each."""
+
+    @staticmethod
+    def _prepare_input_fn(
+        input_layouts: Any, desired_input_layouts: Any, mod: Any, inputs: Any, device_mesh: DeviceMesh
+    ) -> Any:
+        return DTensor.from_local(inputs[0], device_mesh, [Replicate()], run_check=False, grad_placements=[Partial()])
+
+
+class _SumOfGradients(torch.autograd.Function):
+    """Its input, whose gradient is summed over `group`."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        summed = grad_outputs[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed, None
+
+
+def _enter(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What enters attention or MLP: by its place, or as `hidden_states`."""
+    if args:
+        return (_SumOfGradients.apply(args[0], group), *args[1:]), kwargs  # type: ignore[no-untyped-call]
+    return args, kwargs | {"hidden_states": _SumOfGradients.apply(kwargs["hidden_states"], group)}  # type: ignore[no-untyped-call]
+
+
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
-    "colwise": ColwiseParallel,
+    "colwise": _Columns,
     "rowwise": RowwiseParallel,
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "colwise_gather_output": lambda: _Columns(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
 }
 
@@ -31,16 +74,20 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 def divide_matrices(model: Any, world: World) -> None:
     """Divides the matrices of `model`, which is on meta and may have adapters, over the ranks of each tensor parallel group.
 
-    Call it before FSDP shards the model.
+    Call it before FSDP shards the model. Raises `UserError` where transformers has no plan for the model that is understood here.
     """
     if world.sharding.tensor_parallel_size == 1:
         return
+    _check_plan(model, f"{world.sharding.source}: tp_size {world.sharding.tensor_parallel_size}")
     assert world.mesh is not None
     mesh, tied = world.mesh[TENSOR], model.get_input_embeddings().weight is model.get_output_embeddings().weight
     styles = dict(_find_styles(model))
     for name, module in model.named_modules():
         if styles.get(name) == GRADIENT_STYLE:
             setattr(module, PARTIAL, True)
+    for parent in {name.rpartition(".")[0] for name, style in styles.items() if style.startswith("colwise")}:
+        hook = partial(_enter, group=mesh.get_group())
+        model.get_submodule(parent).register_forward_pre_hook(hook, with_kwargs=True)
     parallelize_module(model, mesh, _torch_styles(model, styles), src_data_rank=None)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     parallelize_module(embedding, mesh, _VocabularyParallel(input_layouts=Replicate()), src_data_rank=None)
@@ -49,6 +96,22 @@ def divide_matrices(model: Any, world: World) -> None:
         head.register_parameter(name, nn.Parameter(divided, requires_grad=parameter.requires_grad))
     if tied:
         head.weight = embedding.weight
+
+
+def _check_plan(model: Any, where: str) -> None:
+    plan = getattr(model.config, "base_model_tp_plan", None) or {}
+    kind, of_heads = model.config.model_type, plan.get("layers.*.self_attn.q_proj") == "colwise"
+    norms = {name.rpartition(".")[2] for name, _ in model.named_modules()} & {"q_norm", "k_norm"} if of_heads else set()
+    unplanned = [name for name in sorted(norms) if plan.get(f"layers.*.self_attn.{name}") != GRADIENT_STYLE]
+    unknown = sorted(set(plan.values()) - {*STYLES, GRADIENT_STYLE})
+    if not plan or unplanned or unknown:
+        lacks = f"has {unknown[0]}" if unknown else f"lacks {', '.join(unplanned)}" if unplanned else "is empty"
+        raise UserError(
+            f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not understood; use a version "
+            "that this project is tested with, or set tp_size: 1"
+        )
+    if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
+        raise UserError(f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is tested")
 
 
 class _VocabularyParallel(RowwiseParallel):
@@ -83,5 +146,7 @@ def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle
             found[name] = STYLES[style]()
         else:
             divided = "lora_A" if style.startswith("rowwise") else "lora_B"
+            if divided == "lora_B":  # and its input's gradient, so A's too, are parts
+                setattr(layer.get_submodule("lora_A.default"), PARTIAL, True)
             found |= {f"{name}.{part}": STYLES[style]() for part in ("base_layer", f"{divided}.default")}
     return found

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.distributed.parallelize import local_part
+
 
 class LargestTensor(TorchDispatchMode):
     """The most numbers in any tensor that an operator returns inside this context."""
@@ -50,7 +52,8 @@ def saved_for_backward(known: Iterator[torch.Tensor]) -> Iterator[dict[int, int]
     alive = []
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        local = local_part(tensor)
+        storage = getattr(local, "elem", local).untyped_storage()  # of a collective that is still under way
         if storage.data_ptr() not in mine and storage.data_ptr() not in kept:
             kept[storage.data_ptr()] = storage.nbytes()
             alive.append(tensor)

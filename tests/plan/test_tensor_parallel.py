@@ -1,0 +1,113 @@
+"""The activations that one rank of a tensor parallel group keeps, by plan and by autograd's own hooks, and how a plan shows the group."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from finetune.distributed.parallelize import local_part
+from finetune.distributed.sharding import Sharding
+from finetune.distributed.tensor_parallel import divide_matrices
+from finetune.errors import UserError
+from finetune.models.attention import install_attention
+from finetune.models.lora import add_adapters
+from finetune.models.loss import install_loss
+from finetune.plan.activations import Computation, kept_bytes
+from finetune.plan.advice import list_changes
+from finetune.plan.memory import find_peak
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.table import name_layout
+from finetune.recipe.schema import Lora
+from finetune.recipe.tensor_division import check_tensor_parallel_recipe
+from tests.plan.run_specs import make_spec
+from tests.plan.test_activations import CONFIG, DOCUMENTS, HEAD, packed_inputs
+from tests.plan.traced import saved_for_backward
+
+RANKS = 2
+TOLERANCE = 0.1
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[Any]:
+    """A group of ranks of which only this one is there: what would cross is taken to be what is here."""
+    dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
+    yield init_device_mesh("cpu", (RANKS,), mesh_dim_names=("tp",))
+    dist.destroy_process_group()
+
+
+def plan_of(family: str, ranks: int = RANKS, **keys: Any) -> RunSpec:
+    sharding = Sharding(layout="fsdp2", tensor_parallel_size=RANKS, source="tp.yaml")
+    config = {"model_type": family, **CONFIG, **HEAD.get(family, {})}
+    return make_spec(config, ranks=ranks, sharding=sharding, **keys)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
+@pytest.mark.parametrize("lora", [None])
+def test_a_rank_keeps_what_is_planned(family: str, lora: Lora | None, mesh: Any) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    spec = plan_of(family)
+    model: Any = AutoModelForCausalLM.from_config(
+        CONFIG_MAPPING[family](**CONFIG, **HEAD.get(family, {})), dtype=torch.bfloat16
+    )
+    install_attention(model)
+    install_loss(model)
+    if lora is not None:
+        add_adapters(model, lora, torch.bfloat16)
+        model.to(torch.bfloat16)
+    divide_matrices(model, SimpleNamespace(sharding=spec.sharding, mesh=mesh))  # type: ignore[arg-type]
+    model.train()
+    tokens, weights = sum(DOCUMENTS), [local_part(weight) for weight in (*model.parameters(), *model.buffers())]
+    with saved_for_backward(iter(weights)) as kept:
+        model.model(**packed_inputs(), use_cache=False)
+    length = sum(n * n for n in DOCUMENTS) // tokens
+    run = Computation(itemsize=2, lora=lora, cpu=True, document_length=length)
+    a = spec.computed
+    planned = tokens * (sum(kept_bytes(a, run).values()) - a.hidden * run.residual_itemsize)
+    measured = sum(kept.values())
+    print(
+        f"{family}: {planned / measured - 1:+.1%}, {planned / tokens / sum(kept_bytes(spec.architecture, run).values()):.0%}"
+    )
+    assert planned == pytest.approx(measured, rel=TOLERANCE)
+
+
+def test_a_group_is_one_rank_of_data_and_divides_the_state() -> None:
+    alone, divided = plan_of("llama", lora=False), plan_of("llama", ranks=4, lora=False)
+    assert (alone.data_ranks, divided.data_ranks, divided.shards, divided.state_ranks) == (1, 2, 2, 4)
+    whole = replace(alone, sharding=replace(alone.sharding, tensor_parallel_size=1), ranks=1)
+    assert alone.trained_numel == whole.trained_numel
+    assert alone.state().total == pytest.approx(whole.state().total / 2, rel=0.02), "norms are whole"
+    assert find_peak(alone).allocated < 0.75 * find_peak(whole).allocated
+    assert name_layout(divided) == "fsdp2 FULL_SHARD, tensor parallel over 2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"layers.*.self_attn.q_norm": "colwise"}, "for qwen3 lacks q_norm, and is not understood"),
+        ({"layers.*.mlp.up_proj": "packed_colwise"}, "for qwen3 has packed_colwise, and is not understood"),
+    ],
+)
+def test_a_plan_that_is_not_understood_is_refused(changes: dict[str, str], named: str, mesh: Any) -> None:
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING["qwen3"](**CONFIG, **HEAD["qwen3"])
+    config.base_model_tp_plan = config.base_model_tp_plan | changes
+    model: Any = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=f"^tp.yaml: tp_size 2: the plan of transformers .* {named}"):
+        divide_matrices(model, SimpleNamespace(sharding=plan_of("qwen3").sharding, mesh=mesh))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_is_suggested_works_in_a_group(lora: bool) -> None:
+    spec = plan_of("llama", lora=lora)
+    for change in list_changes(spec):
+        changed = change.apply(spec)
+        if "accelerate_config" not in change.text:
+            check_tensor_parallel_recipe(changed.recipe, changed.sharding)
