@@ -2,6 +2,7 @@
 
     python benchmarks/techniques.py --data gsm8k_train.jsonl --tokenizer stories260k [--compile]
     python benchmarks/techniques.py --checkpointing    # what is kept of a checkpointed layer; needs no data
+    python benchmarks/techniques.py --compiled-loss    # the loss of torch_compile beside the eager one; needs no data
 
 One thread, CPU seconds: what other jobs on the machine take is not counted. The loss's memory is that of a process of
 its own at a vocabulary of 128,256.
@@ -138,6 +139,41 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
         print(f"| {keeps or '(no checkpointing)'} | {statistics.median(measured):.2f} | {ratio:.2f} |")
 
 
+def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
+    """Prints the CPU time of the loss in bf16, forward with its gradients, and of one chunk of it, eager and compiled."""
+    import torch
+
+    from finetune.constants import loss_chunk_tokens
+    from finetune.models.fused_chunk import compute_fused_chunk
+    from finetune.models.head_chunks import UNCHANGED, compute_chunk
+    from finetune.models.loss import linear_cross_entropy
+
+    torch.set_num_threads(1)
+    torch.fx.experimental._config.use_duck_shape = False
+    functions = {"eager": compute_chunk, "compiled": torch.compile(compute_fused_chunk, dynamic=True)}
+    print("| vocabulary | what | eager, CPU ms | compiled, CPU ms | x eager |\n|---|---|---|---|---|")
+    for vocabulary in (32_000, 128_256):
+        states = torch.randn(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
+        weight = torch.empty(vocabulary, hidden, dtype=torch.bfloat16).normal_(std=0.02).requires_grad_()
+        chunk = loss_chunk_tokens(vocabulary, "cpu")
+        scores, labels = (states[:chunk] @ weight.T).detach(), torch.randint(0, vocabulary, (tokens,))
+        seconds: dict[str, list[list[float]]] = {"one chunk": [[], []], "the loss and its gradients": [[], []]}
+        for index in range(rounds + 1):
+            for which, function in enumerate(functions.values()):
+                began = time.process_time()
+                function(scores, labels[: len(scores)], None, UNCHANGED, 0.0, torch.bfloat16)
+                middle = time.process_time()
+                linear_cross_entropy(states, weight, labels, chunk_function=function)
+                if index:
+                    seconds["one chunk"][which].append(middle - began)
+                    seconds["the loss and its gradients"][which].append(time.process_time() - middle)
+        for what, (eager, compiled) in seconds.items():
+            what = f"one chunk, {len(scores)} tokens" if what == "one chunk" else f"{what}, {tokens:,} tokens"
+            ratio = statistics.median(c / e for c, e in zip(compiled, eager, strict=True))
+            times = " | ".join(f"{1e3 * statistics.median(each):,.0f}" for each in (eager, compiled))
+            print(f"| {vocabulary:,} | {what} | {times} | {ratio:.2f} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
@@ -146,12 +182,16 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="also torch_compile, which takes a minute to start")
     parser.add_argument("--loss-memory", choices=["chunked", "whole"], help=argparse.SUPPRESS)
     parser.add_argument("--checkpointing", action="store_true", help="measure what checkpointed layers keep, alone")
+    parser.add_argument("--compiled-loss", action="store_true", help="measure the compiled loss, alone")
     options = parser.parse_args()
     if options.loss_memory:
         loss_memory(options.loss_memory)
         return
     if options.checkpointing:
         checkpointing(options.steps)
+        return
+    if options.compiled_loss:
+        compiled_loss(options.steps)
         return
     import torch
 

@@ -56,6 +56,12 @@ Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
 """To hidden [tokens, hidden] in its type, weight and bias in fp32; None where not needed."""
 
 
+ChunkFunction = Callable[
+    [Tensor, Tensor, Tensor | None, LogitTransform, float, torch.dtype | None], tuple[Tensor, Tensor | None]
+]
+"""`compute_chunk`, or a function that computes the same."""
+
+
 class Computed(NamedTuple):
     """What `compute_in_chunks` returns; the gradients are those of the loss, None where not asked for."""
 
@@ -77,6 +83,7 @@ def compute_in_chunks(
     needs_grad: tuple[bool, ...],
     token_weights: Tensor | None = None,
     shard: VocabularyShard | None = None,
+    chunk_function: ChunkFunction | None = None,
 ) -> Computed:
     """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and bias, where needed.
 
@@ -87,22 +94,28 @@ def compute_in_chunks(
         chunk_tokens: tokens in a chunk, at most.
         token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
         shard: of the vocabulary, to which weight and bias belong; None: all of it. Its group's ranks call this together.
+        chunk_function: computes a chunk of a whole vocabulary; None: `compute_chunk`.
     """
     wide = widen(weight.dtype)
+    # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
+    grad_dtype = None if not any(needs_grad) else wide if needs_grad[2] else hidden.dtype
     loss = torch.zeros((), dtype=wide, device=hidden.device)
     log_probabilities = torch.empty(len(hidden), dtype=wide, device=hidden.device)
 
-    def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
+    def add_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
         nonlocal loss
-        log_probabilities[chunk], grad_scores = _compute_chunk(
-            scores, labels[chunk], logits, label_smoothing, any(needs_grad), shard
-        )
-        loss -= log_probabilities[chunk].sum()
-        if grad_scores is not None and token_weights is not None:
-            grad_scores *= token_weights[chunk, None]
+        weights = None if token_weights is None else token_weights[chunk]
+        arguments = (scores, labels[chunk], weights, logits, label_smoothing, grad_dtype)
+        # A compiler makes another graph for one token, which the last chunk may have.
+        if chunk_function is None or shard is not None or len(scores) == 1:
+            found, grad_scores = compute_chunk(*arguments, shard)
+        else:
+            found, grad_scores = chunk_function(*arguments)
+        log_probabilities[chunk] = found
+        loss -= found.sum()
         return grad_scores
 
-    gradients = backward_in_chunks(hidden, weight, bias, compute_chunk, chunk_tokens, needs_grad)
+    gradients = backward_in_chunks(hidden, weight, bias, add_chunk, chunk_tokens, needs_grad)
     if shard is not None and gradients[0] is not None:
         dist.all_reduce(gradients[0], group=shard.group)  # what every row of the head adds to it
     return Computed(loss, log_probabilities, *gradients)
@@ -117,7 +130,7 @@ def backward_in_chunks(
     needs_grad: tuple[bool, ...],
 ) -> Gradients:
     """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its place among the tokens, and
-    multiplies the gradients to the scores that it returns, fp32 or wider, back through the head."""
+    multiplies the gradients to the scores that it returns back through the head; where the bias is trained, in fp32 or wider."""
     to_hidden, to_weight, to_bias = needs_grad
     wide = widen(weight.dtype)
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
@@ -210,16 +223,21 @@ def _balance_chunks(tokens: int, chunk_tokens: int) -> int:
     return max(-(-tokens // chunks), 1)
 
 
-def _compute_chunk(
+def compute_chunk(
     scores: Tensor,
     labels: Tensor,
+    token_weights: Tensor | None,
     logits: LogitTransform,
     label_smoothing: float,
-    gradient: bool,
-    shard: VocabularyShard | None,
+    grad_dtype: torch.dtype | None,
+    shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of one chunk, and the gradient of minus their sum to `scores` [tokens, vocabulary]; both in fp32
-    (or wider)."""
+    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to `scores` [tokens, vocabulary].
+
+    Args:
+        token_weights: fp32[tokens], by which the gradient weighs each token; None: all alike.
+        grad_dtype: of the gradient, which is computed in fp32 or wider; None: none is.
+    """
     transformed, capped = logits.forward(scores)
     if shard is None:
         log_probabilities = torch.log_softmax(transformed, -1, dtype=widen(scores.dtype))
@@ -229,11 +247,14 @@ def _compute_chunk(
         log_probabilities, of_labels = shard.log_softmax(wide, labels, label_smoothing)
     trained = labels != IGNORE_INDEX
     of_labels = torch.where(trained, of_labels, 0.0)
-    if not gradient:
+    if grad_dtype is None:
         return of_labels, None
     cross_entropy = cross_entropy_gradient if shard is None else shard.gradient
     grad = logits.backward(cross_entropy(log_probabilities, labels, label_smoothing), capped)
-    return of_labels, grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+    grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+    if token_weights is not None:
+        grad *= token_weights.unsqueeze(1)
+    return of_labels, grad.to(grad_dtype)
 
 
 def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from finetune.distributed.parallelize import decoder_layers
 from finetune.errors import UserError
+from finetune.models.fused_chunk import compute_fused_chunk
 
 # Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the default
 # of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
@@ -85,7 +86,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
-    """Compiles the forward of every decoder layer (regional compilation) of a sharded model; returns how many.
+    """Compiles the forward of every decoder layer (regional compilation) of a sharded model, and a chunk of its loss; returns how
+    many layers.
 
     Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are alike, share one
     compiled body. After sharding, because FSDP2 changes a layer's class: the forward compiled before would be the old
@@ -101,6 +103,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
     model.get_input_embeddings().register_forward_hook(_match_grad_mode)  # type: ignore[operator]
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    head.chunk_function = torch.compile(compute_fused_chunk, dynamic=True, backend=backend)
     return len(layers)
 
 

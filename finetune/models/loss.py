@@ -12,6 +12,7 @@ from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.errors import UserError
 from finetune.models.head_chunks import (
     UNCHANGED,
+    ChunkFunction,
     Gradients,
     HeadLoss,
     LogitTransform,
@@ -35,6 +36,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     label_smoothing: float = 0.0,
     shard: VocabularyShard | None = None,
+    chunk_function: ChunkFunction | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
 
@@ -50,6 +52,7 @@ def linear_cross_entropy(
         label_smoothing: the weight of the mean over the vocabulary beside the label's own, as in torch's cross_entropy
             (Szegedy et al. 2016, section 7).
         shard: of the vocabulary, to which weight and bias belong; None: all of it.
+        chunk_function: computes one chunk, compiled perhaps; see `compute_in_chunks`.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
     """
@@ -61,9 +64,8 @@ def linear_cross_entropy(
     ids = labels if trained_positions is None else labels[trained_positions]
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
-        found = compute_in_chunks(
-            trained, weight, bias, ids, logits, label_smoothing, chunk_tokens, needs_grad, shard=shard
-        )
+        arguments = (trained, weight, bias, ids, logits, label_smoothing, chunk_tokens, needs_grad)
+        found = compute_in_chunks(*arguments, shard=shard, chunk_function=chunk_function)
         return found.loss, (found.grad_hidden, found.grad_weight, found.grad_bias)
 
     loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
@@ -78,6 +80,7 @@ class CrossEntropyHead(nn.Linear):
 
     logits: LogitTransform
     label_smoothing: float  # while training
+    chunk_function: ChunkFunction | None = None  # compiled, where the recipe compiles
 
     def forward(
         self,
@@ -102,6 +105,7 @@ class CrossEntropyHead(nn.Linear):
             trained_positions=trained_positions,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             shard=shard,
+            chunk_function=self.chunk_function,
         )
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:

@@ -32,6 +32,7 @@ class Computation:
     lora: Lora | None = None
     document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized
     cpu: bool = False  # attention runs document by document, and its outputs are concatenated
+    compiled: bool = False  # torch_compile
     grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
 
     exchanges_tokens: bool = False  # expert parallelism: experts get their inputs from other ranks
@@ -141,7 +142,11 @@ def evaluation_bytes(a: Architecture, run: Computation) -> int:
 
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
-    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back."""
+    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back; compiled, the
+    scores and their gradient."""
+    if run.compiled:
+        chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+        return chunk * vocabulary * 2 * run.itemsize
     casts = 0 if run.itemsize == FP32 else FP32 if run.cpu else run.itemsize  # a CPU's softmax casts its input first
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
     return chunk * vocabulary * (run.itemsize + FP32 + casts)

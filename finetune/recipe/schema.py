@@ -88,7 +88,8 @@ class Model:
         "hub's kernels.",
     ] = "auto"
     torch_compile: Annotated[
-        bool, "Compile the decoder layers' insides: faster steps for a minute more of start, worth it on a GPU."
+        bool,
+        "Compile the decoder layers' insides and the loss: faster steps for a minute more of the first start, worth it on a GPU.",
     ] = False
     tf32: Annotated[
         bool,

@@ -51,9 +51,10 @@ def test_under_fsdp2_one_graph_serves_every_layer_and_length_and_checkpointing_s
         assert lora["losses"] == pytest.approx(plain["losses"], rel=1e-6)  # an adapter begins at zero
         assert compiled["graphs_of_generation"] == 0
         for found in (compiled, lora):
-            steps = len(found["graphs"])
-            assert found["graphs"] == [1] * steps, f"{found['graphs']}: recompiled"
-            assert found["calls"] == [2] * steps, f"{found['calls']}: not every layer ran compiled"
+            # One graph of the layers and one of the loss, which rank 1 has nothing to compute of in the first step.
+            steps, first = len(found["graphs"]), 2 - rank
+            assert found["graphs"] == [first, *[2] * (steps - 1)], f"{found['graphs']}: recompiled"
+            assert found["calls"] == [2 + first - 1, *[3] * (steps - 1)], f"{found['calls']}: not all ran compiled"
         # Without torch.compile the cosines and sines of the rotary embedding are in a closure, out of the count's sight.
         rotary = 2 * 256 * 16 * 4
         assert compiled["saved_bytes"] <= plain["saved_bytes"] + rotary
