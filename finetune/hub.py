@@ -7,6 +7,11 @@ from finetune.constants import EXPORT
 from finetune.errors import UserError
 
 
+def find_cache(name: str) -> Path:
+    """The folder of this `name` for what can be made again, in the Hugging Face cache."""
+    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / name
+
+
 def download_file(repository: str, name: str, revision: str | None = None) -> Path:
     """The local path of one file of a hub repository, downloaded unless it is in the cache.
 

@@ -25,6 +25,7 @@ from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_sto
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.durable import remove_tree, replace_file, stage_and_rename
 from finetune.errors import UserError
+from finetune.hub import find_cache
 from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data, DatasetSource
 
@@ -75,7 +76,7 @@ def cache_folder(data: Data) -> Path:
     """The folder of tokenized sources."""
     if data.dataset_cache_dir is not None:
         return Path(data.dataset_cache_dir).expanduser()
-    return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / "tokens"
+    return find_cache("tokens")
 
 
 def cache_key(

@@ -153,7 +153,7 @@ class RunSpec:
             lora=self.recipe.lora if self.recipe.lora.use_peft else None,
             document_length=self.recipe.data.max_length,
             cpu=self.device == "cpu",
-            compiled=self.recipe.model.torch_compile and self.sharding.tensor_parallel_size == 1,
+            compiled=self.recipe.model.torch_compile,
             grouped_attention=self.grouped_attention or self.device == "cpu",
             exchanges_tokens=self.sharding.expert_parallel_size > 1,
         )

@@ -26,6 +26,7 @@ from finetune.models.experts import Routing, find_routing
 from finetune.optim.learning_rate import compute_learning_rate, set_learning_rate
 from finetune.progress import Progress
 from finetune.recipe.schema import Recipe
+from finetune.training.compilation import Compilation
 from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, handle_nonfinite, make_guard
 from finetune.training.objective import SFT, Measured, Objective
@@ -98,7 +99,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     step = partial(
         train_step, run.model, run.optimizer, recipe=recipe, world=world, guard=guard, in_backward=in_backward
     )
-    objective = run.objectives.training
+    objective, compilation = run.objectives.training, Compilation(recipe.model.torch_compile)
     with run.watchdog, saver, in_backward or nullcontext(), garbage_collected_between_lines():
         saver.check_save(last_step, run.data.train.steps_per_epoch)
         run.model.train()
@@ -120,7 +121,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
             if due.log:
-                run.log.step(window.metrics(run, progress, rate, result.grad_norm))
+                run.log.step(window.metrics(run, progress, rate, result.grad_norm, compilation.seconds()))
+                if news := compilation.news():
+                    run.log.say(news)
                 window = Window(world.device)
                 collect_garbage()
             if due.evaluate:

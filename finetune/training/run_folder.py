@@ -22,6 +22,7 @@ from finetune.distributed.sharding import Sharding, to_accelerate_config
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
+from finetune.optim.adamw_bf16 import has_compiler
 from finetune.optim.optimizer import check_optimizer
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
@@ -37,10 +38,15 @@ def choose_run_name(recipe: Recipe) -> str:
 
 
 def check_packages(recipe: Recipe, sharding: Sharding) -> None:
-    """Raises `UserError` where the tracker, the optimizer or FP8 needs a package that is not installed, or not this layout."""
+    """Raises `UserError` where the tracker, the optimizer, FP8 or torch.compile needs what is not installed, or not this layout."""
     refuse_missing(recipe.run.report_to)
     refuse_missing_torchao(sharding)
     check_optimizer(recipe.optimization, sharding)
+    if recipe.model.torch_compile and not has_compiler():
+        raise UserError(
+            "torch_compile: torch compiles by a C++ compiler, and there is none on the PATH; install one (g++), or set "
+            "torch_compile: false"
+        )
 
 
 def open_run_folder(recipe: Recipe, world: World) -> Path:

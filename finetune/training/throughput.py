@@ -80,7 +80,14 @@ class Window:
             self._synchronize()
             self._started = time.perf_counter()
 
-    def metrics(self, run: "TrainingRun", progress: Progress, rate: float, grad_norm: torch.Tensor) -> dict[str, Any]:
+    def metrics(
+        self,
+        run: "TrainingRun",
+        progress: Progress,
+        rate: float,
+        grad_norm: torch.Tensor,
+        compile_seconds: float | None = None,
+    ) -> dict[str, Any]:
         """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
         loss, means = self.measured.average(max(1, self.count), run.world)
         tokens_per_second = self.tokens_per_second()
@@ -97,6 +104,7 @@ class Window:
             "mfu": tokens_per_second * run.flop_per_token / (peak * run.world.size) if peak else None,
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "data_wait_seconds": self.data_wait_seconds,
+            **({} if compile_seconds is None else {"compile_seconds": compile_seconds}),
             **run.objectives.training.complete(means),
             **({} if routing is None else routing.take_metrics(run.world)),
         }

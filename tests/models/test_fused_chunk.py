@@ -1,7 +1,9 @@
 """The compiled chunk of the loss computes what the eager one does, in three passes over the scores, by one graph for all sizes."""
 
+import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,20 @@ import torch
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
+from finetune.distributed.sharding import Sharding
+from finetune.errors import UserError
 from finetune.models.fused_chunk import compute_fused_chunk
 from finetune.models.head_chunks import ChunkFunction, LogitTransform, compute_chunk
+from finetune.models.layers import _keep_compiled
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.loss import linear_cross_entropy
 from finetune.optim.adamw_bf16 import has_compiler
 from finetune.plan.activations import Computation, loss_chunk_bytes
+from finetune.recipe.schema import Model
+from finetune.training.compilation import Compilation
+from finetune.training.run_folder import check_packages
 from tests.models.families import relative_error
+from tests.plan.run_specs import recipe
 from tests.plan.traced import allocated_peak
 
 TRANSFORMS = [LogitTransform(), LogitTransform(scale=0.3), LogitTransform(softcap=2.0), LogitTransform(2.5, 3.0)]
@@ -70,7 +79,7 @@ def test_both_losses_take_it(function: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
-def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes(
+def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes_and_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from torch._dynamo.utils import counters
@@ -79,7 +88,7 @@ def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes(
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     counters.clear()
-    vocabulary = 1000
+    compilation, vocabulary = Compilation(True), 1000
     arguments = (None, LogitTransform(), 0.0, torch.bfloat16)
     scores, labels, _ = problem(96, vocabulary, torch.bfloat16)
     with torch.fx.experimental._config.patch(use_duck_shape=False):
@@ -99,3 +108,40 @@ def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes(
         peak = allocated_peak(lambda: compiled(scores, labels, *arguments))
         planned = loss_chunk_bytes(vocabulary, 256, Computation(itemsize=2, cpu=True, compiled=True))
         assert peak + scores.nbytes == pytest.approx(planned, rel=0.02)
+
+        said = compilation.news()
+        assert said is not None and "1 graph, of whose parts 1 were compiled and 0 were in the cache" in said
+        assert compilation.news() is None
+        seconds = compilation.seconds()
+        assert seconds is not None and seconds > 0
+        torch._dynamo.reset()  # as the next start begins
+        torch.compile(compute_fused_chunk, dynamic=True)(scores, labels, *arguments)
+        said = compilation.news()
+        assert said is not None and f"1 were compiled and 1 were in the cache, in {tmp_path}" in said
+
+
+def test_what_is_compiled_is_kept_in_the_cache_of_hugging_face(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor.runtime import cache_dir_utils
+
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
+    _keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "mine"
+    own = cache_dir_utils.default_cache_dir()  # torch's, as its compiler sets it when it is imported
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
+    _keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "home" / "finetune" / "compiled")
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "file"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", own)
+    _keep_compiled()
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == own
+
+
+def test_without_a_compiler_torch_compile_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("finetune.training.run_folder.has_compiler", lambda: False)
+    compiled = replace(recipe(), model=Model(torch_compile=True))
+    with pytest.raises(UserError, match="there is none on the PATH; install one"):
+        check_packages(compiled, Sharding(layout="single"))
+    check_packages(recipe(), Sharding(layout="single"))
+    assert Compilation(False).seconds() is None and Compilation(False).news() is None
