@@ -21,6 +21,7 @@ SCHEDULE_NAMES = "cosine, linear, constant, polynomial, inverse_sqrt and warmup_
 OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, and SGD"
 NOISE = "bounded by each document's own tokens, not by those of the padded batch"
 PRECISION = "mixed_precision belongs in the Accelerate file"
+FP8 = "FP8 is not converted: remove the key, and set mixed_precision: fp8 in a copy of the Accelerate file"
 HALF = "the shipped Accelerate files compute in bf16; for fp16, set mixed_precision: fp16 in a copy"
 CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
 SHARDING = "sharding belongs in the Accelerate file"
@@ -164,7 +165,7 @@ AXOLOTL = (
     *unsupported("ReLoRA", "relora_steps", "jagged_restart_steps"),
     *unsupported("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
     *unsupported("another loss", *LOSSES),
-    *unsupported("FP8", "fp8"),
+    *unsupported("FP8", "fp8", note=FP8),
     *in_accelerate_file("parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file",
              "tensor_parallel_size", "context_parallel_size"),
     *unsupported("resuming from an adapter", "lora_model_dir"),
