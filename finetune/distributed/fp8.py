@@ -76,8 +76,9 @@ def read_fp8(section: Mapping[str, Any], source: str, problems: list[str]) -> Fp
 
 
 def read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fp8_config section of which the launcher has made these variables."""
-    return {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
+    """The fp8_config section of which the launcher has made these variables; its own defaults are 1 where a file says true."""
+    section = {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
+    return {key: {"1": "true", "0": "false"}.get(value, value) for key, value in section.items()}
 
 
 def is_multiplied_in_fp8(shape: tuple[int, ...]) -> bool:

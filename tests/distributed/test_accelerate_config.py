@@ -166,6 +166,11 @@ def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None
     # What Accelerate's own launcher makes of the file.
     launched = launched_environment(str(again.with_suffix("")), "--num_processes", "2")
     assert read_sharding(None, None, launched | {"WORLD_SIZE": "2"}).fp8 == read.fp8
+    bare = tmp_path / "bare.yaml"
+    bare.write_text(yaml.safe_dump({"distributed_type": "FSDP", "mixed_precision": "fp8", "fsdp_config": FSDP2}))
+    launched_bare = launched_environment(str(bare.with_suffix("")), "--num_processes", "2")
+    assert read_sharding(str(bare), None, launched_bare | {"WORLD_SIZE": "2"}).fp8 == Fp8()
+    assert read_sharding(None, None, launched_bare | {"WORLD_SIZE": "2"}).fp8 == Fp8()
     plain = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", "WORLD_SIZE": "2"}
     assert (read_sharding(None, None, plain).layout, read_sharding(None, None, plain).fp8) == ("ddp", Fp8())
     said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
