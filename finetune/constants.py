@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +21,9 @@ ROUND_TOKENS = 64
 # The loss works on chunks of tokens: as many as make this many bytes of fp32 logits, by device type, ...
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
+
+# Of state in files (optim_offload: nvme): offsets and lengths are multiples of this, which suits direct requests to any disk in use.
+OFFLOAD_ALIGNMENT = 4096
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
@@ -52,6 +55,26 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
     "adafactor": OptimizerFacts(),
     "sgd": OptimizerFacts(),
 }
+
+
+def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tuple[int, ...]:
+    """Bytes of a number of each tensor that `optim_offload: nvme` keeps in files for a parameter of `dtype`: two moments of AdamW,
+    before them a master weight where the model computes in another dtype.
+
+    >>> list_offloaded_itemsizes("adamw_torch", "float32", "bfloat16"), list_offloaded_itemsizes("adamw_bf16_moments", "float32", "float32")
+    ((4, 4, 4), (2, 2))
+    """
+    moment = OPTIMIZERS[optim].moment_itemsize or ITEMSIZE[dtype]
+    return (*([ITEMSIZE[dtype]] if dtype != compute_dtype else []), moment, moment)
+
+
+def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
+    """Bytes in a rank's file of tensors of `numel` numbers, each padded to a multiple of OFFLOAD_ALIGNMENT.
+
+    >>> count_offloaded_bytes(1000, (4, 4, 4)), count_offloaded_bytes(2048, (4, 2, 2))
+    (12288, 16384)
+    """
+    return sum(-(-numel * itemsize // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT for itemsize in itemsizes)
 
 
 @cache

@@ -58,7 +58,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.optim.optimizer import build_optimizer
     from finetune.pretrained_config import check_config, check_division, complete_quantization, load_config
     from finetune.training.distillation import check_teacher
-    from finetune.training.dry_run import explain_out_of_memory, print_dry_run
+    from finetune.training.dry_run import check_offload_dir, explain_out_of_memory, print_dry_run
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
@@ -80,6 +80,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     check_division(config, recipe, sharding)
     check_teacher(recipe, tokenizer, sharding)
     recipe = complete_quantization(recipe, config, sharding)
+    check_offload_dir(recipe, world)
     RankGroup(world, None).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
     data = prepare_data(recipe, tokenizer, world.data_parallel)
     recipe = data.complete_recipe(recipe)
@@ -90,7 +91,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     with explain_out_of_memory(recipe, world):
         keys = recipe.quantization, recipe.optimization, vocabulary
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
-        optimizer = build_optimizer(model, recipe.optimization)
+        optimizer = build_optimizer(model, recipe.optimization, world)
         check_training_forward(model, recipe.model, recipe.data, world)
         objectives = make_objectives(model, recipe, data, inputs, world)  # of the weights before training
         progress = load_start(start, model, optimizer, world)

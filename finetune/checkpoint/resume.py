@@ -83,12 +83,13 @@ def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
 
     Raises `UserError` where the checkpoint was saved from a different model.
     """
-    weights, moments = get_model_state(model), get_optimizer_state(model, unwrap_optimizer(optimizer))
+    optimizer = unwrap_optimizer(optimizer)
+    weights, moments = get_model_state(model, optimizer), get_optimizer_state(model, optimizer)
     with torch.no_grad():
         read_shards(weights, MODEL, checkpoint)
         read_shards(select_tensors(moments), OPTIMIZER, checkpoint)
     set_model_state(model, weights)
-    set_optimizer_state(model, unwrap_optimizer(optimizer), moments)
+    set_optimizer_state(model, optimizer, moments)
     progress = read_progress(checkpoint)
     if progress.scaler and world.accelerator.scaler is not None:
         world.accelerator.scaler.load_state_dict(progress.scaler)

@@ -63,7 +63,8 @@ class Saver:
         self.run_folder, self.model, self.optimizer = run_folder, model, unwrap_optimizer(optimizer)
         self.world, self.recipe, self.inputs = world, recipe, inputs or {}
         wanted = recipe.checkpoint.async_save
-        self.is_async = world.device.type == "cuda" if wanted is None else wanted
+        is_in_memory = recipe.optimization.optim_offload == "none"  # else the copy on the host would hold it whole
+        self.is_async = (world.device.type == "cuda" and is_in_memory) if wanted is None else wanted
         group = dist.new_group(backend="gloo", timeout=world.collective_timeout) if dist.is_initialized() else None
         self._ranks = RankGroup(world, group)
         self._descriptions = describe_model(model, recipe, tokenizer) if world.is_main else {}
@@ -143,7 +144,7 @@ class Saver:
 
     def _shards(self) -> list[TensorShard]:
         parts = {
-            MODEL: get_model_state(self.model),
+            MODEL: get_model_state(self.model, self.optimizer),
             OPTIMIZER: select_tensors(get_optimizer_state(self.model, self.optimizer)),
         }
         return [shard for part, tensors in parts.items() for shard in list_shards(tensors, part)]

@@ -8,7 +8,7 @@ HuggingFaceStorageWriter(save_distributed=True); its reader opens them too.
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from finetune.checkpoint.manifest import MODEL
-from finetune.checkpoint.snapshot import dequantize, is_quantized
+from finetune.checkpoint.snapshot import is_quantized, plain_chunks
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.mesh import TENSOR
@@ -37,6 +37,8 @@ from finetune.errors import UserError
 from finetune.models.lora import is_adapter
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
+from finetune.optim.offloaded import OffloadedOptimizer
+from finetune.optim.state_windows import OffloadedTensor
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import read_folder, read_slice
 
@@ -54,13 +56,14 @@ class TensorShard:
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     offsets: tuple[int, ...]  # of the shard's first element in the whole
-    tensor: torch.Tensor
+    tensor: Any  # torch's, or an OffloadedTensor: the rank's part of the state in its file
     is_first_copy: bool  # False where a rank before this one holds the same values
     is_divided: bool = False  # whether the ranks of a tensor parallel group hold different parts
 
 
-def get_model_state(model: torch.nn.Module) -> dict[str, Any]:
-    """The whole model by transformers' names, each tensor where it lives; a tied one under one name only.
+def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """The whole model by transformers' names, each tensor where it lives, which may be a file of `optimizer`; a tied one under one
+    name only.
 
     Where adapters are trained, only what is trained: they, and `modules_to_save`. The rest is the base model's.
     """
@@ -68,33 +71,38 @@ def get_model_state(model: torch.nn.Module) -> dict[str, Any]:
     state: dict[str, Any]
     if any(is_adapter(name) for name in parameters):
         state = get_model_state_dict(model, options=_TRAINABLE)
-        return {name: value for name, value in state.items() if name in parameters}  # and no buffers
-    state = get_model_state_dict(model)
-    for name in tied_names(unwrap(model)):
-        state.pop(name, None)
-    return state
+        state = {name: value for name, value in state.items() if name in parameters}  # and no buffers
+    else:
+        state = get_model_state_dict(model)
+        for name in tied_names(unwrap(model)):
+            state.pop(name, None)
+    return state | (optimizer.master_weights() if isinstance(optimizer, OffloadedOptimizer) else {})
 
 
 def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on; and `param_groups.…`, which are no tensors."""
+    if isinstance(optimizer, OffloadedOptimizer):
+        return optimizer.moments()
     with optimizer_state_without_pickles():
         state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=_FLAT)
     return state
 
 
-def select_tensors(state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+def select_tensors(state: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a flat state that are tensors."""
-    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor | ShardedTensor)}
+    kinds = torch.Tensor | ShardedTensor | OffloadedTensor
+    return {name: value for name, value in state.items() if isinstance(value, kinds)}
 
 
-def list_shards(state: Mapping[str, torch.Tensor], part: str) -> list[TensorShard]:
+def list_shards(state: Mapping[str, Any], part: str) -> list[TensorShard]:
     """This rank's shards of all tensors, in order of name. The tensors are those of `state`, not copies.
 
     Tensors that every rank holds whole (DDP, scalars) are dealt out over the ranks by size, so that all write alike.
     """
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     whole = sorted(
-        (n for n, t in state.items() if not isinstance(t, DTensor | ShardedTensor)), key=lambda n: (-state[n].nbytes, n)
+        (n for n, t in state.items() if not isinstance(t, DTensor | ShardedTensor | OffloadedTensor)),
+        key=lambda n: (-state[n].nbytes, n),
     )
     writers, loads = {}, [0] * size
     for name in whole:
@@ -104,6 +112,8 @@ def list_shards(state: Mapping[str, torch.Tensor], part: str) -> list[TensorShar
     for name, tensor in sorted(state.items()):
         if isinstance(tensor, DTensor):
             found += _shards_of_dtensor(part, name, tensor)
+        elif isinstance(tensor, OffloadedTensor):
+            found += [replace(shard, tensor=tensor) for shard in _shards_of_dtensor(part, name, tensor.layout)]
         elif isinstance(tensor, ShardedTensor):
             found += _shards_of_sharded_tensor(part, name, tensor)
         else:
@@ -147,11 +157,11 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
     )
     for shard in shards:
         if shard.tensor.numel():
-            plain = dequantize(shard.tensor) if is_quantized(shard.tensor) else shard.tensor
-            yield plain.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            for chunk in plain_chunks(shard.tensor):
+                yield chunk.cpu().view(torch.uint8).numpy().data
 
 
-def read_shards(state: Mapping[str, torch.Tensor], part: str, checkpoint: Path) -> None:
+def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path) -> None:
     """Fills this rank's shards of `state` from the checkpoint's `part`, whose tensors must be the same by name and shape.
 
     Raises `UserError`, before anything is read, where they are not.
@@ -180,12 +190,14 @@ def set_model_state(model: torch.nn.Module, state: dict[str, Any]) -> None:
     """Loads `state` (of `get_model_state`, filled in) into the model."""
     tied = {name: state[source] for name, source in tied_names(unwrap(model)).items() if source in state}
     # The frozen ones too: FSDP1 warns of every parameter that it is not given.
-    set_model_state_dict(model, get_model_state_dict(model) | state | tied)
+    in_memory = {name: value for name, value in (state | tied).items() if not isinstance(value, OffloadedTensor)}
+    set_model_state_dict(model, get_model_state_dict(model) | in_memory)
 
 
 def set_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Loads `state` (of `get_optimizer_state`, filled in) into the optimizer."""
-    set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
+    if not isinstance(optimizer, OffloadedOptimizer):  # whose state has been filled in place
+        set_optimizer_state_dict(model, optimizer, state, options=_FLAT)
 
 
 def count_parameters(model: torch.nn.Module) -> int:
@@ -227,16 +239,18 @@ def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, fi
     )
 
 
-def weighted_sum(tensor: torch.Tensor) -> torch.Tensor:
+def weighted_sum(tensor: Any) -> torch.Tensor:
     """The sum of each element's bits times an odd number by its position, modulo 2**64 (0-dim int64, on the device).
 
     Integers add up to the same in any order, so that it is the same on every device; one changed element always shows.
     """
-    plain = dequantize(tensor) if is_quantized(tensor) else tensor
-    bits = plain.contiguous().reshape(-1).view(_INTEGERS[plain.element_size()])
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, bits.numel(), _SUMMED_AT_ONCE):
-        part = bits[start : start + _SUMMED_AT_ONCE]
-        weights = torch.arange(start, start + part.numel(), device=bits.device) * 2 + 1
-        total += (part * weights).sum()
+    total, place = torch.zeros((), dtype=torch.int64), 0
+    for chunk in plain_chunks(tensor):
+        bits = chunk.view(_INTEGERS[chunk.element_size()])
+        total = total.to(bits.device)
+        for start in range(0, bits.numel(), _SUMMED_AT_ONCE):
+            part = bits[start : start + _SUMMED_AT_ONCE]
+            weights = torch.arange(place, place + part.numel(), device=bits.device) * 2 + 1
+            total += (part * weights).sum()
+            place += part.numel()
     return total

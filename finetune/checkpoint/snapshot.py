@@ -5,10 +5,13 @@ torchao's 8-bit moments are written as fp32 numbers, so that any layout can read
 in [-1, 1], what a code stands for). torchao itself is not imported here.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+
+from finetune.optim.state_windows import OffloadedTensor
 
 if TYPE_CHECKING:
     from finetune.checkpoint.shards import TensorShard
@@ -30,6 +33,14 @@ def dequantize(tensor: Any) -> torch.Tensor:
         values[0] = -1.0
     blocks: torch.Tensor = values[tensor.codes.int()].view(len(tensor.scale), -1) * tensor.scale.view(-1, 1)
     return blocks.view(tensor.shape)
+
+
+def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
+    """The numbers of a rank's tensor, flat, in its order: at once, or in chunks where it lies in a file (optim_offload: nvme)."""
+    if isinstance(tensor, OffloadedTensor):
+        yield from tensor.chunks()
+    else:
+        yield (dequantize(tensor) if is_quantized(tensor) else tensor).contiguous().reshape(-1)
 
 
 def allocate_on_host(tensor: Any) -> Any:

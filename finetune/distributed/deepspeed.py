@@ -221,7 +221,9 @@ class _DeepspeedReader:
         if device == "cpu" and key not in self._offloaded:
             self._offloaded.append(key)
         elif device == "nvme":
-            self._refuse(key, "nvme: state on NVMe is not supported; cpu keeps it in host memory")
+            in_recipe = "set optim_offload: nvme and offload_dir in the recipe, and this to none"
+            no_parameters = "parameters on NVMe are not supported; cpu keeps them in host memory"
+            self._refuse(key, f"nvme: {in_recipe if key == 'offload_optimizer' else no_parameters}")
         elif device not in ("none", "auto", "cpu"):
             self._refuse(key, f"{device} does not fit; cpu or none")
 

@@ -1,4 +1,5 @@
-"""What is done with the gradients of all ranks, in order: synchronized, unscaled, clipped, and the optimizer's step.
+"""What is done with the gradients of all ranks, in order: synchronized, unscaled, clipped, and the optimizer's step. The order is
+binding: an optimizer with its state in files updates a part of the model before it reads the next, by gradients that are final.
 
 Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose gradients overflow and lowers
 the scale: that is how it finds the right scale, not an error.

@@ -1,6 +1,7 @@
 """The optimizer of a recipe, and its parameter groups."""
 
 import importlib.util
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,9 +9,12 @@ from torch import nn
 
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.sharding import Sharding
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.adafactor import Adafactor
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
+from finetune.optim.offloaded import OffloadedOptimizer
+from finetune.recipe.optim_offload import check_offload_layout
 from finetune.recipe.schema import Optimization
 
 
@@ -21,6 +25,7 @@ def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
             f"{sharding.source}: FSDP1 flattens the rows and columns that optim: adafactor averages over; set fsdp_version: 2, "
             "or optim: adamw_bf16_moments"
         )
+    check_offload_layout(optimization, sharding)
     if optimization.optim != "adamw_8bit":
         return
     if importlib.util.find_spec("torchao") is None:
@@ -32,10 +37,11 @@ def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
         )
 
 
-def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, optimization: Optimization, world: World | None = None) -> torch.optim.Optimizer:
     """The recipe's optimizer over every trainable parameter of the sharded `model`.
 
-    Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing.
+    Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing. `world`: needed
+    where its state is in files. Raises `UserError` on all ranks where these cannot be made.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable, "no parameter is trained"
@@ -44,6 +50,13 @@ def build_optimizer(model: nn.Module, optimization: Optimization) -> torch.optim
     groups = make_parameter_groups(model, optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
+    if optimization.optim_offload == "nvme":
+        assert world is not None, "files are those of a rank"
+        return OffloadedOptimizer(model, groups, partial(_make_optimizer, optimization), optimization, world)
+    return _make_optimizer(optimization, groups)
+
+
+def _make_optimizer(optimization: Optimization, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if optimization.optim == "adafactor":
         return Adafactor(groups, lr=optimization.learning_rate)
     if (

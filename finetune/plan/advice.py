@@ -89,6 +89,7 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         recipe.optimization.optim in (*FP32_MOMENTS, "adamw_bf16_moments")
         and sharding.layout != "fsdp1"
         and not is_divided
+        and recipe.optimization.optim_offload == "none"
     ):
         in_8_bits = _set_keys("optimization", optim="adamw_8bit")
         yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", in_8_bits)

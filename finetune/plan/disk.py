@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from finetune.constants import ITEMSIZE
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import count_optimizer_bytes
+from finetune.plan.state import FP32, count_optimizer_bytes
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned
@@ -16,13 +16,14 @@ EXPORT_SHARD_BYTES = 5 * 10**9  # finetune export --max-shard-size
 
 @dataclass(frozen=True, slots=True)
 class Disk:
-    """Bytes on the run's disk."""
+    """Bytes on the run's disk; `offload` is elsewhere."""
 
     checkpoint: int  # one of them
     checkpoints_kept: int | None  # save_total_limit; None: all
     checkpoints: int  # those kept, and the one being written
     export: int
     adapter: int
+    offload: int = 0  # of one node, in offload_dir while it trains
 
     @property
     def total(self) -> int:
@@ -37,10 +38,11 @@ class Host:
     offloaded: int  # parameters, gradients and optimizer state where they are offloaded
     saving: int  # the copy of the state that is written while training continues
     export: int  # one output file and one tensor, on the first rank
+    buffers: int = 0  # beside a GPU: through which state in files passes
 
     @property
     def total(self) -> int:
-        return self.processes + self.offloaded + max(self.saving, self.export)
+        return self.processes + self.offloaded + self.buffers + max(self.saving, self.export)
 
 
 def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
@@ -52,7 +54,7 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
         trained if spec.recipe.lora.use_peft else spec.tensors
     )  # a full model's is complete, also where some is frozen
     checkpoint = sum(tensor.numel * tensor.itemsize for tensor in saved) + moments
-    kept, recipe = spec.recipe.checkpoint.save_total_limit, spec.recipe.checkpoint
+    kept, recipe, files = spec.recipe.checkpoint.save_total_limit, spec.recipe.checkpoint, spec.files()
     exported = ITEMSIZE[recipe.export_dtype or base_dtype] * spec.architecture.parameters if recipe.export_at_end else 0
     return Disk(
         checkpoint=checkpoint,
@@ -60,6 +62,7 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
         checkpoints=checkpoint * ((kept or 1) + 1),
         export=exported,
         adapter=sum(tensor.numel * tensor.itemsize for tensor in trained) if spec.recipe.lora.use_peft else 0,
+        offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
     )
 
 
@@ -68,7 +71,11 @@ def plan_host(spec: RunSpec) -> Host:
     ranks = min(spec.ranks, spec.ranks_per_node)
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
-    state = sum(t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize) for t in trained)
+    files = spec.files()
+    if files is None:
+        state = sum(t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize) for t in trained)
+    else:
+        state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
     frozen = sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
     gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)
     teacher = sum(tensor.numel * tensor.itemsize for tensor in spec.teacher_tensors)
@@ -78,9 +85,10 @@ def plan_host(spec: RunSpec) -> Host:
         processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if spec.device == "cpu" else PROCESS_BYTES),
         offloaded=int((state + frozen + gradients + teacher) * share) if spec.sharding.cpu_offload else 0,
         saving=int((state + (0 if spec.recipe.lora.use_peft else frozen)) * min(share, 1))
-        if spec.device == "cuda"
+        if spec.device == "cuda" and files is None
         else 0,
         export=min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + largest
         if spec.recipe.checkpoint.export_at_end
         else 0,
+        buffers=2 * files.buffer * ranks if files is not None and spec.device == "cuda" else 0,
     )

@@ -82,14 +82,20 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     state = spec.state()
     on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else state
     teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
+    in_files = spec.files() is not None
     weights = Snapshot("weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher)
     at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
+    if in_files:  # buffers are there from the start
+        weights = replace(at_rest, name=weights.name)
+    read = spec.loaded_state()
+    loaded = replace(weights, parameters=0 if spec.sharding.cpu_offload else read.trained + read.frozen)
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
-    first = [point if point.name in points_of_updates(spec) else replace(point, optimizer=0) for point in step]
+    kept = points_of_updates(spec) if not in_files else [point.name for point in step]
+    first = [point if point.name in kept else replace(point, optimizer=0) for point in step]
     largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     by_name = {
-        "load": [weights],
+        "load": [loaded],
         **({"reference": before} if before else {}),
         "first step": first,
         "steady step": step,

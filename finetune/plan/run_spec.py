@@ -11,6 +11,7 @@ from finetune.distributed.sharding import Sharding
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
+from finetune.plan.offload import Files, count_files, keep_in_files
 from finetune.plan.state import State, StateTensor, count_shards, count_state, list_frozen_tensors, list_state_tensors
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.recipe.tensor_division import GATHERED_FAMILIES
@@ -115,8 +116,24 @@ class RunSpec:
 
     def state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
+        state, files = self.loaded_state(rank), self.files(rank)
+        return state if files is None else keep_in_files(state, files, *self._dtypes, on_cpu=self.device == "cpu")
+
+    def loaded_state(self, rank: int = 0) -> State:
+        """As `state`, but all of it in memory, as its parameters are when they have just been read."""
         rank //= self.sharding.tensor_parallel_size
         return count_state(self.part_tensors, self.sharding, self.shards, self.recipe.optimization.optim, rank)
+
+    def files(self, rank: int = 0) -> Files | None:
+        """The file of `rank` with the optimizer's state; None where that is in memory."""
+        keys = self.recipe.optimization
+        if keys.optim_offload == "none" or self.sharding.layout != "fsdp2":
+            return None
+        return count_files(self.part_tensors, self.shards, keys.optim, *self._dtypes, rank)
+
+    @property
+    def _dtypes(self) -> tuple[str, str]:
+        return self.trained_dtype, self.compute_dtype
 
     @property
     def trained_numel(self) -> int:

@@ -8,6 +8,7 @@ from finetune.flops import FORMULA
 from finetune.plan.advice import Advice
 from finetune.plan.disk import Disk, Host
 from finetune.plan.memory import Phase, Snapshot
+from finetune.plan.offload import NVME_BYTES_PER_SECOND
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
 from finetune.recipe.quantization import describe_quantization
@@ -198,6 +199,12 @@ def format_speed(found: Speed, ranks: int) -> str:
             if found.offload_seconds
             else ""
         )
+        + (
+            f"\n           of a step, {format_duration(found.files_seconds)} are the state in offload_dir, read and written at "
+            f"{NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
+            if found.files_seconds
+            else ""
+        )
     )
 
 
@@ -208,8 +215,14 @@ def format_storage(room: Disk, node: Host) -> str:
     return (
         f"disk       {gib(room.total)} GiB: checkpoints {gib(room.checkpoint)} each ({kept}), "
         f"export {gib(room.export)}{adapter}\n"
-        f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}"
+        + (
+            f"offload    {gib(room.offload)} GiB a node in offload_dir, read and written in every step\n"
+            if room.offload
+            else ""
+        )
+        + f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}"
         + (f", offloaded state {gib(node.offloaded)}" if node.offloaded else "")
+        + (f", buffers {gib(node.buffers)}" if node.buffers else "")
         + f", while saving {gib(node.saving)}, while exporting {gib(node.export)}"
     )
 

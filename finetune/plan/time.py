@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
+from finetune.plan.offload import NVME_BYTES_PER_SECOND
 from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data
@@ -36,6 +37,7 @@ class Speed:
     steps_are_guessed: bool  # from the files' size, not from max_steps or the data itself
     micro_batch_seconds: float
     offload_seconds: float  # of a step
+    files_seconds: float  # of a step: state in files, read and written
     reference_share: float  # of a step's operations: the reference's forward, where adapters are switched off for it
     reference_seconds: (
         float | None
@@ -66,9 +68,9 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     flops += again
     if spec.teacher is not None:
         flops += spec.teacher.flop_per_token(spec.recipe.data.max_length)
-    offload = offload_seconds(spec)
+    offload, files = offload_seconds(spec), files_seconds(spec)
     peak = mix_peaks(PEAK_FLOPS[ASSUMED_DEVICE], _fp8_share(spec, flops))
-    seconds_per_step = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) + offload
+    seconds_per_step = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) + offload + files
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     optimization = spec.recipe.optimization
     epoch_tokens, steps = read or (
@@ -90,6 +92,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         steps_are_guessed=read is None and optimization.max_steps is None,
         micro_batch_seconds=seconds_per_step / spec.accumulation,
         offload_seconds=offload,
+        files_seconds=files,
         reference_share=again / flops,
         reference_seconds=_reference_seconds(
             spec, forward / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks), epoch_tokens, steps
@@ -135,8 +138,19 @@ def offload_seconds(spec: RunSpec) -> float:
     state = spec.state()
     gathers = 1 if spec.sharding.strategy == "SHARD_GRAD_OP" else 2
     moved = spec.accumulation * (gathers * (state.trained + state.frozen) + state.gradients)
-    touched = 2 * state.trained + state.gradients + 2 * state.optimizer
+    files = spec.files()
+    moments = state.optimizer if files is None else files.size
+    touched = 2 * state.trained + state.gradients + 2 * moments
     return moved / PCIE_BYTES_PER_SECOND + touched * min(spec.ranks, spec.ranks_per_node) / HOST_BYTES_PER_SECOND
+
+
+def files_seconds(spec: RunSpec) -> float:
+    """Seconds in which a step reads and writes the state in files of all ranks of a node, at the assumed rate; 0 without them.
+
+    Only within the update does one overlap with another: nothing of it with forward and backward.
+    """
+    files = spec.files()
+    return 0.0 if files is None else 2 * files.size * min(spec.ranks, spec.ranks_per_node) / NVME_BYTES_PER_SECOND
 
 
 def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:

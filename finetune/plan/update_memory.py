@@ -34,6 +34,10 @@ def update_temporaries(spec: RunSpec) -> int:
     """What norm and update of all gradients allocate at once."""
     trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
     at_once = 0 if spec.sharding.cpu_offload else spec.state().gradients
+    if (
+        spec.files() is not None
+    ):  # one tensor after another: the root of its second moment, and that over the correction
+        at_once = 2 * FP32 * -(-max(tensor.numel for tensor in trained) // spec.shards)
     return _temporaries(spec, trained, at_once)
 
 

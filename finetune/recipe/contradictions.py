@@ -7,6 +7,7 @@ from typing import Any
 from finetune.recipe.keys import keys_of
 from finetune.recipe.lora_schema import Lora, Quantization, find_lora_problems
 from finetune.recipe.method_schema import find_method_problems
+from finetune.recipe.optim_offload import find_offload_problems
 from finetune.recipe.optimization_schema import find_in_backward_problems, find_schedule_problems
 from finetune.recipe.yaml_file import Entry
 
@@ -49,6 +50,9 @@ def find_contradictions(
     for problem in find_schedule_problems(values):
         key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
         yield f"{at(key)}: {problem}"
+    for key, problem in [] if "optim_offload" in unusable else find_offload_problems(values):
+        if key not in unusable:
+            yield f"{at(key)}: {problem}"
     if values.get("streaming") and not has("max_steps"):
         yield f"{at('streaming')}: streaming has no known end; set max_steps"
     if values.get("streaming") and has("eval_split_size"):

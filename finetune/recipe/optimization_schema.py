@@ -74,6 +74,17 @@ class Optimization:
         "bytes, by torchao, which has to be installed; not under FSDP1. adafactor keeps a number for each row and column, at "
         "the fixed learning rate, as Transformers' Trainer has it; not under FSDP1. sgd keeps nothing.",
     ] = "adamw_torch_fused"
+    optim_offload: Annotated[
+        Literal["none", "nvme"],
+        "Where the optimizer's state is: none: in memory; nvme: its moments, and fp32 master weights where mixed_precision is on, in "
+        "files under offload_dir, of which every step reads and writes one decoder layer after another. Under FSDP2, with "
+        "adamw_torch_fused, adamw_torch or adamw_bf16_moments.",
+    ] = "none"
+    offload_dir: Annotated[
+        str | None,
+        "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the run; a checkpoint needs "
+        "none of them.",
+    ] = None
     weight_decay: Annotated[
         float, Ge(0), "Weight decay, on matrices only (not on norms and biases); decoupled, but for sgd."
     ] = 0.0
@@ -128,6 +139,12 @@ def find_in_backward_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, 
             "on_nonfinite",
             "on_nonfinite: skip leaves out a whole step, but under optim_in_backward a part of it has been made when a gradient is "
             "found that is not finite; set on_nonfinite: stop",
+        )
+    if values.get("optim_offload", "none") != "none":
+        yield (
+            "optim_offload",
+            "optim_offload: nvme updates one layer after another when all gradients are there, optim_in_backward before; remove one "
+            "of the two",
         )
     if values.get("optim") == "adafactor":
         yield (

@@ -1,14 +1,17 @@
 """The plan of a run: printed by a dry run, and shown beside the measured memory where a run is out of it."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import torch
 
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World, leave
 from finetune.errors import UserError
+from finetune.optim.scratch_file import check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.memory import find_peak
 from finetune.plan.plan import format_plan, make_plan
@@ -29,6 +32,7 @@ def print_dry_run(recipe: Recipe, world: World) -> None:
     check_division(config, recipe, world.sharding)
     check_teacher(recipe, tokenizer, world.sharding)
     recipe = complete_quantization(recipe, config, world.sharding)
+    check_offload_dir(recipe, world)
     data = prepare_data(recipe, tokenizer, world.data_parallel)
     if world.is_main:
         print_plan(recipe, world, data)
@@ -47,6 +51,21 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     epoch = data.train.steps_per_epoch
     print(f"steps      {f'{epoch:,} an epoch, ' if epoch else ''}{data.train.steps:,} in all")
     print(f"attention  {attention}")
+
+
+def check_offload_dir(recipe: Recipe, world: World) -> None:
+    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in memory, or has less space than
+    the plan says that the files of its node take. All ranks call it."""
+    if recipe.optimization.optim_offload == "none":
+        return
+    folder = Path(recipe.optimization.offload_dir or "")
+    needed = 0
+    with suppress(UserError):  # a family that trains, but cannot be planned: the files themselves will find out
+        files = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu").spec.files()
+        needed = files.size * world.local_size if files is not None else 0
+    RankGroup(world).all(
+        lambda: check_scratch_folder(folder, needed, world.local_size) if world.local_rank == 0 else None
+    )
 
 
 @contextmanager

@@ -3,7 +3,8 @@
 The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; training/objective.py says
 what is minimized; models/attention.py and models/loss.py are its forward; distributed/gradients.py synchronizes and clips the
 gradients, and updates; training/nonfinite.py checks them; optim/optimizer.py has made the optimizer. training/schedule.py says
-what is due next.
+what is due next. An optimizer with its state in files (optim/offloaded.py) goes through them once, in the update: all that needs
+the gradients of the whole model comes before it.
 """
 
 import time

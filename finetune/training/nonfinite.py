@@ -84,9 +84,10 @@ class DeviceGuard:
 def make_guard(optimizer: torch.optim.Optimizer, policy: Optimization, world: World) -> HostGuard | DeviceGuard:
     """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
 
-    Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived.
+    Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived. Where the state
+    is in files, the host waits for every update anyway.
     """
-    updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload
+    updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload and policy.optim_offload == "none"
     on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
     reads_flag = OPTIMIZERS[policy.optim].reads_found_inf
     return DeviceGuard(optimizer, world) if on_device and reads_flag else HostGuard(world)

@@ -15,6 +15,7 @@ from finetune.metrics import DIVERGED_ADVICE, find_divergence, losses_of
 from finetune.models.load import ModelSize
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
+from finetune.optim.offloaded import OffloadedOptimizer
 from finetune.progress import Progress
 from finetune.recipe.method_schema import describe_method
 from finetune.recipe.quantization import describe_quantization
@@ -58,6 +59,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
         f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]
+    lines += describe_offload(run.optimizer)
     lines += describe_quantized(model, recipe.quantization)
     lines += describe_teacher(run.objectives.training, run.data.report.longest)
     report = run.data.report
@@ -124,6 +126,8 @@ def _flop_of_weights(recipe: Recipe) -> str:
 def precision(run: TrainingRun) -> str:
     """The compute dtype, and the dtypes of the parameters in memory."""
     trained = next(SHORT[p.dtype] for p in run.model.parameters() if p.requires_grad)
+    if isinstance(run.optimizer, OffloadedOptimizer) and run.optimizer.master_weights():
+        trained = "fp32"  # in files
     frozen = next((SHORT[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
     mixed = run.world.sharding.mixed_precision
     computed = mixed if mixed != "no" else frozen or trained
@@ -132,6 +136,19 @@ def precision(run: TrainingRun) -> str:
     if run.recipe.lora.use_peft:
         return f"{computed} over {frozen} frozen weights and {trained} adapters"
     return computed if computed == trained else f"{computed} over {trained} weights"
+
+
+def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Where the optimizer's state is, if it is in files, and what of it is in memory at once."""
+    if not isinstance(optimizer, OffloadedOptimizer):
+        return []
+    file = optimizer.file
+    cache = "" if file.is_direct else ", through the page cache: this file system takes no direct requests"
+    masters = "moments and fp32 master weights" if optimizer.master_weights() else "moments"
+    return [
+        f"offload {masters}: {disk_size(file.size)} of this rank in a file without a name in {file.folder}{cache}; "
+        f"{counted(len(optimizer.windows), 'window')} of up to {disk_size(optimizer.capacity)} a step, two in memory"
+    ]
 
 
 def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:

@@ -223,7 +223,7 @@ def test_a_rows_tokens_are_divided_by_one_key(write: Write) -> None:
     [
         (
             {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "nvme"},
-            "offload_param: nvme: state on NVMe is not supported",
+            "offload_param: nvme: parameters on NVMe are not supported",
         ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported"),
         (

@@ -114,7 +114,7 @@ def test_the_launchers_environment() -> None:
         (
             {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/nvme"}}},
             {},
-            "offload_optimizer: nvme: state on NVMe is not supported; cpu keeps it in host memory",
+            "offload_optimizer: nvme: set optim_offload: nvme and offload_dir in the recipe, and this to none",
         ),
         (
             {"zero_optimization": {"zero_quantized_weights": True}},

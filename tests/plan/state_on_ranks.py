@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
+from finetune.optim.offloaded import OffloadedOptimizer
 from finetune.optim.optimizer import build_optimizer
 from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.reader import read_recipe
@@ -61,15 +62,20 @@ def measure(recipe_path: str, config: str) -> dict[str, int]:
 def state_bytes(recipe_path: str, world: World) -> dict[str, int]:
     recipe = read_recipe(recipe_path)
     model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world, recipe.quantization)
-    optimizer = build_optimizer(model, recipe.optimization)
+    optimizer = build_optimizer(model, recipe.optimization, world)
     ids = torch.randint(3, 200, (1, 16))
     world.accelerator.backward(model(input_ids=ids, labels=ids, position_ids=torch.arange(16)[None]))
     optimizer.step()
+    buffers, files = [], 0
+    if isinstance(optimizer, OffloadedOptimizer):
+        buffers, files = optimizer.buffers, optimizer.file.size
     return {
+        "files": files,
         "parameters": in_storages(model.parameters()),
         "gradients": in_storages(p.grad for p in model.parameters() if p.grad is not None),
         "optimizer": in_storages(
-            value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)
+            [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+            + buffers
         ),
     }
 

@@ -58,6 +58,14 @@ RECIPES: dict[str, dict[str, Any]] = {
     "8-bit": {"optim": "adamw_8bit", "even": True},
     "even": {"even": True},
     "even lora": {"use_peft": True, "lora_r": 4, "even": True, "modules_to_save": ["lm_head"]},
+    "in files": {"optim_offload": "nvme", "offload_dir": "FOLDER"},
+    "in files, tied, bf16 moments": {
+        "tied": True,
+        "optim_offload": "nvme",
+        "offload_dir": "FOLDER",
+        "optim": "adamw_bf16_moments",
+    },
+    "lora in files": {"use_peft": True, "lora_r": 4, "optim_offload": "nvme", "offload_dir": "FOLDER"},
 }
 
 
@@ -99,6 +107,8 @@ TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts")
 TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")]
 FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora"), ("fsdp2", "divided"), ("fsdp2", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
+IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]
+TWO_RANKS += [("fsdp2", recipe) for recipe in IN_FILES] + [("fsdp2 fp32", "in files"), ("fsdp2 offload", "in files")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 
@@ -129,11 +139,12 @@ def test_the_planned_state_is_that_of_the_real_tensors(
         for name, recipe_path, config in scenarios:
             recipe, sharding = read_recipe(recipe_path), read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
             spec = make_plan(recipe, sharding, ranks).spec
-            state = spec.state(rank)
+            state, files = spec.state(rank), spec.files(rank)
             planned = {
                 "parameters": state.trained + state.frozen,
                 "gradients": state.gradients,
-                "optimizer": state.optimizer,
+                "optimizer": state.optimizer if files is None else 2 * files.buffer + files.counters,
+                "files": 0 if files is None else files.size,
             }
             worst = max(worst, *(abs(planned[part] - measured[name][part]) for part in planned))
             assert planned == measured[name], (name, rank)
@@ -148,6 +159,7 @@ def _recipe(folder: Path, name: str) -> str:
         sizes = (EVEN if even else UNEVEN) | MIXTURES.get(family, {})
         make_model(model, **sizes, tie_word_embeddings=tied)
     path = folder / f"{name}.yaml"
+    keys = {key: str(folder) if value == "FOLDER" else value for key, value in keys.items()}
     data = make_chat(folder / "chat.jsonl", rows=4)
     path.write_text(yaml.safe_dump({"model_name_or_path": str(model), "datasets": [{"path": str(data)}], **keys}))
     return str(path)

@@ -1,0 +1,61 @@
+"""The plan of an optimizer whose state lies in files. tests/plan/test_state.py holds its bytes against the real ones."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from finetune.constants import OFFLOAD_ALIGNMENT
+from finetune.plan.advice import list_changes
+from finetune.plan.disk import plan_disk, plan_host
+from finetune.plan.memory import plan_phases
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.table import format_speed, format_storage
+from finetune.plan.time import estimate_speed
+from finetune.recipe.schema import Optimization
+from tests.plan.run_specs import LLAMA_31_8B, make_spec
+
+PARAMETERS = 8_030_261_248  # of Llama 3.1 8B, by its model card
+LAYER = 218_112_000  # of one of its decoder layers
+IN_FILES = Optimization(optim_offload="nvme", offload_dir="/nvme")
+
+
+def in_files(config: dict[str, Any] = LLAMA_31_8B, ranks: int = 8, **keys: Any) -> RunSpec:
+    spec = make_spec(config, ranks=ranks, **keys)
+    return replace(spec, recipe=replace(spec.recipe, optimization=IN_FILES))
+
+
+def test_an_8b_keeps_6_of_16_bytes_a_parameter_in_memory() -> None:
+    spec, tensors = in_files(), 291
+    state, files = spec.state(), spec.files()
+    assert files is not None
+    assert state.trained == 2 * PARAMETERS // 8 and state.gradients == 4 * PARAMETERS // 8
+    assert 0 <= files.size - 12 * PARAMETERS // 8 < 3 * tensors * OFFLOAD_ALIGNMENT
+    embedding = 12 * LLAMA_31_8B["vocab_size"] * LLAMA_31_8B["hidden_size"] // 8
+    assert files.buffer == max(embedding, 12 * LAYER // 8)
+    assert state.optimizer == files.buffer + 4 * tensors  # on a GPU one; two more on its host
+    assert plan_host(spec).buffers == 8 * 2 * files.buffer and plan_host(spec).saving == 0
+    assert plan_disk(spec, "bfloat16").offload == 8 * files.size
+    assert estimate_speed(spec, 0.4).files_seconds == pytest.approx(24 * PARAMETERS / 5e9, rel=1e-3)
+    phases = {phase.name: phase.peak for phase in plan_phases(spec)}
+    assert phases["load"].parameters == 4 * PARAMETERS // 8, "fp32 until the master weights are in files"
+    assert phases["steady step"].parameters == phases["save"].parameters == 2 * PARAMETERS // 8
+    text = format_storage(plan_disk(spec, "bfloat16"), plan_host(spec)) + format_speed(estimate_speed(spec, 0.4), 8)
+    assert "offload    89.75 GiB a node in offload_dir" in text and "38.5 s are the state in offload_dir" in text
+
+
+def test_memory_for_the_state_is_the_same_for_twice_the_layers() -> None:
+    one, two = (in_files(LLAMA_31_8B | {"num_hidden_layers": layers}).files() for layers in (32, 64))
+    assert one is not None and two is not None and two.size > 1.8 * one.size
+    assert two.buffer == one.buffer
+
+
+def test_layouts_that_keep_it_in_memory_are_counted_as_that() -> None:
+    spec = in_files()
+    ddp = replace(spec, sharding=replace(spec.sharding, layout="ddp"))
+    assert ddp.files() is None and ddp.state().optimizer >= 8 * PARAMETERS
+
+
+def test_no_advice_asks_for_what_cannot_be_in_files() -> None:
+    texts = [change.text for change in list_changes(in_files())]
+    assert "optim=adamw_8bit" not in texts and "optim=adamw_bf16_moments" in texts
