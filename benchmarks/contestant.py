@@ -94,6 +94,8 @@ def step_batches(workspace: Path) -> Any:
         size: int = 1
         local_rank: int = 0
         device: torch.device = torch.device("cpu")  # noqa: RUF009
+        sequence_rank: int = 0
+        sequence_size: int = 1
 
     recipe = read_recipe(str(workspace / "recipe.yaml"), [])
     return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone()).train

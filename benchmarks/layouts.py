@@ -14,7 +14,6 @@ import socket
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from functools import partial
@@ -29,6 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
+from benchmarks.layouts_counted import communication, kept_bytes  # noqa: E402
 from benchmarks.layouts_shown import Measured, plot, table  # noqa: E402
 from finetune.data.batches import StepBatch  # noqa: E402
 from finetune.data.collate import MicroBatch  # noqa: E402
@@ -68,6 +68,8 @@ LAYOUTS: dict[str, Sharding] = {
     "FSDP2 full shard": Sharding(layout="fsdp2"),
     "FSDP2 shard grad op": Sharding(layout="fsdp2", strategy="SHARD_GRAD_OP"),
     "FSDP2 hybrid 2 x 2": Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2),
+    "FSDP2, rows divided by 2": Sharding(layout="fsdp2", sequence_parallel_size=2),
+    "FSDP2, rows divided by 4": Sharding(layout="fsdp2", sequence_parallel_size=4),
     "FSDP2 full shard, CPU offload": Sharding(layout="fsdp2", cpu_offload=True),
     "FSDP1 FULL_SHARD": Sharding(layout="fsdp1"),
     "FSDP1 SHARD_GRAD_OP": Sharding(layout="fsdp1", strategy="SHARD_GRAD_OP"),
@@ -83,9 +85,17 @@ def possible_on(name: str, ranks: int) -> bool:
     """Whether the layout can be made of so many ranks."""
     if name == "single":
         return ranks == 1
-    if ranks % LAYOUTS[name].expert_parallel_size:
+    if ranks % (LAYOUTS[name].expert_parallel_size * LAYOUTS[name].ranks_per_batch):
         return False
     return ranks == 4 if "2 x 2" in name else True
+
+
+def sharding_of(name: str, ranks: int) -> Sharding:
+    """The layout on so many ranks: those that do not divide rows have rows of their own."""
+    sharding = replace(LAYOUTS[name], use_cpu=not torch.cuda.is_available())
+    return (
+        sharding if sharding.ranks_per_batch == 1 else replace(sharding, shard_size=ranks // sharding.ranks_per_batch)
+    )
 
 
 def shards(name: str, ranks: int) -> int:
@@ -120,9 +130,10 @@ def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, worl
             held_bytes(t) for moments in optimizer.state.values() for t in moments.values() if torch.is_tensor(t)
         ),
         "peak_memory_bytes": peak(world.device) - started_at,
+        "activation_bytes": kept_bytes(model, batch, world),
     }
     every = world.gather(mine)
-    calls = communication_calls(model, optimizer, batch, world)
+    calls, moved = communication(lambda: train_step(model, optimizer, batch, world))
     if not world.is_main:
         return None
     return Measured(
@@ -132,6 +143,7 @@ def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, worl
         parameters=size.total,
         tokens_per_second=steps * batch.tokens / seconds,
         calls=calls,
+        communicated_bytes=moved,
         **{key: max(rank[key] for rank in every) for key in mine},
     )
 
@@ -170,39 +182,23 @@ def is_sharded_by_fsdp(parameter: torch.Tensor) -> bool:
     return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (EXPERT,)
 
 
-def communication_calls(model: nn.Module, optimizer: Any, batch: StepBatch, world: World) -> dict[str, int]:
-    """The collectives of one step on this rank, by kind, as the profiler sees them."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train_step(model, optimizer, batch, world)
-    kinds = {
-        "allgather": "all-gather",
-        "reduce_scatter": "reduce-scatter",
-        "allreduce": "all-reduce",
-        "alltoall": "all-to-all",
-    }
-    counts: Counter[str] = Counter()
-    for event in profile.events() or ():
-        for part, kind in kinds.items():
-            if event.name.startswith("c10d::") and part in event.name:
-                counts[kind] += 1
-    return dict(counts)
-
-
 def step_batch(world: World, vocabulary: int, rows: int) -> StepBatch:
     """This rank's share of a step of `rows` rows of random tokens, the same in every layout."""
     ids = torch.randint(vocabulary, (rows, LENGTH + 1), generator=torch.Generator().manual_seed(0))
-    mine = ids[world.rank :: world.size]
+    ranks = world.data_parallel
+    tokens = LENGTH // ranks.sequence_size
+    first = ranks.sequence_rank * tokens
     micro_batches = [
         MicroBatch(
-            input_ids=row[None, :-1],
-            labels=row[None, 1:],
-            position_ids=torch.arange(LENGTH)[None],
-            trained_positions=torch.arange(LENGTH),
+            input_ids=row[None, first : first + tokens].clone(),
+            labels=row[None, first + 1 : first + tokens + 1].clone(),
+            position_ids=torch.arange(first, first + tokens)[None],
+            trained_positions=torch.arange(tokens),
             cu_seq_lens=None,
             max_document_length=LENGTH,
             example_ids=(),
         )
-        for row in mine
+        for row in ids[ranks.rank :: ranks.size]
     ]
     tokens = rows * LENGTH
     return StepBatch(step=0, epoch=0.0, micro_batches=tuple(micro_batches), tokens=tokens, trained_tokens=tokens)
@@ -263,7 +259,7 @@ def _environment(name: str, rank: int, ranks: int, port: int) -> dict[str, str]:
 
 def _rank(name: str, ranks: int, model_config: dict[str, Any], steps: int, rows: int, result: Path) -> None:
     torch.set_num_threads(1)  # the same for every number of ranks, and ranks do not spin for each other's cores
-    world = join(replace(LAYOUTS[name], use_cpu=not torch.cuda.is_available()))
+    world = join(sharding_of(name, ranks))
     measured = measure(name, MIXTURE if name.startswith("mixture") else model_config, steps, rows, world)
     if measured is not None:
         result.write_text(json.dumps(asdict(measured)))

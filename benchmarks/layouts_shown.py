@@ -19,6 +19,8 @@ class Measured:
     peak_memory_bytes: int  # CPU: the growth of the resident set over the imports; CUDA: allocated
     tokens_per_second: float  # over all ranks
     calls: dict[str, int]  # of one step on rank 0, by kind
+    communicated_bytes: dict[str, int]  # the same; of each call the larger of what goes in and what comes out
+    activation_bytes: int  # kept from the forward to the backward of a micro-batch
 
 
 def table(results: list[Measured]) -> str:
@@ -28,16 +30,18 @@ def table(results: list[Measured]) -> str:
         return f"{count / 2**20:.1f}"
 
     lines = [
-        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward | Peak memory "
-        "| Tokens/s | Calls a step |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward | Activations "
+        "| Peak memory | Tokens/s | Calls a step (MiB) |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
         state = r.parameter_bytes + r.gradient_bytes + r.optimizer_bytes
-        calls = ", ".join(f"{count} {kind}" for kind, count in sorted(r.calls.items())) or "none"
+        moved = {kind: mib(count) for kind, count in r.communicated_bytes.items()}
+        calls = ", ".join(f"{count} {kind} ({moved[kind]})" for kind, count in sorted(r.calls.items())) or "none"
         lines.append(
             f"| {r.ranks} | {r.layout} | {mib(r.parameter_bytes)} | {mib(r.gradient_bytes)} | {mib(r.optimizer_bytes)} "
-            f"| {state / (16 * r.parameters):.0%} | {mib(r.gathered_bytes)} | {mib(r.peak_memory_bytes)} "
+            f"| {state / (16 * r.parameters):.0%} | {mib(r.gathered_bytes)} | {mib(r.activation_bytes)} "
+            f"| {mib(r.peak_memory_bytes)} "
             f"| {r.tokens_per_second:,.0f} | {calls} |"
         )
     return "\n".join(lines) + "\n"

@@ -11,6 +11,7 @@ from finetune.hub import download_file
 from finetune.recipe.expert_division import refuse_undivided
 from finetune.recipe.quantization import check_quantization, describe_quantization, read_stored_quantization
 from finetune.recipe.schema import Data, Model, Quantization, Recipe
+from finetune.recipe.sequence_division import refuse_undivided_attention
 from finetune.recipe.tensor_division import check_divisible
 
 if TYPE_CHECKING:
@@ -77,9 +78,11 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
 
 
 def check_division(config: Any, recipe: Recipe, sharding: "Sharding") -> None:
-    """Raises `UserError` where the model of `config` cannot be divided over the layout's groups: its experts, its matrices."""
+    """Raises `UserError` where the model of `config` or its rows cannot be divided over the layout's groups: its experts, its
+    matrices, the heads of its attention."""
     name = recipe.model.model_name_or_path or "model_config"
     refuse_undivided(sharding, config.model_type, count_experts(config), name)
+    check_sequence_parallel(config, recipe.model, recipe.data, sharding)
     if sharding.tensor_parallel_size == 1:
         return
     heads = config.num_attention_heads
@@ -96,6 +99,13 @@ def check_division(config: Any, recipe: Recipe, sharding: "Sharding") -> None:
         "vocab_size": config.vocab_size,
     }
     check_divisible(config.model_type, sizes, sharding, name, recipe.optimization.optim)
+
+
+def check_sequence_parallel(config: Any, model: Model, data: Data, sharding: "Sharding") -> None:
+    """Raises `UserError` where the ranks cannot divide the tokens of such a model's rows between them, as far as its config shows."""
+    if sharding.sequence_parallel_size > 1:
+        refuse_undivided_attention(config.get_text_config().num_attention_heads, model.attn_implementation, sharding)
+        _refuse_length_dependent_rope(config, data.max_length, f"set the sequence size of {sharding.source} to 1")
 
 
 def count_experts(config: Any) -> int:
@@ -150,7 +160,7 @@ def _adopt_stored_quantization(recipe: Recipe, config: Any) -> Recipe:
     return replace(recipe, quantization=stored)
 
 
-def _refuse_length_dependent_rope(config: Any, max_length: int) -> None:
+def _refuse_length_dependent_rope(config: Any, max_length: int, advice: str = "set packing: false") -> None:
     """longrope and dynamic RoPE choose their frequencies by the largest position in a row, for all documents in it."""
     parameters = getattr(config, "rope_parameters", None) or {}
     by_layer_type = [each for each in parameters.values() if isinstance(each, dict)]
@@ -161,7 +171,7 @@ def _refuse_length_dependent_rope(config: Any, max_length: int) -> None:
         if max_length > original:
             raise UserError(
                 f"max_length: {max_length}: {rope['rope_type']} RoPE changes its frequencies beyond {original} tokens, by the "
-                f"longest document in a row and for all of them; set packing: false, or max_length: {original} at most"
+                f"longest document in a row and for all of them; {advice}, or set max_length: {original} at most"
             )
 
 

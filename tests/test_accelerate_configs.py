@@ -53,6 +53,8 @@ def test_the_launcher_passes_on_what_the_files_say() -> None:
 
     divided = launched_environment("fsdp_tensor_parallel", "--num_processes", "8")
     assert (divided["PARALLELISM_CONFIG_TP_SIZE"], divided["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("4", "2")
+    divided = launched_environment("fsdp_sequence_parallel", "--num_processes", "8")
+    assert (divided["PARALLELISM_CONFIG_CP_SIZE"], divided["PARALLELISM_CONFIG_DP_SHARD_SIZE"]) == ("8", "1")
     first = launched_environment("fsdp1_full_shard", "--num_processes", "2")
     assert (first["FSDP_VERSION"], first["FSDP_SHARDING_STRATEGY"]) == ("1", "FULL_SHARD")
     assert "ACCELERATE_USE_FSDP" not in launched_environment("ddp", "--num_processes", "2")

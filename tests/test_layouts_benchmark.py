@@ -19,8 +19,9 @@ SHARDS = {  # the ranks over which each tensor is cut; Rajbhandari et al. 2020 (
     "FSDP1 SHARD_GRAD_OP": RANKS,
     "FSDP2 hybrid 2 x 2": 2,
     "FSDP1 HYBRID_SHARD 2 x 2": 2,
+    "FSDP2, rows divided by 2": RANKS,
 }
-MODEL = {
+MODEL: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 512,
     "hidden_size": 64,
@@ -30,13 +31,24 @@ MODEL = {
     "num_key_value_heads": 2,
 }
 FP32 = 4  # bytes
+ROWS, TOKENS = 8, 256  # of a step, of a row
 
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """The benchmark's own output, by layout."""
     folder = tmp_path_factory.mktemp("layouts")
-    command = ["benchmarks/layouts.py", "--ranks", str(RANKS), "--steps", "1", "--rows", "8", "--output", str(folder)]
+    command = [
+        "benchmarks/layouts.py",
+        "--ranks",
+        str(RANKS),
+        "--steps",
+        "1",
+        "--rows",
+        str(ROWS),
+        "--output",
+        str(folder),
+    ]
     done = run_python([*command, "--model", json.dumps(MODEL), "--layouts", *SHARDS], timeout=400)
     assert done.returncode == 0, done.stderr
     assert (folder / "layouts.png").stat().st_size > 0
@@ -73,3 +85,18 @@ def test_replicas_meet_in_the_last_micro_batch_alone(measured: dict[str, dict[st
     """Each rank has two micro-batches: two reduce-scatters of a unit, and one all-reduce; one more is the gradient norm's."""
     calls = measured["FSDP2 hybrid 2 x 2"]["calls"]
     assert calls["reduce-scatter"] == 2 * (calls["all-reduce"] - 1)
+
+
+def test_ranks_that_divide_rows_keep_a_part_of_their_activations(measured: dict[str, dict[str, Any]]) -> None:
+    """And trade tokens for heads twice a layer in forward and in backward, in each of their micro-batches."""
+    divided, whole = measured["FSDP2, rows divided by 2"], measured["FSDP2 full shard"]
+    # What attention returns, and what a rank gets back of it, are two tensors.
+    outputs = FP32 * MODEL["num_hidden_layers"] * MODEL["hidden_size"] * TOKENS // 2
+    assert divided["activation_bytes"] == pytest.approx(whole["activation_bytes"] / 2 + outputs, rel=0.01)
+    micro_batches = ROWS // (RANKS // 2)
+    assert divided["calls"]["all-to-all"] == 4 * MODEL["num_hidden_layers"] * micro_batches
+    assert "all-to-all" not in whole["calls"]
+    head_size = MODEL["hidden_size"] // MODEL["num_attention_heads"]
+    heads = 2 * MODEL["num_attention_heads"] + 2 * MODEL["num_key_value_heads"]  # queries and outputs, keys and values
+    traded = 2 * heads * head_size * TOKENS // 2 * FP32 * MODEL["num_hidden_layers"] * micro_batches
+    assert divided["communicated_bytes"]["all-to-all"] == traded

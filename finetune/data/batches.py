@@ -14,7 +14,7 @@ import torch
 import xxhash
 
 from finetune.constants import ROUND_TOKENS, compute_global_batch_size
-from finetune.data.collate import Ids, MicroBatch, collate
+from finetune.data.collate import Ids, MicroBatch, TokenPart, collate
 from finetune.data.examples import Examples
 from finetune.data.packing import Rows
 from finetune.data.sampler import BatchConfig, arrange_epoch
@@ -29,7 +29,8 @@ OnReport = Callable[["Report", list[str]], None]  # the report so far, and what 
 
 
 class RankInfo(Protocol):
-    """What the data needs to know of the world: who this process is among how many, on which node and device."""
+    """What the data needs to know of the world: who this process is among how many, on which node and device, and who among
+    those that have the same rows, whose tokens they divide between them."""
 
     @property
     def rank(self) -> int: ...
@@ -39,6 +40,10 @@ class RankInfo(Protocol):
     def local_rank(self) -> int: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def sequence_rank(self) -> int: ...
+    @property
+    def sequence_size(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +135,15 @@ class StoredBatches:
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
-        """This rank's share of optimizer step `step`: rows rank, rank + size, ... of the step's rows."""
+        """This rank's share of optimizer step `step`: rows rank, rank + size, ... of the step's rows, or its part of their tokens."""
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
+        part = TokenPart(self.world.sequence_rank, self.world.sequence_size)
         return StepBatch(
             step=step,
             epoch=(step + 1) / self.steps_per_epoch,
             micro_batches=tuple(
-                collate(self.examples, mine, packing=self.config.packing, pad_token_id=self.pad_token_id)
+                collate(self.examples, mine, packing=self.config.packing, pad_token_id=self.pad_token_id, part=part)
                 for mine in self._micro_batches(rows, self.world.rank)
             ),
             tokens=int(self.examples.lengths[ids].sum(dtype=np.int64)),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,10 +20,13 @@ class MicroBatch:
     """The rows of one forward pass on one rank.
 
     Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
-    ROUND_TOKENS tokens of padding come last, as a document of their own. Unpacked, each row is one document, padded on the
-    right; attention is causal and padding comes last without labels, so that no mask is needed. The documents of a group
-    (chosen, rejected) follow one another, and no group is in two micro-batches. A rank that has no row left in a step gets
-    a filler, which has no document.
+    ROUND_TOKENS tokens of padding (for each rank that has a part of the row) come last, as a document of their own. Unpacked,
+    each row is one document, padded on the right; attention is causal and padding comes last without labels, so that no mask
+    is needed. The documents of a group (chosen, rejected) follow one another, and no group is in two micro-batches. A rank that
+    has no row left in a step gets a filler, which has no document.
+
+    Where ranks divide a row's tokens between them, `tokens` in the shapes below are this rank's, from `first_token` on;
+    boundaries, lengths and documents are those of the whole row.
     """
 
     input_ids: Tensor  # int64[rows, tokens]
@@ -41,6 +44,7 @@ class MicroBatch:
     # to; 0 for those without a label. None where documents are not compared.
     trained_documents: Tensor | None = None
     desirable: Tensor | None = None  # bool[documents]: whether the answer is rated good; None where nothing is rated
+    first_token: int = 0  # where this rank's tokens begin in the row
     # Where answers are rated, their prompts with other answers, document by document: they are looked at, not trained on.
     mismatched: "MicroBatch | None" = None
 
@@ -78,29 +82,61 @@ class MicroBatch:
         )
 
 
-def collate(examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int) -> MicroBatch:
-    """The examples `ids` as one micro-batch; a filler where there are none."""
+class TokenPart(NamedTuple):
+    """Which part of a row's tokens a rank has: that of `rank` among `size`, all alike and one after another."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE_ROWS = TokenPart()
+
+
+def collate(
+    examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int, part: TokenPart = WHOLE_ROWS
+) -> MicroBatch:
+    """The examples `ids` as one micro-batch, or this rank's part of its tokens; a filler where there are none."""
     if not examples.is_rated:
-        return _collate(examples, ids, packing, pad_token_id)
+        return _collate(examples, ids, packing, pad_token_id, part)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
-    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id) for first in (0, 1))
+    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id, part) for first in (0, 1))
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
 
 
-def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int) -> MicroBatch:
+def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: TokenPart) -> MicroBatch:
     if len(ids) == 0:
-        micro_batch = make_filler(packing)
+        micro_batch = make_filler(packing, part.size)
     else:
-        micro_batch = _pack(examples, ids) if packing else _pad(examples, ids, pad_token_id)
+        micro_batch = _pack(examples, ids, part.size) if packing else _pad(examples, ids, pad_token_id, part.size)
+    if part.size > 1:
+        micro_batch = _take_part(micro_batch, part)
     if examples.group_size == 1:
         return micro_batch
     return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
 
 
-def _pack(examples: Examples, ids: Ids) -> MicroBatch:
+def _take_part(micro_batch: MicroBatch, part: TokenPart) -> MicroBatch:
+    """A rank's part of the tokens, whose number its ranks divide."""
+    assert micro_batch.token_mask is not None
+    tokens = micro_batch.labels.shape[1] // part.size
+    first = part.rank * tokens
+    mine = slice(first, first + tokens)
+    labels = micro_batch.labels[:, mine].contiguous()
+    return replace(
+        micro_batch,
+        input_ids=micro_batch.input_ids[:, mine].contiguous(),
+        labels=labels,
+        position_ids=micro_batch.position_ids[:, mine].contiguous(),
+        token_mask=micro_batch.token_mask[:, mine].contiguous(),
+        trained_positions=_find_trained_positions(labels.numpy()),
+        first_token=first,
+    )
+
+
+def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
     lengths = examples.lengths[ids].astype(np.int64)
     tokens = int(lengths.sum())
-    padding = -tokens % ROUND_TOKENS
+    padding = -tokens % (ROUND_TOKENS * parts)
     picked = [examples[example_id] for example_id in ids]
     # The padding repeats a token of the text. The pad token's embedding may be zero, and where a document holds nothing
     # else, Gemma 3n, which takes the square root of its states' mean square, has a gradient of 0 x infinity.
@@ -124,8 +160,8 @@ def _pack(examples: Examples, ids: Ids) -> MicroBatch:
     )
 
 
-def _pad(examples: Examples, ids: Ids, pad_token_id: int) -> MicroBatch:
-    longest = int(examples.lengths[ids].max())
+def _pad(examples: Examples, ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
+    longest = -(-int(examples.lengths[ids].max()) // parts) * parts
     input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
     labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
     lengths = torch.from_numpy(examples.lengths[ids].astype(np.int64))
@@ -159,21 +195,23 @@ def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:
     if micro_batch.cu_seq_lens is None:
         documents = positions // micro_batch.labels.shape[1]
     else:
-        documents = torch.searchsorted(micro_batch.cu_seq_lens.long(), positions, right=True) - 1
+        in_row = positions + micro_batch.first_token
+        documents = torch.searchsorted(micro_batch.cu_seq_lens.long(), in_row, right=True) - 1
     has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
     return torch.where(has_label, documents, 0)
 
 
-def make_filler(packing: bool) -> MicroBatch:
-    """ROUND_TOKENS tokens without a label, for a rank that has no row: it takes part in the step's collectives and adds
+def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
+    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the step's collectives and add
     nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers again."""
+    tokens = ROUND_TOKENS * parts
     return MicroBatch(
-        input_ids=torch.ones(1, ROUND_TOKENS, dtype=torch.int64),  # 0 is often the pad token, see `_pack`
-        labels=torch.full((1, ROUND_TOKENS), IGNORE_INDEX, dtype=torch.int64),
-        position_ids=torch.arange(ROUND_TOKENS)[None],
+        input_ids=torch.ones(1, tokens, dtype=torch.int64),  # 0 is often the pad token, see `_pack`
+        labels=torch.full((1, tokens), IGNORE_INDEX, dtype=torch.int64),
+        position_ids=torch.arange(tokens)[None],
         trained_positions=torch.zeros(0, dtype=torch.int64),
-        cu_seq_lens=torch.tensor([0, ROUND_TOKENS], dtype=torch.int32) if packing else None,
-        max_document_length=ROUND_TOKENS,
+        cu_seq_lens=torch.tensor([0, tokens], dtype=torch.int32) if packing else None,
+        max_document_length=tokens,
         example_ids=(),
-        token_mask=torch.zeros(1, ROUND_TOKENS, dtype=torch.bool),
+        token_mask=torch.zeros(1, tokens, dtype=torch.bool),
     )

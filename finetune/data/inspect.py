@@ -40,6 +40,8 @@ class SingleProcess:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    sequence_rank: int = 0
+    sequence_size: int = 1
 
     @property
     def device(self) -> torch.device:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 from finetune.distributed.fp8 import Fp8
 from finetune.errors import UserError
+from finetune.units import counted
 
 Layout = Literal["fsdp2", "fsdp1", "ddp", "single"]
 Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
@@ -53,6 +54,16 @@ class Sharding:
         """Ranks that train on the same rows: they divide their tokens or the layers' matrices between them."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
+    def describe_sequences(self, ranks: int) -> str | None:
+        """How the tokens of a row are divided, as a line for people; None where they are not."""
+        size = self.sequence_parallel_size
+        if size == 1:
+            return None
+        return (
+            f"sequence parallelism (Ulysses), whether the file says cp_size or sp_size: {size} ranks divide the tokens of a row, in "
+            f"attention the heads; rows go to {counted(ranks // self.ranks_per_batch, 'group')}"
+        )
+
     @property
     def mesh_sizes(self) -> dict[str, int] | None:
         """The mesh's dimensions from the outermost, by the Accelerate file's keys; None where the ranks are not divided so."""
@@ -82,11 +93,13 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
             f"{where}: {named} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
             f"set the sizes so that their product is {ranks}"
         )
-    for size, what in ((sharding.sequence_parallel_size, "sequence"),):
-        if size > 1:
-            raise UserError(
-                f"{where}: {what} parallelism is not supported; set its size to 1, the ranks then shard the model"
-            )
+    if sharding.sequence_parallel_size > 1 and sharding.tensor_parallel_size > 1:
+        raise UserError(
+            f"{where}: sequence and tensor parallelism together are not supported; set the size of one of them to 1, its ranks "
+            "then shard the model"
+        )
+    if sharding.sequence_parallel_size > 1 and sharding.fp8 is not None:
+        raise UserError(f"{where}: sequence parallelism with mixed_precision: fp8 is not supported; set it to bf16")
 
 
 def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:

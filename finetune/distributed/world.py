@@ -16,6 +16,7 @@ from finetune.constants import count_cores
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
 from finetune.distributed.fp8 import refuse_old_gpu
+from finetune.distributed.mesh import SEQUENCE
 from finetune.distributed.peers import this_process, watch_peers
 from finetune.distributed.sharding import Sharding
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
@@ -29,12 +30,14 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 @dataclass(frozen=True, slots=True)
 class DataParallelRank:
-    """Which of the step's rows are this rank's: those of `rank` among `size`."""
+    """Which of the step's rows are this rank's: those of `rank` among `size`; and which part of their tokens."""
 
     rank: int
     size: int
     local_rank: int  # on this node, of all ranks
     device: torch.device
+    sequence_rank: int = 0  # of those that divide the tokens of a row between them
+    sequence_size: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +75,21 @@ class World:
     @property
     def data_parallel(self) -> "DataParallelRank":
         """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of them."""
-        shared = self.sharding.ranks_per_batch
-        return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device)
+        shared, sequence = self.sharding.ranks_per_batch, self.sharding.sequence_parallel_size
+        part = self.rank // self.sharding.tensor_parallel_size % sequence
+        return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device, part, sequence)
+
+    @property
+    def is_first_of_batch(self) -> bool:
+        """Whether no rank before this one trains on the same rows: what all of them know is counted once."""
+        return self.rank % self.sharding.ranks_per_batch == 0
+
+    @property
+    def sequence_group(self) -> dist.ProcessGroup | None:
+        """The ranks that divide the tokens of a row between them; None where a rank has whole rows."""
+        if self.mesh is None or self.sharding.sequence_parallel_size == 1:
+            return None
+        return self.mesh[SEQUENCE].get_group()
 
     @property
     def tensor_group(self) -> int:

@@ -22,6 +22,7 @@ class NoisyDocuments(NamedTuple):  # not a dataclass, whose fields FSDP1 would s
     step: int
     example_ids: Sequence[int]
     lengths: Sequence[int]  # tokens of each
+    first_token: int = 0  # of the row: where the embeddings begin that a rank has of it
 
 
 def install_embedding_noise(model: Any, alpha: float) -> None:
@@ -49,13 +50,17 @@ def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Ten
     """The noise of `documents`, shaped like `embedded` [rows, tokens, hidden]: one after another in a single row, or one
     in each row; none on padding."""
     rows, tokens, hidden = embedded.shape
-    noise = torch.zeros(rows * tokens, hidden, dtype=torch.float32, device=embedded.device)
+    noise = torch.zeros(rows, tokens, hidden, dtype=torch.float32, device=embedded.device)
     generator = torch.Generator(embedded.device)
-    start = 0
-    for row, (example_id, length) in enumerate(zip(documents.example_ids, documents.lengths, strict=True)):
-        start = start if rows == 1 else row * tokens
-        generator.manual_seed(seed_of(documents.seed, f"noise/{documents.step}/{example_id}"))
-        bound = alpha / (length * hidden) ** 0.5
-        noise[start : start + length].uniform_(-bound, bound, generator=generator)
+    start = 0  # of the document, among the tokens of `embedded`
+    for index, (example_id, length) in enumerate(zip(documents.example_ids, documents.lengths, strict=True)):
+        if index == 0 or rows > 1:
+            start = -documents.first_token
+        first, end = max(start, 0), min(start + length, tokens)
+        if first < end:
+            generator.manual_seed(seed_of(documents.seed, f"noise/{documents.step}/{example_id}"))
+            bound = alpha / (length * hidden) ** 0.5
+            whole = torch.empty(length, hidden, device=embedded.device).uniform_(-bound, bound, generator=generator)
+            noise[index if rows > 1 else 0, first:end] = whole[first - start : end - start]
         start += length
-    return noise.view(embedded.shape).to(embedded.dtype)
+    return noise.to(embedded.dtype)

@@ -69,7 +69,7 @@ def load_model(
     if lora.use_peft:
         lora = train_new_tokens(built, lora, vocabulary)
     frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
-    install_attention(built, model.attn_implementation)
+    install_attention(built, model.attn_implementation, world.sequence_group)
     install_loss(built, optimization.label_smoothing if optimization else 0.0)
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)

@@ -13,18 +13,22 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
 from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX
 from finetune.distributed.parallelize import unwrap
+from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.schema import Data, Model
 
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
 DOCUMENT, OTHER, REPEATED = 8, 5, 6
+PART = DOCUMENT + OTHER + 2  # tokens of a rank, where ranks divide the packed row
 # The share of a leak's effect on a token's output that rounding may reach. A document that sees another shows all of it.
 LEAK_SHARE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
 FORWARD_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
@@ -52,7 +56,9 @@ def check_training_forward(model: nn.Module, recipe: Model, data: Data, world: W
             # A mask of ones: all three documents are one text to transformers.
             own = _forward(model, input_ids=text, attention_mask=torch.ones_like(text), use_cache=False)
             labels = own.result[0, :DOCUMENT].float().argmax(-1)  # where the loss depends most on a scale of the logits
-            trained = _forward(model, **_batch(ids, labels, packed=data.packing))
+            batch = _batch(ids, labels, packed=data.packing)
+            group = world.sequence_group
+            trained = _forward(model, **batch) if group is None else _forward_in_parts(model, batch, group)
     except (UserError, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -126,6 +132,30 @@ def _forward(model: nn.Module, **inputs: Any) -> Forward:
     finally:
         hook.remove()
     return Forward(hidden[0], result if isinstance(result, Tensor) else result.logits)
+
+
+def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> Forward:
+    """The forward of a batch whose tokens the ranks of `group` divide between them, put together again on every rank."""
+    length = batch["input_ids"].shape[1]
+    # The first rank's tokens end inside the document that repeats the first, or the padded row: attention, and whatever
+    # else reads other tokens, has to cross from one rank to the next. The last ranks may have padding alone.
+    tokens = PART if "cu_seq_lens" in batch else -(-length // group.size())
+    mine = slice(group.rank() * tokens, (group.rank() + 1) * tokens)
+    padding = (0, tokens * group.size() - length)
+    labels = F.pad(batch["labels"], padding, value=IGNORE_INDEX)[:, mine]
+    part = {
+        "input_ids": F.pad(batch["input_ids"], padding, value=1)[:, mine],
+        "labels": labels,
+        "position_ids": F.pad(batch["position_ids"], padding)[:, mine],
+        "trained_positions": (labels.flatten() != IGNORE_INDEX).nonzero().squeeze(1),
+    }
+    if "cu_seq_lens" in batch:  # the padding is a document of its own
+        row_end = batch["cu_seq_lens"].new_full((1,), tokens * group.size())
+        part["cu_seq_lens"] = torch.cat([batch["cu_seq_lens"], row_end])
+        part["max_document_length"] = max(DOCUMENT, padding[1])
+    hidden, loss = _forward(model, **part)
+    dist.all_reduce(loss, group=group)
+    return Forward(gather_tokens(hidden, group)[:, :length], loss)
 
 
 def _difference(found: Tensor, truth: Tensor) -> float:

@@ -80,7 +80,7 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
         del config.quantization_config  # how the files are quantized: they are read here
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
     values, stored = read_base_values(model, config, keys)
-    install_attention(model, keys.attn_implementation)
+    install_attention(model, keys.attn_implementation, world.sequence_group)
     install_loss(model)
     install_experts(model, world, dtype)
     size = count_parameters(model)

@@ -4,13 +4,14 @@ Counted from the forward of transformers' models and tested against torch's save
 (tests/plan/test_activations.py). Korthikanti et al. 2022 (section 4) count the same way for GPT.
 """
 
+import math
 from dataclasses import dataclass
 
 from finetune.constants import divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.architecture import Architecture
 from finetune.plan.parts import LatentAttention, Mixture
 from finetune.plan.state import FP32, is_adapted
-from finetune.recipe.module_patterns import find_value, is_parameter_named
+from finetune.recipe.module_patterns import find_value
 from finetune.recipe.schema import Lora
 
 TOKEN_ID = 8  # bytes of an int64
@@ -34,6 +35,7 @@ class Computation:
     cpu: bool = False  # attention runs document by document, and its outputs are concatenated
     compiled: bool = False  # torch_compile
     grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
+    sequence_ranks: int = 1  # that divide the tokens of a row, in attention the heads
 
     exchanges_tokens: bool = False  # expert parallelism: experts get their inputs from other ranks
 
@@ -73,27 +75,6 @@ def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
         "checkpoints": (a.layers - len(kept)) * (a.hidden * run.residual_itemsize + selected_bytes(a, run)),
         "ends": TOKEN_ID + rotary + final_norm,
     }
-
-
-@dataclass(frozen=True, slots=True)
-class MergedExperts:
-    """Bytes, whatever the number of tokens, of expert weights with their adapters added, which peft computes in each forward."""
-
-    kept: int = 0  # between forward and backward
-    layer: int = 0  # of the layer with the most
-    largest: int = 0  # of one parameter
-
-
-def merged_expert_bytes(a: Architecture, run: Computation) -> MergedExperts:
-    """The merged experts of a model with adapters on them; nothing without."""
-    if run.lora is None or not run.lora.lora_target_parameters:
-        return MergedExperts()
-    targets, sizes = run.lora.lora_target_parameters, []
-    for layer in range(a.layers):
-        sizes.append([run.itemsize * t.numel for t in a.experts(layer) if is_parameter_named(t.name, targets)])
-    every = run.checkpoint_every
-    kept = sum(sum(layer) for index, layer in enumerate(sizes) if every is None or index % every)
-    return MergedExperts(kept, max(map(sum, sizes)), max((size for layer in sizes for size in layer), default=0))
 
 
 def selected_bytes(a: Architecture, run: Computation) -> int:
@@ -214,9 +195,11 @@ def _count_readers(mixture: Mixture | None) -> int:
 
 def _attention(a: Architecture, run: Computation) -> int:
     query, key_value, size = a.query_width, a.key_value_width, run.itemsize
+    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections made.
+    divided = key_value // a.key_value_heads * math.lcm(a.key_value_heads, run.sequence_ranks)
     inside = max(size, FP32) if run.cpu else size  # of the scores: on a CPU the kernel works in fp32
     repeats = not run.grouped_attention or a.family.caps_scores or a.family.sinks
-    keys_and_values = 2 * (query if repeats else key_value)
+    keys_and_values = 2 * (query if repeats else divided)
     output = query
     if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
         value = a.heads * a.latent.value
@@ -224,8 +207,8 @@ def _attention(a: Architecture, run: Computation) -> int:
     total = inside * (query + keys_and_values + output) + FP32 * a.heads
     # torch's kernel for a CPU wants one head size.
     is_written_out = a.family.caps_scores or a.family.sinks or (run.cpu and output != query)
-    # The documents' outputs, concatenated: the input of the output projection.
-    if (run.cpu or is_written_out) and not run.drops_inputs:
+    # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output projection.
+    if (run.cpu or is_written_out or run.sequence_ranks > 1) and not run.drops_inputs:
         total += size * (a.heads * a.latent.value if a.latent is not None else query)
     if a.latent is not None:
         total += _latents(a, a.latent, run)

@@ -12,6 +12,7 @@ from finetune.recipe.optimization_schema import check_update_in_backward, find_i
 
 FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
 MIN_ROW_TOKENS = 512  # rows are not halved below this
+ROW_DIVIDING_RANKS = 8  # in accelerate_configs/fsdp_sequence_parallel.yaml
 RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change is enough
 
 
@@ -101,6 +102,7 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         )
     if recipe.lora.use_peft and not is_divided:
         yield from _list_quantizations(spec)
+    yield from _list_divisions(spec)
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
         half = recipe.data.max_length // 2
         yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
@@ -130,6 +132,23 @@ def _can_update_in_backward(spec: RunSpec) -> bool:
 
 def _update_in_backward(spec: RunSpec) -> RunSpec:
     return _set_keys("optimization", optim_in_backward=True, max_grad_norm=None)(spec)
+
+
+def _list_divisions(spec: RunSpec) -> Iterator[Change]:
+    """The shipped file whose ranks divide rows, where these are as many and nothing is divided yet; the step's rows stay."""
+    recipe, ranks = spec.recipe, ROW_DIVIDING_RANKS
+    divides = spec.architecture.heads % ranks == 0 and recipe.model.attn_implementation == "auto"
+    if spec.ranks == ranks and spec.sharding.ranks_per_batch == 1 and divides:
+        rows = spec.global_batch_size
+        keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
+        keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
+        yield Change(
+            f"accelerate_config=fsdp_sequence_parallel{keep}",
+            f"{ranks} ranks divide the tokens of a row; more communication",
+            lambda spec: _shard_fully(
+                keep_rows(spec), sequence_parallel_size=ranks, replicate_size=None, shard_size=None
+            ),
+        )
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:

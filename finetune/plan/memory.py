@@ -16,12 +16,13 @@ from finetune.plan.activations import (
     layer_bytes,
     log_probability_backward_bytes,
     loss_chunk_bytes,
-    merged_expert_bytes,
     recomputed_bytes,
     working_bytes,
 )
 from finetune.plan.fp8_memory import fp8_bytes
-from finetune.plan.run_spec import RunSpec, split_into_units
+from finetune.plan.fsdp_units import split_into_units
+from finetune.plan.merged_experts import merged_expert_bytes
+from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import FP32, HEAD, State
 from finetune.plan.teacher_memory import meeting_bytes, teacher_forward, teachers_tail
 from finetune.plan.update_memory import plan_updates_in_backward, points_of_updates, update_temporaries
@@ -279,7 +280,7 @@ def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapsh
 
 def _evaluated_tokens(spec: RunSpec) -> int:
     """Tokens in a held-out micro-batch on one rank."""
-    return (spec.recipe.batch.per_device_eval_batch_size or spec.rows) * spec.recipe.row_tokens
+    return spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
 
 
 def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:

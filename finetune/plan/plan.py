@@ -24,6 +24,7 @@ from finetune.recipe.optim_offload import check_offload_layout
 from finetune.recipe.optimization_schema import check_update_in_backward
 from finetune.recipe.quantization import check_quantization, read_stored_quantization, read_teacher_quantization
 from finetune.recipe.schema import Method, Model, Recipe
+from finetune.recipe.sequence_division import refuse_undivided_attention
 from finetune.recipe.tensor_division import check_divisible, check_tensor_parallel_recipe
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
@@ -78,6 +79,7 @@ def make_plan(
     check_offload_layout(recipe.optimization, sharding)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     _refuse_division(architecture, recipe, sharding, where)
+    refuse_undivided_attention(architecture.heads, recipe.model.attn_implementation, sharding)
     spec = RunSpec(
         architecture=architecture,
         recipe=recipe,

@@ -71,7 +71,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
             *_describe_teacher(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
-            *(f"           {line}" for line in sharding.translated),
+            *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
             f"precision  parameters {parameters}, compute {_name_computation(spec)}, gradients reduced in {spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
             *(["update     each parameter in the backward, its gradient freed at once"] * in_backward),

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from finetune.plan.activations import divergence_chunk_bytes, evaluation_bytes
-from finetune.plan.run_spec import RunSpec, split_into_units
+from finetune.plan.fsdp_units import split_into_units
+from finetune.plan.run_spec import RunSpec
 
 
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:

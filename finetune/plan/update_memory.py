@@ -4,7 +4,8 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from finetune.plan.run_spec import RunSpec, split_into_units
+from finetune.plan.fsdp_units import split_into_units
+from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import FP32, StateTensor, count_state
 
 UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated

@@ -14,7 +14,7 @@ from finetune.data.tokenizer import refuse_other_tokenizer
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.models.teacher import Teacher
-from finetune.pretrained_config import check_config, load_config, refuse_quantized_experts
+from finetune.pretrained_config import check_config, check_sequence_parallel, load_config, refuse_quantized_experts
 from finetune.recipe.method_schema import refuse_layout
 from finetune.recipe.quantization import check_quantization, read_teacher_quantization
 from finetune.recipe.schema import Recipe
@@ -58,6 +58,7 @@ def check_teacher(recipe: Recipe, tokenizer: Any, sharding: Sharding) -> None:
     try:
         config = load_config(teacher)
         check_config(config, teacher, recipe.data, len(tokenizer))
+        check_sequence_parallel(config, teacher, recipe.data, sharding)
         quantization = read_teacher_quantization(config, recipe.method)
         refuse_quantized_experts(config, quantization, str(teacher.model_name_or_path))
         check_quantization(quantization, sharding)

@@ -173,8 +173,8 @@ def accumulate_gradients(
     def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
         inputs = micro_batch.to(world.device).inputs
         if noise_seed is not None:
-            ids, lengths = micro_batch.example_ids, micro_batch.document_lengths
-            inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths)
+            ids, lengths, first = micro_batch.example_ids, micro_batch.document_lengths, micro_batch.first_token
+            inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths, first)
         return inputs
 
     add_auxiliary = auxiliary_loss_of_step(model, routing, batch, inputs_of, world)

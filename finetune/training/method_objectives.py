@@ -38,10 +38,12 @@ def make_objectives(
     if facts.rows == "answers":
         return Objectives(SFT, SFT)
     references = find_references(model, recipe, data, inputs, world) if facts.needs_reference else None
+    group = world.sequence_group
     if facts.rows == "ratings":
         assert references is not None, "ratings are of answers against the reference's"
-        return Objectives(*(RatingObjective(recipe.method, reference) for reference in references))
-    training = PreferenceObjective(recipe.method, None, recipe.optimization.label_smoothing)
+        keys = recipe.method
+        return Objectives(*(RatingObjective(keys, reference, sequence_group=group) for reference in references))
+    training = PreferenceObjective(recipe.method, None, recipe.optimization.label_smoothing, sequence_group=group)
     held_out = replace(training, label_smoothing=0.0, chosen_tokens_per_pair=_chosen_tokens_per_pair(data.evaluation))
     if references is None:
         return Objectives(training, held_out)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
@@ -28,6 +29,7 @@ class PreferenceObjective(Objective):
     label_smoothing: float = 0.0
     # Trained tokens of chosen answers for each pair; None: those of the step. Held out, all batches are one.
     chosen_tokens_per_pair: float | None = None
+    sequence_group: ProcessGroup | None = None  # the ranks that divide the documents' tokens between them
 
     def count(self, batch: StepBatch) -> int:
         """The pairs of the step."""
@@ -38,7 +40,7 @@ class PreferenceObjective(Objective):
     ) -> Measured:
         """The losses of the micro-batch's pairs, and TRL's metrics of them."""
         reference = None if self.reference is None else Pairs.of(self.reference(model, micro_batch))
-        documents, tokens = sum_log_probabilities(model, micro_batch, inputs)
+        documents, tokens = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
         policy, lengths = Pairs.of(documents), Pairs.of(tokens)
         per_token = self.chosen_tokens_per_pair or batch.chosen_tokens / max(1, batch.groups)
         weight, metrics = 0.0, {}
@@ -67,7 +69,9 @@ class PreferenceObjective(Objective):
             "logps/chosen": mean(shown.chosen),
             "logps/rejected": mean(shown.rejected),
         }
-        return Measured(loss.float(), {name: pair.detach().float() for name, pair in metrics.items()})
+        return Measured(
+            share_of(loss.float(), self.sequence_group), {name: pair.detach().float() for name, pair in metrics.items()}
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +85,7 @@ class RatingObjective(Objective):
     keys: Method
     reference: Reference
     kl: Tensor | None = None  # 0-dim fp64; None before `prepare`
+    sequence_group: ProcessGroup | None = None  # the ranks that divide the documents' tokens between them
 
     def prepare(
         self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World
@@ -91,8 +96,8 @@ class RatingObjective(Objective):
             assert each.mismatched is not None, "rated answers come with mismatched ones"
             other = each.mismatched.to(world.device)
             with evaluating(model):
-                ratios = sum_log_probabilities(model, other, other.inputs)[0] - self.reference(model, other)
-            total += mean(ratios)
+                found, _ = sum_log_probabilities(model, other, other.inputs, self.sequence_group)
+                total += mean(found - self.reference(model, other))
         world.sum(total)
         return replace(self, kl=(total[0] / total[1].clamp(min=1)).clamp(min=0))
 
@@ -107,7 +112,7 @@ class RatingObjective(Objective):
         desirable, kl = micro_batch.desirable, self.kl
         assert desirable is not None and kl is not None, "answers are rated, and `prepare` has been called"
         reference = self.reference(model, micro_batch)
-        policy, _ = sum_log_probabilities(model, micro_batch, inputs)
+        policy, _ = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
         losses = kto_losses(policy - reference, desirable, kl, self.keys)
         rewards = self.keys.beta * (policy - reference)
         metrics = {
@@ -117,13 +122,21 @@ class RatingObjective(Objective):
             "logps/rejected": mean(policy, ~desirable),
             "kl": torch.stack([kl, torch.ones_like(kl)]),
         }
-        return Measured(losses.sum().float(), {name: pair.detach().float() for name, pair in metrics.items()})
+        return Measured(
+            share_of(losses.sum().float(), self.sequence_group),
+            {name: pair.detach().float() for name, pair in metrics.items()},
+        )
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
         """With the margin between the average rewards: no answer has a partner of its own."""
         if not {"rewards/chosen", "rewards/rejected"} <= means.keys():
             return means
         return means | {"rewards/margins": means["rewards/chosen"] - means["rewards/rejected"]}
+
+
+def share_of(loss: Tensor, sequence_group: ProcessGroup | None) -> Tensor:
+    """A rank's share of a loss that all ranks of a sequence compute. Metrics need none: they are means."""
+    return loss if sequence_group is None else loss / sequence_group.size()
 
 
 def mean(values: Tensor, where: Tensor | None = None) -> Tensor:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from finetune.data.batches import StoredBatches
 from finetune.data.collate import MicroBatch
@@ -26,6 +28,7 @@ from finetune.data.prepare import PreparedData
 from finetune.data.token_cache import cache_folder
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import reshard
+from finetune.distributed.sequence_parallel import sum_over_group
 from finetune.distributed.world import World
 from finetune.durable import make_folder, replace_file
 from finetune.errors import UserError
@@ -42,11 +45,12 @@ PROGRESS_SECONDS = 60.0  # between two lines about a long computation
 
 
 def sum_log_probabilities(
-    model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any]
+    model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], sequence_group: ProcessGroup | None = None
 ) -> tuple[Tensor, Tensor]:
     """The log-probability of each document's trained tokens, summed, and their number; fp64[documents].
 
     In fp64, so that a sum over thousands of tokens depends neither on their order nor on the batch around them.
+    `sequence_group`: the ranks that divide the documents' tokens between them; each returns the sums of all.
     """
     found = model(**inputs, head_function=head_log_probabilities)
     of, documents = micro_batch.trained_documents, len(micro_batch.example_ids)
@@ -55,13 +59,15 @@ def sum_log_probabilities(
     if not documents:  # a filler: in the graph all the same, since its backward takes part in collectives
         return zeros + found.sum(), zeros
     has_label = micro_batch.labels.flatten()[micro_batch.trained_positions] >= 0
-    return zeros.index_add(0, of, found.double()), zeros.index_add(0, of, has_label.double())
+    sums = torch.stack([zeros.index_add(0, of, found.double()), zeros.index_add(0, of, has_label.double())])
+    log_probabilities, tokens = sum_over_group(sums, sequence_group).unbind()
+    return log_probabilities, tokens
 
 
-def without_adapters(model: nn.Module, micro_batch: MicroBatch) -> Tensor:
+def without_adapters(model: nn.Module, micro_batch: MicroBatch, sequence_group: ProcessGroup | None = None) -> Tensor:
     """The reference of a run that trains adapters alone: a forward without them, and without dropout and gradients."""
     with evaluating(model), adapters_off(model):
-        return sum_log_probabilities(model, micro_batch, micro_batch.inputs)[0]
+        return sum_log_probabilities(model, micro_batch, micro_batch.inputs, sequence_group)[0]
 
 
 @contextmanager
@@ -114,7 +120,8 @@ def find_references(
     """The reference of training, and that of held-out data. `model` still has the weights that training starts with; `inputs`:
     of `fingerprint_inputs`. All ranks call it."""
     if trains_adapters_alone(model):
-        return without_adapters, without_adapters
+        reference = partial(without_adapters, sequence_group=world.sequence_group)
+        return reference, reference
     found = _load_or_compute(model, recipe, data, inputs.get("base"), world)
     return StoredReference(found["training"]), StoredReference(found.get("held_out", np.zeros(0)))
 
@@ -156,15 +163,16 @@ def _compute(model: nn.Module, batches: StoredBatches, name: str, world: World) 
                 continue
             ids, on_device = list(each.example_ids), each.to(world.device)
             with evaluating(model):
-                total[ids] = sum_log_probabilities(model, on_device, on_device.inputs)[0].cpu()
-            seen[ids] = 1.0
+                found = sum_log_probabilities(model, on_device, on_device.inputs, world.sequence_group)[0]
+            if world.is_first_of_batch:  # all ranks are summed below
+                total[ids], seen[ids] = found.cpu(), 1.0
         if world.is_main and time.monotonic() - said > PROGRESS_SECONDS:
             said = time.monotonic()
             print(
                 f"reference  {name.replace('_', '-')}: {step + 1:,} of {steps:,} batches", file=sys.stderr, flush=True
             )
     reshard(model)
-    world.sum_over_groups(total), world.sum_over_groups(seen)
+    world.sum(total), world.sum(seen)
     if world.is_main:
         what = f"{counted(int(seen.sum()), 'document')} ({name.replace('_', '-')})"
         print(f"reference  {what} in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         + f"{experts}; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         *describe_tensor_groups(world),
-        *(f"        {line}" for line in sharding.translated),
+        *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
         f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]

@@ -17,6 +17,8 @@ class Rank:
 
     rank: int = 0
     size: int = 1
+    sequence_rank: int = 0
+    sequence_size: int = 1
 
     @property
     def local_rank(self) -> int:

@@ -135,7 +135,7 @@ def test_the_recipes_config_then_the_launch_itself() -> None:
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in ACCELERATE_CONFIGS.glob("*.yaml")))
 def test_what_a_run_writes_reads_back_the_same(name: str, tmp_path: Path) -> None:
-    ranks = {"single": 1, "fsdp_hybrid_shard": 64}.get(name, 2)
+    ranks = {"single": 1, "fsdp_hybrid_shard": 64, "fsdp_sequence_parallel": 8, "fsdp_tensor_parallel": 8}.get(name, 2)
     environ = {"WORLD_SIZE": str(ranks)}
     first = read_sharding(name, None, environ)
     written = tmp_path / "accelerate.yaml"
@@ -202,7 +202,8 @@ def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
         sharding = read_sharding(write(fsdp_config=FSDP2, parallelism_config=divided), None, FOUR)
         assert (sharding.tensor_parallel_size, sharding.shard_size, sharding.ranks_per_batch) == (2, 2, 2)
     else:
-        assert "parallelism is not supported" in refusal(write(fsdp_config=FSDP2, parallelism_config=divided), FOUR)
+        read = read_sharding(write(fsdp_config=FSDP2, parallelism_config=divided), None, FOUR)
+        assert (read.sequence_parallel_size, read.ranks_per_batch, read.shard_size) == (2, 2, 2)
     said = refusal(write(fsdp_config=FSDP2, parallelism_config=divided))
     assert f"dp_shard_size 2 x {mesh.replace('cp', 'sp')} 2 = 4, but 2 ranks were launched" in said
     said = refusal(write(distributed_type="MULTI_GPU", parallelism_config=divided), FOUR)

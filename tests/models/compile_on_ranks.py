@@ -19,7 +19,7 @@ from finetune.data.collate import MicroBatch, make_filler
 from finetune.data.examples import Prompt
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
-from finetune.models import attention, load
+from finetune.models import document_attention, load
 from finetune.models.layers import compile_layers
 from finetune.recipe.schema import Lora, Model
 from finetune.training.evaluate import answer
@@ -112,7 +112,7 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
 
 if __name__ == "__main__":
     register_cpu_kernels()
-    attention._can_use_varlen = lambda _query, _value, options: options.is_fusible
+    document_attention._can_use_varlen = lambda _query, _value, options: options.is_fusible
     world = join(Sharding(layout="fsdp2", use_cpu=True))
     folder = Path(sys.argv[1])
     if world.is_main:

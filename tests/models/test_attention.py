@@ -12,7 +12,7 @@ import torch
 from torch import library
 
 from finetune.errors import UserError
-from finetune.models import attention
+from finetune.models import attention, document_attention
 from finetune.models.attention import NAME, install_attention
 from finetune.models.layers import decoder_layers
 from tests.models.families import (
@@ -178,10 +178,10 @@ def _(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 def use_documented_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends attention the way that CUDA takes under torch 2.11, to the kernel above."""
-    monkeypatch.setattr(attention, "NEEDS_ENABLE_GQA", False)
-    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
+    monkeypatch.setattr(document_attention, "NEEDS_ENABLE_GQA", False)
+    monkeypatch.setattr(document_attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
     monkeypatch.setattr(
-        attention,
+        document_attention,
         "varlen_attn",
         lambda *a, window_size, **k: varlen_as_documented(*a, **k, window_size=list(window_size)),
     )
@@ -262,7 +262,7 @@ def varlen_on_cpu(
 @pytest.fixture
 def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Sends attention the way that CUDA takes, through torch's own operator, for which the kernel above is registered."""
-    monkeypatch.setattr(attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
+    monkeypatch.setattr(document_attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
     kernels = library.Library("torch_attn", "IMPL")
     kernels.impl("_varlen_attn", varlen_on_cpu, "CPU", allow_override=True)
     yield

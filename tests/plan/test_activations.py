@@ -16,10 +16,11 @@ from finetune.models.experts import expert_modules
 from finetune.models.layers import checkpoint_activations
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
-from finetune.plan.activations import Computation, kept_bytes, merged_expert_bytes
+from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.families import FAMILIES
 from finetune.plan.memory import loss_bytes
+from finetune.plan.merged_experts import merged_expert_bytes
 from finetune.recipe.expert_division import FAMILIES as DIVIDED
 from finetune.recipe.schema import Lora
 from tests.plan.run_specs import make_spec

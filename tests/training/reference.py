@@ -25,7 +25,7 @@ from tests.training.papers import kto, paper
 class Alone:
     """A world of one, for the data room."""
 
-    rank, size, local_rank, local_size = 0, 1, 0, 1
+    rank, size, local_rank, local_size, sequence_rank, sequence_size = 0, 1, 0, 1, 0, 1
     device = torch.device("cpu")
 
 

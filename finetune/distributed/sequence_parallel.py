@@ -1,0 +1,121 @@
+"""Sequence parallelism (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): ranks of a group divide a row's tokens.
+
+A decoder layer works on this rank's tokens. Before attention an all-to-all trades them for heads: a rank gets every token of
+its heads, among which it attends as one rank alone would, and after attention a second one trades back. The backward of each
+is the all-to-all that returns the gradients; under activation checkpointing every rank repeats both in the same order. Fewer
+key-value heads than ranks are repeated.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from finetune.errors import UserError
+
+
+def trade_tokens_for_heads(
+    query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
+) -> tuple[Tensor, Tensor, Tensor]:
+    """All heads of this rank's tokens in, all tokens of this rank's heads out, in one all-to-all.
+
+    Args:
+        query: [rows, heads, tokens of this rank, head size]; key and value: [rows, key-value heads, ...]; as many tokens on
+            every rank, in order of rank.
+    Returns:
+        [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one row.
+    """
+    ranks, heads = group.size(), query.shape[1]
+    if heads % ranks:
+        raise UserError(f"sequence parallelism: {ranks} ranks cannot divide {heads} attention heads between them")
+    states = [query, *(_repeat_heads(each, ranks) for each in (key, value))]
+    rows, _, tokens, _ = query.shape
+    sizes = [(each.shape[1] // ranks, each.shape[3]) for each in states]
+    parts = [
+        # [ranks, rows, tokens, heads of a rank x head size]
+        each.transpose(1, 2).reshape(rows, tokens, ranks, count * size).movedim(2, 0)
+        for each, (count, size) in zip(states, sizes, strict=True)
+    ]
+    received = _all_to_all(torch.cat(parts, dim=-1), group).movedim(0, 1).flatten(1, 2)
+    split = torch.split(received, [count * size for count, size in sizes], dim=-1)
+    query, key, value = (
+        each.view(rows, ranks * tokens, *shape).transpose(1, 2) for each, shape in zip(split, sizes, strict=True)
+    )
+    return query, key, value
+
+
+def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """All tokens of this rank's heads in, all heads of this rank's tokens out: what attention returns.
+
+    output: [rows, tokens, heads of this rank, head size] -> [rows, tokens of this rank, heads, head size].
+    """
+    rows, tokens, heads, size = output.shape
+    sent = output.reshape(rows, group.size(), tokens // group.size(), heads * size).movedim(1, 0)
+    received = _all_to_all(sent, group)  # [ranks, rows, tokens of this rank, heads x head size]
+    return received.movedim(0, 2).reshape(rows, tokens // group.size(), group.size() * heads, size)
+
+
+def take_heads(of_heads: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's heads of [heads], of all of which it holds a number each."""
+    return of_heads.chunk(group.size())[group.rank()]
+
+
+def sum_over_group(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum of `tensor` over the ranks of a sequence, each of which computes the same from it; with gradients.
+
+    What they compute is one loss: each must count a share of it, 1 / ranks. None: `tensor`.
+    """
+    if group is None:
+        return tensor
+    total: Tensor = _SumOverRanks.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return total
+
+
+def gather_tokens(states: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[rows, tokens of this rank, ...] of every rank of a sequence -> [rows, tokens, ...], without gradients."""
+    parts = [torch.empty_like(states) for _ in range(group.size())]
+    dist.all_gather(parts, states.contiguous(), group)
+    return torch.cat(parts, dim=1)
+
+
+def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
+    """Key-value heads [rows, heads, ...], each repeated as often as is needed for the ranks to divide them."""
+    return states.repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], dim=1)
+
+
+def _all_to_all(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The i-th part along the first dimension goes to the i-th rank; the parts received, in order of rank."""
+    received: Tensor = _AllToAll.apply(sent.contiguous(), group)  # type: ignore[no-untyped-call]
+    return received
+
+
+# torch.distributed.nn has both and is deprecated; the functional collectives return a tensor that waits later, and that a
+# layer's views and saved tensors would all be.
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _all_to_all(grad_outputs[0], ctx.group), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return _SumOverRanks.forward(ctx, grad_outputs[0], ctx.group), None
