@@ -32,7 +32,9 @@ class UpdateInBackward:
         self._reads_flag = OPTIMIZERS[recipe.optimization.optim].reads_found_inf
         # Where the guard of the run has set a flag on the optimizer already, it is the same one.
         flag: torch.Tensor | None = getattr(optimizer, "found_inf", None)
-        self._flag = torch.zeros((), device=world.device) if flag is None else flag
+        # With the parameters: under CPU offload the host updates, and would read a GPU's flag before it has arrived.
+        where = torch.device("cpu") if world.sharding.cpu_offload else world.device
+        self._flag = torch.zeros((), device=where) if flag is None else flag
         if self._reads_flag and flag is None:
             optimizer.found_inf = self._flag  # type: ignore[attr-defined]
             optimizer.grad_scale = None  # type: ignore[attr-defined]
