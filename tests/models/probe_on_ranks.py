@@ -19,7 +19,7 @@ from finetune.models.layers import compile_layers
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.recipe.schema import Data, Lora, Model
-from tests.models.compile_on_ranks import CountingBackend, micro_batch
+from tests.cuda_without_gpu.steps_on_ranks import CountingBackend, micro_batch
 from tests.ranks import open_stores
 
 LENGTHS = ((40, 20, 4), (64,))  # tokens of the documents of each step

@@ -3,7 +3,6 @@
 import copy
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from finetune.errors import UserError
 from finetune.models import attention, document_attention
 from finetune.models.attention import NAME, install_attention
 from finetune.models.layers import decoder_layers
+from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import (
     FAMILIES,
     build,
@@ -179,7 +179,7 @@ def _(query: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 def use_documented_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sends attention the way that CUDA takes under torch 2.11, to the kernel above."""
     monkeypatch.setattr(document_attention, "NEEDS_ENABLE_GQA", False)
-    monkeypatch.setattr(document_attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
+    monkeypatch.setattr(document_attention, "_can_use_varlen", takes_varlen)
     monkeypatch.setattr(
         document_attention,
         "varlen_attn",
@@ -222,51 +222,11 @@ def test_a_layer_with_the_varlen_kernel_compiles_into_one_graph_for_all_lengths(
     assert graphs <= len(decoder_layers(model)), f"{graphs} graphs: something is recompiled for every length"
 
 
-def varlen_on_cpu(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seq_q: torch.Tensor,
-    cu_seq_k: torch.Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    scale: float | None = None,
-    window_size: list[int] | None = None,
-    enable_gqa: bool = False,
-    *_: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """torch's varlen_attn by its documentation: [tokens, heads, size], `window_size` tokens to the left of a query.
-
-    It asks of its operands what ATen's `mha_varlen_fwd` asks on CUDA.
-    """
-    left, right = window_size or [-1, -1]
-    assert right == 0 and is_causal == (left < 0), "training is causal"
-    assert query.shape[-1] == value.shape[-1], "the heads have one size"
-    assert query.shape[-1] % 8 == 0, "mha_varlen_fwd: head_size should be a multiple of 8; pad it"
-    assert enable_gqa or query.shape == key.shape
-    outs = []
-    for start, end in itertools.pairwise(cu_seq_q.tolist()):
-        assert 0 < end - start <= max_q == max_k
-        q, k, v = (each[start:end].transpose(0, 1) for each in (query, key, value))
-        k, v = (each.repeat_interleave(len(q) // len(each), dim=0) for each in (k, v))
-        visible = torch.ones(end - start, end - start, dtype=torch.bool).tril()
-        visible = visible if left < 0 else visible.triu(-left)
-        scores = (q @ k.transpose(1, 2) * (q.shape[-1] ** -0.5 if scale is None else scale)).masked_fill(
-            ~visible, -1e30
-        )
-        outs.append((scores.softmax(-1) @ v).transpose(0, 1).contiguous())
-    return torch.cat(outs), query.new_empty(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2)
-
-
 @pytest.fixture
-def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Sends attention the way that CUDA takes, through torch's own operator, for which the kernel above is registered."""
-    monkeypatch.setattr(document_attention, "_can_use_varlen", lambda _query, _value, options: options.is_fusible)
-    kernels = library.Library("torch_attn", "IMPL")
-    kernels.impl("_varlen_attn", varlen_on_cpu, "CPU", allow_override=True)
-    yield
-    kernels._destroy()
+def varlen_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sends attention the way that CUDA takes, through torch's own operator, which then has a kernel for the CPU."""
+    register_cpu_kernels()
+    monkeypatch.setattr(document_attention, "_can_use_varlen", takes_varlen)
 
 
 @pytest.mark.usefixtures("varlen_kernel")

@@ -1,7 +1,5 @@
 """Compiled layers compute the same, once for all of them; Liger is refused in a sentence where it cannot run."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +13,6 @@ from finetune.models.layers import checkpoint_activations, compile_layers, decod
 from finetune.models.load import load_model
 from finetune.recipe.schema import Lora, Model
 from tests.models.families import build, documents, gradients, ours, packed, relative_error
-from tests.ranks import launch_ranks
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
@@ -33,31 +30,6 @@ def test_compiled_layers_give_the_same_loss_and_gradients_also_when_recomputed(b
         assert relative_error(loss, plain) <= 1e-6
         found = gradients(model, loss)
         assert max(relative_error(found[name], truth[name]) for name in truth) <= 1e-5
-
-
-def test_under_fsdp2_one_graph_serves_every_layer_and_length_and_checkpointing_stays_on(tmp_path: Path) -> None:
-    common = {"checkpointing": True, "lora": False, "compile": True, "generate": False}
-    jobs = [
-        common | {"name": "plain", "compile": False},
-        common | {"name": "compiled", "generate": True},
-        common | {"name": "lora", "lora": True, "checkpointing": False},
-    ]
-    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
-    launch_ranks(Path(__file__).with_name("compile_on_ranks.py"), [str(tmp_path)], timeout=300).check()
-    results = json.loads((tmp_path / "results.json").read_text())
-    for rank in (0, 1):
-        plain, compiled, lora = (results[name][rank] for name in ("plain", "compiled", "lora"))
-        assert compiled["losses"] == pytest.approx(plain["losses"], rel=1e-6)
-        assert lora["losses"] == pytest.approx(plain["losses"], rel=1e-6)  # an adapter begins at zero
-        assert compiled["graphs_of_generation"] == 0
-        for found in (compiled, lora):
-            # One graph of the layers and one of the loss, which rank 1 has nothing to compute of in the first step.
-            steps, first = len(found["graphs"]), 2 - rank
-            assert found["graphs"] == [first, *[2] * (steps - 1)], f"{found['graphs']}: recompiled"
-            assert found["calls"] == [2 + first - 1, *[3] * (steps - 1)], f"{found['calls']}: not all ran compiled"
-        # Without torch.compile the cosines and sines of the rotary embedding are in a closure, out of the count's sight.
-        rotary = 2 * 256 * 16 * 4
-        assert compiled["saved_bytes"] <= plain["saved_bytes"] + rotary
 
 
 def test_decoder_layers_are_those_that_transformers_does_not_split() -> None:

@@ -9,12 +9,44 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
+from finetune.models.document_attention import ScoreOptions
+
 
 @cache
 def register_cpu_kernels() -> None:
     """Registers plain kernels behind `torch.nn.attention.varlen.varlen_attn`, whose fake ones and autograd stay torch's."""
     varlen._varlen_attn.register_kernel("cpu")(_forward)
     varlen._varlen_attn_backward.register_kernel("cpu")(_backward)
+
+
+def takes_varlen(_query: Tensor, _value: Tensor, options: ScoreOptions) -> bool:
+    """In place of `document_attention._can_use_varlen`: on a CPU, in any precision, what goes to the kernel on CUDA."""
+    return options.is_fusible and options.dropout == 0.0
+
+
+def check_operands(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window_size: Any = None,
+    enable_gqa: bool = False,
+    *_: Any,
+) -> None:
+    """Refuses what ATen's `mha_varlen_fwd` refuses on CUDA, and what is not causal attention within documents."""
+    left, right = window_size
+    assert right == 0 and is_causal == (left < 0), "training is causal"
+    assert cu_seq_q.dtype == cu_seq_k.dtype == torch.int32, "mha_varlen_fwd: cu_seqlens must have dtype int32"
+    assert query.shape[-1] == key.shape[-1] == value.shape[-1], "the heads have one size"
+    assert query.shape[-1] % 8 == 0, "mha_varlen_fwd: head_size should be a multiple of 8; pad it"
+    assert query.shape[-1] <= 256, "mha_varlen_fwd: head dimension at most 256"
+    assert enable_gqa or query.shape[1] == key.shape[1] == value.shape[1]
+    assert all(each.stride(-1) == 1 for each in (query, key, value)), "mha_varlen_fwd: contiguous last dimension"
 
 
 def _forward(
@@ -28,13 +60,15 @@ def _forward(
     is_causal: bool = False,
     scale: float | None = None,
     window_size: Any = None,
-    *_: Any,
+    *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[tokens, heads, head size] of each -> the attended values, log-sum-exp and random state; the last two are not read."""
+    check_operands(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, scale, window_size, *rest)
+    assert int(cu_seq_q.diff().max()) <= max_q == max_k
     out = torch.empty_like(query)
     for rows, weights in _weights(query, key, cu_seq_q, scale, window_size):
         out[rows] = (weights @ _repeated(value[rows], query)).transpose(0, 1)
-    return out, query.new_empty(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+    return out, query.new_empty(query.shape[1], len(query), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
 
 
 def _backward(

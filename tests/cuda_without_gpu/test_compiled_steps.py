@@ -1,0 +1,62 @@
+"""Training steps by the branch of attention that CUDA takes: the CPU's losses, one graph for all layers and lengths."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cuda_without_gpu.steps_on_ranks import HEAD_SIZE, LONGEST, STEPS
+from tests.ranks import launch_ranks
+
+LAYERS = 2
+# `differentiates`: see CountingBackend.
+JOBS = {
+    "cpu": {"varlen": False, "compile": False, "lora": False, "differentiates": False},
+    "compiled": {"varlen": True, "compile": True, "lora": False, "differentiates": True},
+    "lora, cpu": {"varlen": False, "compile": False, "lora": True, "differentiates": False},
+    "lora, compiled": {"varlen": True, "compile": True, "lora": True, "differentiates": False},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each job found, by rank: FSDP2 on two ranks, activations checkpointed."""
+    folder = tmp_path_factory.mktemp("steps")
+    (folder / "jobs.json").write_text(json.dumps([{"name": name} | job for name, job in JOBS.items()]))
+    launch_ranks(Path(__file__).with_name("steps_on_ranks.py"), [str(folder)], timeout=300).check()
+    results: dict[str, list[dict[str, Any]]] = json.loads((folder / "results.json").read_text())
+    return results
+
+
+@pytest.mark.parametrize("name", ["compiled", "lora, compiled"])
+def test_the_branch_that_cuda_takes_trains_to_the_losses_of_the_cpus(found: Any, name: str) -> None:
+    expected = found["lora, cpu" if "lora" in name else "cpu"]
+    assert HEAD_SIZE % 8, "the kernel's padding is part of it"
+    for rank in (0, 1):
+        for what in ("losses", "norms", "held_out"):
+            assert found[name][rank][what] == pytest.approx(expected[rank][what], rel=1e-5), what
+    losses = found[name][0]["losses"]
+    assert len(set(losses)) == len(STEPS)
+
+
+@pytest.mark.parametrize("name", ["compiled", "lora, compiled"])
+def test_one_graph_serves_every_layer_and_length_and_generation_makes_none(found: Any, name: str) -> None:
+    for rank in (0, 1):
+        each = found[name][rank]
+        assert each["graphs_of_generation"] == [0, 0]
+        # One graph of the layers and one of the loss, which rank 1 has nothing to compute of in the first step.
+        first = [2, 0] if rank == 0 else [1, 1]
+        assert each["graphs"] == [*first, 0, 0, 0], f"{each['graphs']}: recompiled"
+        assert each["evaluation_graphs"] == [2, 0], "without gradients other graphs, once"
+        assert each["unique_graphs"] == 4
+        losses = [2] * 5 if rank == 0 else [0, 1, 1, 1, 1]  # micro-batches with trained tokens
+        calls = [2 * LAYERS + loss for loss in losses]
+        assert each["calls"] == calls, f"{each['calls']}: not every layer ran compiled"
+
+
+def test_compiled_layers_under_fsdp2_keep_no_more_activations_for_backward(found: Any) -> None:
+    # Without torch.compile the cosines and sines of the rotary embedding are in a closure, out of the count's sight.
+    rotary = 2 * LONGEST * HEAD_SIZE * 4
+    for rank in (0, 1):
+        assert found["compiled"][rank]["saved_bytes"] <= found["cpu"][rank]["saved_bytes"] + rotary

@@ -1,0 +1,69 @@
+"""A step on CUDA: operands on one device, a kernel for every operator, and no wait for the device but those that are listed."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.constants import OPTIMIZERS
+from finetune.recipe.schema import Optimization
+from tests.cuda_without_gpu.fake_steps import CASES, Case
+from tests.cuda_without_gpu.waiting_operators import NOT_WAITING, WAITING
+from tests.ranks import run_python
+
+# Where a step may wait for the device, and why.
+ALLOWED = {
+    "nonfinite.py:must_skip": "skipped steps are counted on the host; some optimizers, and the host's, read no flag there",
+    "loop.py:accumulate_gradients": "CPU offload: FSDP has the gradients on the host before the optimizer reads them",
+    "update_in_backward.py:_update": "as the host's guard, for each parameter",
+    "update_in_backward.py:_mark_unless": "as the host's guard, for the loss",
+    "gradients.py:update": "fp16: the run ends where the scale has sunk to its floor",
+    "document_attention.py:_attend_each_document": "capped scores and sinks: no kernel takes all documents at once",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What the steps of each case wait for, or its error."""
+    results = tmp_path_factory.mktemp("fake-steps") / "results.json"
+    done = run_python([str(Path(__file__).with_name("fake_steps.py")), str(results)], timeout=400)
+    assert done.returncode == 0, done.stderr
+    read: dict[str, Any] = json.loads(results.read_text())
+    return read
+
+
+def test_every_way_to_wait_for_the_device_is_found_and_operands_on_two_devices_are_refused(found: Any) -> None:
+    waits = found["waits"]
+    assert all(len(waits[name]) == 1 for name in WAITING), waits
+    assert not any(waits[name] for name in NOT_WAITING), waits
+    assert "found at least two devices" in waits["two devices"][0]
+
+
+def expected_places(case: Case, optimization: Optimization) -> set[str]:
+    """Those of ALLOWED at which this step waits."""
+    offloads, is_scaled = "cpu_offload" in case.sharding, case.sharding.get("mixed_precision") == "fp16"
+    reads_flag = OPTIMIZERS[optimization.optim].reads_found_inf and not (offloads or is_scaled)
+    waits = {
+        "nonfinite.py:must_skip": optimization.on_nonfinite == "skip" or not reads_flag,
+        "loop.py:accumulate_gradients": offloads,
+        "gradients.py:update": is_scaled,
+        "update_in_backward.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
+        "update_in_backward.py:_mark_unless": optimization.optim_in_backward and offloads,
+        "document_attention.py:_attend_each_document": case.family in ("gemma2", "gpt_oss"),
+    }
+    return {place for place, is_expected in waits.items() if is_expected}
+
+
+@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+def test_a_step_on_cuda_waits_for_the_device_where_it_must_and_nowhere_else(found: Any, case: Case) -> None:
+    assert "error" not in found[case.name], found[case.name].get("error")
+    assert len(found[case.name]) == len(case.optimizations)
+    for name, optimization in case.optimizations.items():
+        waits = found[case.name][name]
+        places = Counter(wait["place"] for wait in waits)
+        expected = expected_places(case, optimization)
+        assert expected <= ALLOWED.keys()
+        assert set(places) == expected, f"{case.name}, {name}: {waits}"
+        assert places["nonfinite.py:must_skip"] <= 1
