@@ -1,4 +1,4 @@
-"""Tokens per second, MFU and peak memory on one GPU, ours beside TRL's.
+"""Tokens per second, MFU and peak memory on one GPU, ours beside TRL's and plain transformers'.
 
     python benchmarks/gpu.py --data train.jsonl --tokenizer llama3 --output benchmarks/results
     python benchmarks/gpu.py --smoke                                      # tiny, also on a CPU: does it still run?
@@ -6,7 +6,8 @@
 Weights are random and made on the device, so nothing is downloaded. Rows are real text, packed as in training; without
 --data, random ids in documents of random length. Each case is a process of its own, so that one that runs out of memory
 takes no other with it. MFU counts 6N + 12 L H Q T FLOP a token (4N + ... under LoRA; N without an untied input embedding)
-against the device's dense bf16 peak; recomputed activations are not counted.
+against the device's dense bf16 peak; recomputed activations are not counted. Beside it stands the share of the rate that the
+device itself gave for a large matrix product in the same run: the clock of a warm card is not that of its data sheet.
 """
 
 import argparse
@@ -22,14 +23,19 @@ sys.path[0] = str(ROOT)
 
 from benchmarks.gpu_cases import CASES, Case, Result, tiny  # noqa: E402
 from benchmarks.gpu_ours import train_ours  # noqa: E402
+from benchmarks.gpu_roofline import measure_device  # noqa: E402
+from benchmarks.gpu_transformers import WHO as TRANSFORMERS  # noqa: E402
+from benchmarks.gpu_transformers import train_transformers  # noqa: E402
 from benchmarks.gpu_trl import train_trl  # noqa: E402
+
+CONTESTANTS = {"finetune": train_ours, "TRL, packed": train_trl, TRANSFORMERS: train_transformers}
 
 
 def run_case(case: Case, who: str, options: argparse.Namespace) -> Result:
     """One case in this process; what it fails of is its result."""
     steps, warm_up = (4, 2) if options.smoke else (options.steps, 5)
     try:
-        return (train_ours if who == "finetune" else train_trl)(case, steps, warm_up, options)
+        return measure_device(options.smoke) if who == "device" else CONTESTANTS[who](case, steps, warm_up, options)
     except ImportError as error:
         return Result(case.name, who, failure=f"not installed: {error}")
     except RuntimeError as error:  # out of memory, mostly
@@ -53,19 +59,24 @@ def in_process_of_its_own(number: int, who: str, arguments: list[str], timeout: 
 
 def table(results: list[Result]) -> list[str]:
     lines = [
-        "| case | who | tokens/s, median | middle half | MFU | peak memory | goal | to first step | a step waits for |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| case | who | tokens/s, median | middle half | MFU | of the device's products | peak memory | goal | to first step | a step waits for |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     goals = {case.name: case.goal for case in CASES}
+    gemm = next((r.gemm_flop_per_second for r in results if r.gemm_flop_per_second), None)
     for r in results:
+        if r.gemm_flop_per_second and r.attention_flop_per_second:
+            rates = f"{r.gemm_flop_per_second / 1e12:.1f} TFLOP/s in products, {r.attention_flop_per_second / 1e12:.1f} in attention"
+            lines.append(f"| {r.case} | {r.who} | {rates} | | | | | | | |")
+            continue
         if r.failure or r.tokens_per_second is None or r.spread is None:
-            lines.append(f"| {r.case} | {r.who} | {r.failure} | | | | | | |")
+            lines.append(f"| {r.case} | {r.who} | {r.failure} | | | | | | | |")
             continue
         goal = goals.get(r.case)
         lines.append(
             f"| {r.case} | {r.who} | {r.tokens_per_second:,.0f} | {r.spread[0]:,.0f} to {r.spread[1]:,.0f} "
-            f"| {f'{r.mfu:.1%}' if r.mfu else ''} | {(r.peak_memory_bytes or 0) / 2**30:.1f} GiB "
-            f"| {f'{goal:,.0f}' if goal and r.who == 'finetune' else ''} "
+            f"| {f'{r.mfu:.1%}' if r.mfu else ''} | {f'{r.flop_per_second / gemm:.1%}' if gemm and r.flop_per_second else ''} "
+            f"| {(r.peak_memory_bytes or 0) / 2**30:.1f} GiB | {f'{goal:,.0f}' if goal and r.who == 'finetune' else ''} "
             f"| {f'{r.seconds_to_first_step:.0f} s' if r.seconds_to_first_step else ''} | {r.waits_for_device or ''} |"
         )
     return lines
@@ -77,7 +88,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer, for --data")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each case")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only to see that everything runs")
-    parser.add_argument("--without-trl", action="store_true")
+    parser.add_argument("--without-others", "--without-trl", action="store_true", help="finetune alone")
     parser.add_argument("--timeout", type=float, default=150, help="seconds for one case")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
@@ -91,11 +102,11 @@ def main() -> None:
         answers.flush()
         os._exit(0)  # process groups and compile workers need no farewell
 
-    results = []
-    for who in ("finetune",) if options.without_trl else ("finetune", "TRL, packed"):
+    results = [in_process_of_its_own(0, "device", sys.argv[1:], options.timeout)]
+    for who in list(CONTESTANTS)[: 1 if options.without_others else None]:
         for number, case in enumerate(CASES):
-            if who != "finetune" and not case.torch_compile:
-                continue  # the same to TRL as the case before it
+            if who != "finetune" and not case.torch_compile and number and CASES[number - 1].model == case.model:
+                continue  # the same to others as the case before it
             results.append(in_process_of_its_own(number, who, sys.argv[1:], options.timeout))
             print(table(results)[-1], file=sys.stderr, flush=True)
     print("\n".join(table(results)))

@@ -2,7 +2,6 @@
 
 import argparse
 import itertools
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import finetune
-from benchmarks.gpu_cases import Case, Result, rows
+from benchmarks.gpu_cases import Case, Result, rows, summarize
 
 PACKAGE = Path(finetune.__file__).resolve().parent
 
@@ -39,25 +38,50 @@ def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | No
             max_document_length=int(lengths.max()),
             example_ids=(),
         )
+        if case.method == "dpo":
+            micro_batch = as_pairs(micro_batch)
         trained = len(micro_batch.trained_positions)
         if torch.cuda.is_available():
             micro_batch = micro_batch.pin_memory()
-        batches.append(StepBatch(step, 0.0, (micro_batch,), tokens=int(ends[-1]), trained_tokens=trained))
+        counts = {"tokens": int(ends[-1]), "trained_tokens": trained}
+        pairs = {"groups": len(micro_batch.example_ids) // 2, "chosen_tokens": trained // 2}
+        batches.append(StepBatch(step, 0.0, (micro_batch,), **counts, **pairs))
     return batches
 
 
-def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
-    """(world, sharded model, optimizer, FLOP per token), made by the same functions as a run's."""
+def as_pairs(micro_batch: Any) -> Any:
+    """The same, its documents as chosen, rejected, chosen, rejected; the last two are one where their number is odd."""
+    from dataclasses import replace
+
+    import torch
+
+    boundaries = micro_batch.cu_seq_lens
+    if len(boundaries) % 2 == 0:
+        boundaries = torch.cat([boundaries[:-2], boundaries[-1:]])
+    lengths = boundaries.diff()
+    documents = torch.searchsorted(boundaries[1:].long(), micro_batch.trained_positions, right=True)
+    return replace(
+        micro_batch,
+        position_ids=torch.cat([torch.arange(int(length)) for length in lengths])[None],
+        cu_seq_lens=boundaries,
+        max_document_length=int(lengths.max()),
+        example_ids=tuple(range(len(lengths))),
+        trained_documents=documents,
+    )
+
+
+def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any]:
+    """(world, sharded model, optimizer), made by the same functions as a run's."""
     import torch
     import yaml
 
     from finetune.distributed.accelerate_config import read_sharding
     from finetune.distributed.parallelize import Values, parallelize
     from finetune.distributed.world import join
-    from finetune.flops import flop_per_token_of
     from finetune.models.attention import install_attention
+    from finetune.models.experts import install_experts, install_routing
     from finetune.models.layers import checkpoint_activations, compile_layers
-    from finetune.models.load import build_on_meta, count_parameters
+    from finetune.models.load import build_on_meta
     from finetune.models.lora import add_adapters, is_adapter, with_adapters
     from finetune.models.loss import install_loss
     from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
@@ -66,13 +90,16 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
     from finetune.recipe.schema import Lora, Model, Optimization, Quantization
 
     config_file = workspace / "accelerate.yaml"
-    layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "mixed_precision": "bf16"}
+    layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
+    layout["mixed_precision"] = "fp8" if case.fp8 else "bf16"
     config_file.write_text(yaml.safe_dump(layout | {"fsdp_config": {"fsdp_version": 2}}))
     world = join(read_sharding(str(config_file), None, {}))
     config = load_config(Model(model_config=case.model))
     model = build_on_meta(config, torch.float32)
     install_attention(model)
     install_loss(model)
+    install_experts(model, world, torch.float32)
+    install_routing(model, None)
     torch.manual_seed(0)
 
     def random_values(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
@@ -88,20 +115,20 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, float]:
         values = with_adapters(values, shapes, seed=0)
     if case.checkpointed:
         checkpoint_activations(model, every=1)
-    multiplied = count_parameters(model).multiplied
-    flop = flop_per_token_of(
-        config, parameters=multiplied, length=case.length, frozen=multiplied if case.use_peft else 0
-    )
     unfilled: frozenset[str] = frozenset()
     if case.load_in_4bit:
         quantization = Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True)
         unfilled = quantize_layers(model, quantization, torch.bfloat16, {})
+    if world.sharding.fp8 is not None:
+        from finetune.models.fp8_linear import multiply_in_fp8
+
+        multiply_in_fp8(model, world.sharding)
     model = parallelize(model, values, world, unfilled).train()
     if case.load_in_4bit:
         fill_quantized_layers(model, values, {}, world)
     if case.torch_compile:
         compile_layers(model)
-    return world, model, build_optimizer(model, Optimization(optim=case.optim, learning_rate=1e-5)), flop  # type: ignore[arg-type]
+    return world, model, build_optimizer(model, Optimization(optim=case.optim, learning_rate=1e-5))  # type: ignore[arg-type]
 
 
 def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
@@ -109,21 +136,28 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     import torch
 
     from finetune.distributed.gradients import clip_gradients
+    from finetune.recipe.method_schema import Method
     from finetune.training.loop import accumulate_gradients
+    from finetune.training.objective import SFT, Objective
+    from finetune.training.preference_objective import PreferenceObjective
+    from finetune.training.reference import without_adapters
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 
     began = time.perf_counter()
     batches = step_batches(case, 4, options.data, options.tokenizer)
     with tempfile.TemporaryDirectory() as folder:
-        world, model, optimizer, flop = prepare(case, Path(folder))
+        world, model, optimizer = prepare(case, Path(folder))
+
+    dpo = PreferenceObjective(Method(method="dpo"), without_adapters)
+    objective: Objective = dpo if case.method == "dpo" else SFT
 
     def step(index: int) -> torch.Tensor:
         batch = batches[index % len(batches)]
-        loss_sum = accumulate_gradients(model, batch, world).loss_sum
+        loss_sum = accumulate_gradients(model, batch, world, objective).loss_sum
         clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss_sum / batch.trained_tokens
+        return loss_sum / objective.count(batch)
 
     loss = step(0).item()
     first = time.perf_counter() - began
@@ -132,19 +166,8 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     waits = synchronizations(lambda: step(warm_up)) if world.device.type == "cuda" else None
     seconds = timed(step, warm_up, steps, world.device.type)
     speeds = [batches[(warm_up + i) % len(batches)].tokens / s for i, s in enumerate(seconds)]
-    median, peak = statistics.median(speeds), peak_flops(world.device)
-    low, _, high = statistics.quantiles(speeds, n=4)
-    return Result(
-        case=case.name,
-        who="finetune",
-        tokens_per_second=median,
-        spread=(low, high),
-        mfu=median * flop / peak if peak else None,
-        peak_memory_bytes=peak_memory_bytes(world.device),
-        seconds_to_first_step=first,
-        loss=loss,
-        waits_for_device=waits,
-    )
+    device = peak_flops(world.device), peak_memory_bytes(world.device)
+    return summarize(case, "finetune", speeds, *device, seconds_to_first_step=first, loss=loss, waits_for_device=waits)
 
 
 def timed(step: Callable[[int], Any], start: int, steps: int, device: str) -> list[float]:

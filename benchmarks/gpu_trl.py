@@ -1,12 +1,11 @@
 """TRL's side of `gpu.py`: the same model and rows under SFTTrainer, as its users call it."""
 
 import argparse
-import statistics
 import tempfile
 import time
 from typing import Any
 
-from benchmarks.gpu_cases import Case, Result, rows
+from benchmarks.gpu_cases import Case, Result, rows, summarize
 
 
 def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
@@ -16,22 +15,18 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
     from transformers import AutoConfig, AutoModelForCausalLM, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from finetune.flops import flop_per_token_of
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if case.method != "sft" or case.fp8:
+        return Result(case.name, "TRL, packed", failure="not compared here; DPO is in benchmarks/preferences.py")
     config = AutoConfig.for_model(**case.model)
     torch.manual_seed(0)
     if case.load_in_4bit:
-        model, parameters = _quantized_model(config, device)
+        model = _quantized_model(config, device)
     else:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if case.use_peft else torch.float32)
-        parameters = sum(p.numel() for p in model.parameters())
-    multiplied = parameters - (0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel())
-    flop = flop_per_token_of(
-        config, parameters=multiplied, length=case.length, frozen=multiplied if case.use_peft else 0
-    )
     needed = (steps + warm_up + 1) * case.rows
     examples = [ids for row in rows(case, needed, options.data, options.tokenizer) for ids in row if len(ids) > 1]
     seconds: list[float] = []
@@ -74,14 +69,11 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
         run.add_callback(Clock())
         run.train()
     speeds = [case.rows * case.length / s for s in seconds[warm_up:]]
-    median, peak = statistics.median(speeds), peak_flops(device)
-    low, _, high = statistics.quantiles(speeds, n=4)
-    memory = peak_memory_bytes(device)
-    return Result(case.name, "TRL, packed", median, (low, high), median * flop / peak if peak else None, memory)
+    return summarize(case, "TRL, packed", speeds, peak_flops(device), peak_memory_bytes(device))
 
 
-def _quantized_model(config: Any, device: Any) -> tuple[Any, int]:
-    """A model of random weights in NF4, and its parameters, a layer at a time: 70 billion of them in bf16 fit no device."""
+def _quantized_model(config: Any, device: Any) -> Any:
+    """A model of random weights in NF4, made a layer at a time: 70 billion of them in bf16 fit no device."""
     import torch
     from bitsandbytes.nn import Linear4bit, Params4bit
     from torch import nn
@@ -89,7 +81,6 @@ def _quantized_model(config: Any, device: Any) -> tuple[Any, int]:
 
     with torch.device("meta"):
         model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    parameters = sum(p.numel() for p in model.parameters())
     names = [
         name for name, m in model.named_modules() if type(m) is nn.Linear and m is not model.get_output_embeddings()
     ]
@@ -109,7 +100,7 @@ def _quantized_model(config: Any, device: Any) -> tuple[Any, int]:
         if type(module).__name__.endswith("Norm"):
             module.weight = nn.Parameter(torch.ones(module.weight.shape, dtype=torch.bfloat16, device=device))
     model.is_loaded_in_4bit = True
-    return model, parameters
+    return model
 
 
 def _without_layers(config: Any) -> Any:
