@@ -134,6 +134,8 @@ def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:
     file["fsdp_config"] = fsdp
     if sharding.mesh_sizes is not None:  # cp_size, since Accelerate itself takes sp_size with DeepSpeed only
         file["parallelism_config"] = {
-            f"parallelism_config_{key.replace('sp_size', 'cp_size')}": size for key, size in sharding.mesh_sizes.items()
+            f"parallelism_config_{key.replace('sp_size', 'cp_size')}": size
+            for key, size in sharding.mesh_sizes.items()
+            if size != 1 or key != "dp_replicate_size" or sharding.replicate_size is not None
         }
     return file

@@ -101,6 +101,7 @@ def test_keys_that_contradict_each_other_are_named(tmp_path: Path, keys: list[st
         ({"layout": "single"}, "is for the shards of FSDP2"),
         ({"layout": "fsdp2", "mixed_precision": "fp16"}, "not with a loss scaler; set mixed_precision: bf16"),
         ({"layout": "fsdp2", "tensor_parallel_size": 2}, "not with tensor parallelism"),
+        ({"layout": "fsdp2", "sequence_parallel_size": 2}, "not where ranks divide the tokens of a row"),
         ({"layout": "fsdp2", "expert_parallel_size": 2}, "not with expert_parallel_size"),
     ],
 )
