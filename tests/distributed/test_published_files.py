@@ -159,6 +159,31 @@ READ: Mapping[str, tuple[dict[str, Any], str]] = {
         ),
         "fsdp2 HYBRID_SHARD",
     ),
+    "accelerate torch native: cp": (
+        accelerate("FSDP", fsdp_config=FSDP2, parallelism_config=MESH | {"parallelism_config_cp_size": 8}),
+        "fsdp2 FULL_SHARD",
+    ),
+    "trl: context_parallel_2gpu": (
+        accelerate("FSDP", 2, fsdp_config=FSDP2, parallelism_config=MESH | {"parallelism_config_cp_size": 2}),
+        "fsdp2 FULL_SHARD",
+    ),
+    "trl: alst_ulysses_4gpu": (
+        accelerate(
+            "DEEPSPEED",
+            4,
+            deepspeed_config=ZERO3 | {"seq_parallel_communication_data_type": "bf16"},
+            parallelism_config={
+                "parallelism_config_dp_replicate_size": 1,
+                "parallelism_config_dp_shard_size": 2,
+                "parallelism_config_tp_size": 1,
+                "parallelism_config_sp_size": 2,
+                "parallelism_config_sp_backend": "deepspeed",
+                "parallelism_config_sp_seq_length_is_variable": True,
+                "parallelism_config_sp_attn_implementation": "flash_attention_2",
+            },
+        ),
+        "fsdp2 FULL_SHARD",
+    ),
     "handbook: ddp, trl: multi_gpu (twice)": (accelerate("MULTI_GPU", **BF16), "ddp"),
     "handbook: fsdp": (
         accelerate("FSDP", fsdp_config=FSDP1 | {"fsdp_forward_prefetch": True}, **BF16),
@@ -215,31 +240,6 @@ REFUSED: Mapping[str, tuple[dict[str, Any], str]] = {
         accelerate("DEEPSPEED", 2, deepspeed_config={"deepspeed_config_file": "../zero_stage1_config.json"}),
         "deepspeed_config_file: ../zero_stage1_config.json: no such file",
     ),
-    "accelerate torch native: cp": (
-        accelerate("FSDP", fsdp_config=FSDP2, parallelism_config=MESH | {"parallelism_config_cp_size": 8}),
-        "sequence parallelism is not supported",
-    ),
-    "trl: context_parallel_2gpu": (
-        accelerate("FSDP", 2, fsdp_config=FSDP2, parallelism_config=MESH | {"parallelism_config_cp_size": 2}),
-        "sequence parallelism is not supported",
-    ),
-    "trl: alst_ulysses_4gpu": (
-        accelerate(
-            "DEEPSPEED",
-            4,
-            deepspeed_config=ZERO3 | {"seq_parallel_communication_data_type": "bf16"},
-            parallelism_config={
-                "parallelism_config_dp_replicate_size": 1,
-                "parallelism_config_dp_shard_size": 2,
-                "parallelism_config_tp_size": 1,
-                "parallelism_config_sp_size": 2,
-                "parallelism_config_sp_backend": "deepspeed",
-                "parallelism_config_sp_seq_length_is_variable": True,
-                "parallelism_config_sp_attn_implementation": "flash_attention_2",
-            },
-        ),
-        "sequence parallelism is not supported",
-    ),
 }
 
 
@@ -263,6 +263,9 @@ def test_a_published_file_is_read(name: str, tmp_path: Path) -> None:
     assert found.mixed_precision == stated.get("mixed_precision", precision)
     is_deepspeed = "zero_optimization" in stated or stated["distributed_type"] == "DEEPSPEED"
     assert bool(found.translated) == is_deepspeed
+    mesh = stated.get("parallelism_config", {})
+    divided = [mesh.get(f"parallelism_config_{key}", 1) for key in ("cp_size", "sp_size")]
+    assert found.sequence_parallel_size == max(divided)
 
 
 @pytest.mark.parametrize("name", REFUSED)
