@@ -5,7 +5,8 @@
 With 24 layers the model has 1.99 billion parameters, 7.94 GB in float32. The checkpoint is the kind of folder that
 `accelerator.save_state` writes under FSDP, so that both tools read the same bytes. Every measurement is a process of its
 own, with the checkpoint out of the page cache before it; rounds take turns, and medians are printed. "Copy" reads the
-checkpoint and writes as many bytes as the export does, fsync included. Memory is the highest sum of the resident sets of the
+checkpoint and writes as many bytes as the export does, fsync included, and imports neither torch nor any other library for it. The
+processor's seconds are those of the process and its children, user and system. Memory is the highest sum of the resident sets of the
 process and its children, looked at twenty times a second (but at least the process's own peak), less the peak of a process that
 only imports the same.
 """
@@ -25,7 +26,6 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 COPY_BLOCK_BYTES = 32 * 1024 * 1024
@@ -46,6 +46,7 @@ class Measured:
     """One process, from its start to its end."""
 
     seconds: float
+    cpu_seconds: float
     peak_memory_bytes: int
 
 
@@ -92,14 +93,15 @@ def compare(folder: Path, layers: int, rounds: int) -> dict[str, list[Measured]]
 
 def table(found: dict[str, list[Measured]]) -> str:
     """A Markdown table of medians."""
-    lines = ["| | Seconds | × copy | Peak memory over imports, MiB |", "|---|---|---|---|"]
+    lines = ["| | Seconds | × copy | CPU seconds | Peak memory over imports, MiB |", "|---|---|---|---|---|"]
     copy = statistics.median(m.seconds for m in found["copy"])
     for name in ("copy", "finetune export --no-verify", "finetune export", "merge_fsdp_weights"):
         baseline = found["merge imports" if name.startswith("merge") else "imports"]
         seconds = statistics.median(m.seconds for m in found[name])
         memory = max(m.peak_memory_bytes for m in found[name]) - max(m.peak_memory_bytes for m in baseline)
         shown = "" if name == "copy" else f"{memory / 2**20:,.0f}"
-        lines.append(f"| {name} | {seconds:.1f} | {seconds / copy:.2f} | {shown} |")
+        cpu_seconds = statistics.median(m.cpu_seconds for m in found[name])
+        lines.append(f"| {name} | {seconds:.1f} | {seconds / copy:.2f} | {cpu_seconds:.1f} | {shown} |")
     starting = statistics.median(m.seconds for m in found["imports"])
     return "\n".join([*lines, f"\nStarting Python and importing alone: {starting:.1f} s, in all but the copy."])
 
@@ -123,7 +125,7 @@ def run(command: list[str]) -> Measured:
     ended.set()
     watcher.join()
     assert status == 0, f"{command} ended with {status}"
-    return Measured(seconds, max(peak_memory_bytes, usage.ru_maxrss * 1024))
+    return Measured(seconds, usage.ru_utime + usage.ru_stime, max(peak_memory_bytes, usage.ru_maxrss * 1024))
 
 
 def resident_bytes(pid: int) -> int:
@@ -158,6 +160,7 @@ def copy_bytes(source: Path, target: Path) -> None:
 
 def make_checkpoint(folder: Path, layers: int) -> None:
     """What `accelerator.save_state` leaves under FSDP, four files of random values, made a tensor at a time."""
+    import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.planner import WriteItem
     from transformers import AutoConfig, AutoModelForCausalLM

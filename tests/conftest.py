@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import shutil
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ import pytest  # noqa: E402
 import yaml  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
+from finetune.export import reload_process  # noqa: E402
 from tests.ranks import ROOT, run_command  # noqa: E402
 from tests.warm_processes import freeze_imports, start_server, warm_reload  # noqa: E402
 
@@ -56,10 +56,8 @@ def pytest_collection_finish() -> None:
 @pytest.fixture(autouse=True)
 def reload_warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """The separate process that opens an export does not import all again, except where a test is marked `cold`."""
-    if "torch" in sys.modules and request.node.get_closest_marker("cold") is None:
-        from finetune.export import reload_check
-
-        monkeypatch.setattr(reload_check, "subprocess", warm_reload())
+    if request.node.get_closest_marker("cold") is None:
+        monkeypatch.setattr(reload_process, "subprocess", warm_reload())
 
 
 QUICKSTART = ("accelerate", "launch", "finetune/run.py", "--config", "fsdp_full_shard.yaml")

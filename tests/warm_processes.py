@@ -53,7 +53,7 @@ class WarmProcess:
 
 
 class WarmCommand:
-    """What `export.reload_check` uses of `subprocess.Popen`: a Python command with a pipe to its stdin, and its stderr."""
+    """What `export.reload_process` uses of `subprocess.Popen`: a Python command with a pipe to its stdin, and its stderr."""
 
     def __init__(self, command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="warm-")
@@ -117,7 +117,7 @@ def start_server() -> Any:
 
 
 def warm_reload() -> Any:
-    """In place of `subprocess` in export/reload_check.py: the process that opens an export does not import all again."""
+    """In place of `subprocess` in export/reload_process.py: the process that opens an export does not import all again."""
     return SimpleNamespace(Popen=WarmCommand, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
 
 
@@ -136,8 +136,10 @@ def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd:
         from tests.ranks import open_stores
 
         open_stores()
-    if "finetune.export.reload_check" in sys.modules and arguments[:2] != ("-m", "finetune.export.reload_check"):
-        vars(sys.modules["finetune.export.reload_check"])["subprocess"] = warm_reload()
+    if arguments[:2] != ("-m", "finetune.export.reload_check"):
+        from finetune.export import reload_process
+
+        vars(reload_process)["subprocess"] = warm_reload()
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -13,10 +13,11 @@ from finetune.export.merge_choice import choose_merge
 from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.options import ExportOptions, MergeOnto, check_request
 from finetune.export.publish import check_disk_space, publish, push_folder
+from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
 from finetune.export.target import describe_target
 from finetune.export.verify import start_verification
-from finetune.export.writing import Weights, plan_weights, write_weights
+from finetune.export.writing import Weights, make_files, plan_weights, write_weights
 from finetune.units import disk_size
 
 
@@ -74,8 +75,17 @@ def export_run(
     return export_source(source, run / EXPORT, replace(options, adapter=False), log)
 
 
-def export_source(source: Source, output: Path, options: ExportOptions, log: Callable[[str], object] = print) -> Path:
-    """`export` of an open source. The model card's title is the name of `output`, or of the run that it belongs to."""
+def export_source(
+    source: Source,
+    output: Path,
+    options: ExportOptions,
+    log: Callable[[str], object] = print,
+    reload: ReloadProcess | None = None,
+) -> Path:
+    """`export` of an open source. The model card's title is the name of `output`, or of the run that it belongs to.
+
+    `reload`: the separate process of the verification, where it has been started already.
+    """
     output = output.absolute()
     _check_output_is_apart(source, output)
     title = output.parent.name if output.parent == source.run else output.name
@@ -85,9 +95,9 @@ def export_source(source: Source, output: Path, options: ExportOptions, log: Cal
         weights = plan_weights(source, target, options, merge)
         check_disk_space(folder, weights.byte_count)
         write_metadata(folder, source, target, weights, title, options)
-        with start_verification(folder, source, target, weights, options) as verify:
-            written = write_weights(folder, weights)
-            verdict = verify(written)
+        make_files(folder, weights)
+        with start_verification(folder, source, target, weights, options, reload) as verification:
+            verdict = verification.finish(write_weights(folder, weights, verification.on_disk))
     log(f"{output}: {_describe(source, weights)}{verdict}")
     return output
 
@@ -113,7 +123,7 @@ def _describe(source: Source, weights: Weights) -> str:
 def _one_torch_thread() -> Iterator[None]:
     """In this block torch computes in the calling thread and starts none of its own.
 
-    An export already works in three threads and a process. Several torch threads for each of them would outnumber the
+    An export already works in several threads and a process. Several torch threads for each of them would outnumber the
     cores and wait for each other: on busy cores a cast then takes eight times its CPU time. And the order of sums would
     depend on the machine.
     """

@@ -25,6 +25,7 @@ from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
 from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
+from finetune.export.read_ahead import FSDP_FOLDER
 from finetune.hub import download_file, download_folder, find_local_folder
 from finetune.models.quantized_base import StoredQuantized, split_quantized
 from finetune.recipe.quantization import read_recipe_quantization
@@ -33,7 +34,7 @@ from finetune.safetensors_io.header import read_json
 from finetune.safetensors_io.tensors import StoredTensor, read_folder
 from finetune.terminal import progress_bar
 
-FSDP_FOLDER, FSDP_FILE = "pytorch_model_fsdp_0", "pytorch_model_fsdp.bin"
+FSDP_FILE = "pytorch_model_fsdp.bin"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]  # of a hub repository
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"
 TORCH_FILES = (FSDP_FILE, "pytorch_model.bin", "model.pt", "model.pth")

@@ -51,6 +51,14 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def import_transformers() -> None:
+    """What describing a target imports, which takes seconds."""
+    import accelerate  # noqa: F401
+    import transformers.conversion_mapping
+    import transformers.modeling_utils  # noqa: F401
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig  # noqa: F401
+
+
 def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetModel:
     """The model that config.json of `folder` describes.
 

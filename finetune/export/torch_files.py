@@ -7,6 +7,11 @@ crash, so it runs in a process of its own, `python -m finetune.export.torch_file
 answer is one JSON object on stdout: `tensors` and `sizes`, or an `error` for the user.
 """
 
+import gc
+
+if __name__ == "__main__":  # a short process, most of which is imports: see reload_check.py
+    gc.disable()
+
 import json
 import mmap
 import os

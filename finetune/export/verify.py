@@ -3,27 +3,27 @@
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import torch
-import xxhash
 
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
-from finetune.export.blocks import Value, raw_bytes, read_rows, row_blocks
+from finetune.export.blocks import read_rows
 from finetune.export.logits import stream_logits
 from finetune.export.merging import find_quantized, make_dequantizer
 from finetune.export.options import ExportOptions
-from finetune.export.reload_check import read_with_safetensors, start_reload
+from finetune.export.read_back import WrittenFiles, read_digests
+from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source, peft_name
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.writing import Weights, WrittenWeights
 from finetune.models.expert_adapters import inject_adapters
 from finetune.safetensors_io.tensors import read_files
-from finetune.terminal import progress_bar
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains. Zero
 # where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and for the
@@ -33,76 +33,80 @@ ORIGINAL_MODULE = ".original_module."  # PEFT's name for a module that one in mo
 LISTED_DIFFERENCES = 10
 
 
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """A check that runs while the weights are written. Returned by `start_verification`."""
+
+    on_disk: Callable[[str, int], object]  # (file, end): to be called as its first `end` bytes are on disk
+    finish: Callable[
+        [WrittenWeights], str
+    ]  # returns the verdict, for the last line; raises `UserError` where it is against
+
+
 @contextmanager
 def start_verification(
-    folder: Path, source: Source, target: TargetModel, weights: Weights, options: ExportOptions
-) -> Iterator[Callable[[WrittenWeights], str]]:
-    """A function that verifies `folder` once the weights are written, and returns the verdict for the last line.
+    folder: Path,
+    source: Source,
+    target: TargetModel,
+    weights: Weights,
+    options: ExportOptions,
+    reload: ReloadProcess | None = None,
+) -> Iterator[Verification]:
+    """Verifies `folder`, in which all but the values is complete, while they are written.
 
-    The checkpoint's own logits and the separate process start at once, so that they run while the weights are written.
-
-    The function raises `UserError` where the folder does not hold what `source` does.
+    The checkpoint's own logits are computed in a thread. The separate process (`reload`, where it runs already) reads every
+    value back, and computes its logits, as the values come onto the disk.
     """
     if not options.verify:
-        yield lambda written: ", not verified"
+        yield Verification(_ignore, lambda written: ", not verified")
     elif not weights.model:
 
         def verify_adapter(written: WrittenWeights) -> str:
-            verify_values(folder, written)
+            found = read_digests(WrittenFiles(folder, tuple(shard.name for shard in written.shards)))
+            compare_values(folder, written, found)
             return ", verified: every value"
 
-        yield verify_adapter
+        yield Verification(_ignore, verify_adapter)
     else:
         trust_remote_code = options.trust_remote_code
         with (
-            start_reload(folder, trust_remote_code) as reload,
+            nullcontext(reload) if reload is not None else start_reload() as process,
             _start_logits(source, target, weights, trust_remote_code) as logits,
         ):
+            process.open_folder(folder, [shard.name for shard in weights.shards], trust_remote_code=trust_remote_code)
 
             def verify_model(written: WrittenWeights) -> str:
-                reload.open_folder()  # computes its logits while the values are read back here
-                verify_values(folder, written)
+                its_logits, digests = process.read_results()
+                compare_values(folder, written, digests)
                 bound = _logits_bound(weights, is_merged=source.adapter is not None)
-                difference = _compare_logits(logits.result(), reload.logits(), bound)
+                difference = _compare_logits(logits.result(), its_logits, bound)
                 agreement = f"logits within {difference:.1g}" if difference else "identical logits"
                 return f", verified: every value, and {agreement} in a separate process"
 
-            yield verify_model
+            yield Verification(process.on_disk, verify_model)
 
 
-def verify_values(folder: Path, written: WrittenWeights) -> None:
-    """Reads every value back and compares its digest with the one taken before it was written.
+def _ignore(_file: str, _end: int) -> None:
+    """Nothing waits for the files."""
+
+
+def compare_values(folder: Path, written: WrittenWeights, found: Mapping[str, str]) -> None:
+    """Compares the digests of the values that were read back, `found`, with those taken before they were written.
 
     Raises `UserError` listing the tensors that differ.
     """
-    found = read_files(folder / shard.name for shard in written.shards)
+    files = read_files(folder / shard.name for shard in written.shards)
     expected = {value.name: value for shard in written.shards for value in shard.values}
-    problems = [f"{name}: not in the files" for name in expected if name not in found]
-    problems += [f"{name}: in the files, but not in the model" for name in found if name not in expected]
+    problems = [f"{name}: not in the files" for name in expected if name not in files]
+    problems += [f"{name}: in the files, but not in the model" for name in files if name not in expected]
     for name, value in expected.items():
-        if name in found and (found[name].shape, found[name].dtype) != (value.shape, value.dtype):
-            problems.append(f"{name}: {found[name].dtype} {found[name].shape}, not {value.dtype} {value.shape}")
+        if name in files and (files[name].shape, files[name].dtype) != (value.shape, value.dtype):
+            problems.append(f"{name}: {files[name].dtype} {files[name].shape}, not {value.dtype} {value.shape}")
     _raise_if_any(problems, "the files do not hold what the model needs")
-    with progress_bar("verifying", sum(shard.byte_count for shard in written.shards)) as advance:
-        differing = [
-            f"{value.name}: differs from the checkpoint"
-            for shard in written.shards
-            for value in shard.values
-            if _read_digest(folder / shard.name, value, advance) != written.digests[value.name]
-        ]
-    _raise_if_any(differing, "values read back differ from the checkpoint's")
-
-
-def _read_digest(file: Path, value: Value, advance: Callable[[int], object]) -> bytes:
-    digest = xxhash.xxh3_128()
-
-    def add(rows: torch.Tensor) -> int:
-        digest.update(raw_bytes(rows))
-        return rows.nbytes
-
-    for start, stop in row_blocks(value.shape):
-        advance(read_with_safetensors(file, value.name, start, stop, add))
-    return digest.digest()
+    differing = [name for name in expected if found.get(name) != written.digests[name]]
+    _raise_if_any(
+        [f"{name}: differs from the checkpoint" for name in differing], "values read back differ from the checkpoint's"
+    )
 
 
 @contextmanager

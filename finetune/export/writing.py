@@ -3,13 +3,14 @@
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 import xxhash
 
 from finetune.constants import ADAPTER
-from finetune.durable import write_file
+from finetune.durable import sync_folder, write_file
 from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import (
@@ -25,6 +26,7 @@ from finetune.export.blocks import (
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.merging import choose_written_dtype, find_stored, plan_values
 from finetune.export.options import ExportOptions
+from finetune.export.shard_files import fill_file, make_file
 from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
 from finetune.export.target import TargetModel
 from finetune.models.weight_conversions import Box, Slices
@@ -76,7 +78,7 @@ class WrittenWeights:
     """Weights on disk. Returned by `write_weights`."""
 
     shards: tuple[Shard, ...]
-    digests: Mapping[str, bytes]  # xxh3_128 of each tensor's bytes, taken from memory on their way to the file
+    digests: Mapping[str, str]  # xxh3_128 of each tensor's bytes, taken from memory on their way to the file
 
 
 def plan_weights(
@@ -158,26 +160,36 @@ def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[S
     )
 
 
-def write_weights(folder: Path, weights: Weights) -> WrittenWeights:
-    """Writes every shard, and the index of a model of several."""
+def write_weights(
+    folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = lambda _file, _end: None
+) -> WrittenWeights:
+    """Fills the files that `make_files` made. Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are there."""
     digests = {value.name: xxhash.xxh3_128() for shard in weights.shards for value in shard.values}
     with progress_bar("writing", weights.byte_count) as advance:
         for shard in weights.shards:
-            (folder / shard.name).parent.mkdir(exist_ok=True)
-            write_file(folder / shard.name, _stream(shard, digests, advance))
+            content = _stream(shard, digests, advance)
+            fill_file(folder / shard.name, len(shard.header), content, partial(on_disk, shard.name))
+    return WrittenWeights(weights.shards, {name: digest.hexdigest() for name, digest in digests.items()})
+
+
+def make_files(folder: Path, weights: Weights) -> None:
+    """Every safetensors file of the result at its full size, with its header but without values, and a model's index."""
+    for shard in weights.shards:
+        (folder / shard.name).parent.mkdir(exist_ok=True)
+        make_file(folder / shard.name, shard.header, shard.byte_count)
     if len(weights.model) > 1:
         total = sum(value.byte_count for shard in weights.model for value in shard.values)
         weight_map = {value.name: shard.name for shard in weights.model for value in shard.values}
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_file(folder / INDEX_FILE, [f"{json.dumps(index, indent=2)}\n".encode()])
-    return WrittenWeights(weights.shards, {name: digest.digest() for name, digest in digests.items()})
+    for inner in {(folder / shard.name).parent for shard in weights.shards}:
+        sync_folder(inner)
 
 
 def _stream(
     shard: Shard, digests: Mapping[str, xxhash.xxh3_128], advance: Callable[[int], object]
-) -> Iterator[bytes | memoryview]:
-    """The bytes of one file, in order; adds those of each tensor to its digest."""
-    yield shard.header
+) -> Iterator[memoryview]:
+    """The bytes of one file's values, in order; adds those of each tensor to its digest."""
     parts = [(value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)]
     for (value, _, _), block in zip(parts, prefetch(cast_rows, parts), strict=True):
         if block.numel():

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export import blocks, merging, reload_check, verify
+from finetune.export import blocks, merging, read_back, reload_process, shard_files, verify
 from finetune.export import export as exporting
 from finetune.export.writing import Weights, WrittenWeights
 from finetune.safetensors_io.tensors import StoredTensor, read_files
@@ -40,26 +41,64 @@ def test_a_byte_that_changed_in_a_file_is_found(
 ) -> None:
     """The last row of the embedding is of no prompt's token, so that no logit shows it."""
     monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
-    write = exporting.write_weights
+    monkeypatch.setattr(shard_files, "SYNC_BYTES", 20_000)  # several parts a file
+    write, is_damaged = exporting.write_weights, threading.Event()
 
-    def write_and_damage(folder: Path, weights: Weights) -> WrittenWeights:
-        written = write(folder, weights)
+    def write_and_damage(folder: Path, weights: Weights, on_disk: Callable[[str, int], object]) -> WrittenWeights:
         tensor = read_files(folder / shard.name for shard in weights.shards)[name]
         (part,) = tensor.parts
-        with part.path.open("r+b") as file:
-            file.seek(part.position + position % tensor.byte_count)
-            (byte,) = file.read(1)
-            file.seek(-1, os.SEEK_CUR)
-            file.write(bytes([byte ^ 1]))
-        return written
+        place = part.position + position % tensor.byte_count
+
+        def damage(file: str, end: int) -> None:
+            if folder / file == part.path and end > place and not is_damaged.is_set():
+                is_damaged.set()
+                with part.path.open("r+b") as opened:
+                    opened.seek(place)
+                    (byte,) = opened.read(1)
+                    opened.seek(place)
+                    opened.write(bytes([byte ^ 1]))
+            on_disk(file, end)
+
+        return write(folder, weights, damage)
 
     monkeypatch.setattr(exporting, "write_weights", write_and_damage)
     assert export(tiny_llama(), tmp_path, "--dtype", dtype, "--max-shard-size", "100KB") == 2
     message = capsys.readouterr().err
     assert "not exported: values read back differ from the checkpoint's" in message
     assert f"{name}: differs from the checkpoint" in message
-    assert message.count(": differs from the checkpoint") == 1
+    assert message.count(": differs from the checkpoint") == 1 and is_damaged.is_set()
     assert not (tmp_path / "results").exists()
+
+
+def test_values_are_read_back_only_from_what_is_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts are announced in order, each once the disk has it and the kernel has been asked to forget it; the last is the file's end."""
+    monkeypatch.setattr(shard_files, "SYNC_BYTES", 20_000)
+    happened: list[tuple[str, int]] = []
+    fdatasync, fsync, forget = os.fdatasync, os.fsync, shard_files._forget
+    monkeypatch.setattr(os, "fdatasync", lambda file: (happened.append(("sync", 0)), fdatasync(file)))
+    monkeypatch.setattr(os, "fsync", lambda file: (happened.append(("sync", 0)), fsync(file)))
+    monkeypatch.setattr(
+        shard_files, "_forget", lambda file, start, end: (happened.append(("forget", end)), forget(file, start, end))
+    )
+    shard_files.make_file(tmp_path / "file", b"head", 50_004)
+    assert (tmp_path / "file").read_bytes() == b"head" + bytes(50_000)
+    chunks = [bytes([number]) * 10_000 for number in range(5)]
+    shard_files.fill_file(tmp_path / "file", 4, chunks, lambda end: happened.append(("announced", end)))
+    ends = [20_004, 40_004, 50_004]
+    assert happened == [event for end in ends for event in (("sync", 0), ("forget", end), ("announced", end))]
+    assert (tmp_path / "file").read_bytes() == b"head" + b"".join(chunks)
+
+
+def test_a_reading_waits_for_the_rows_that_it_needs(tiny_llama: MakeModel) -> None:
+    model, name = tiny_llama(), "model.layers.0.mlp.up_proj.weight"
+    (part,) = read_files([model / "model.safetensors"])[name].parts
+    asked: list[tuple[str, int]] = []
+    files = read_back.WrittenFiles(model, ("model.safetensors",), lambda file, end: asked.append((file, end)))
+    rows = files.read(name, 3, 5, torch.clone)
+    files.close()
+    row_bytes = rows.nbytes // 2
+    assert asked == [("model.safetensors", part.position + 5 * row_bytes)]
+    assert torch.equal(rows, load_file(model / "model.safetensors")[name][3:5])
 
 
 def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
@@ -118,7 +157,7 @@ def test_both_logits_are_computed_without_torchs_own_threads(
     tiny_llama: MakeModel, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order of sums, and with it the last bits of the logits, depends on their number."""
-    read_rows, make_environment = verify.read_rows, reload_check._environment
+    read_rows, make_environment = verify.read_rows, reload_process._environment
     seen: set[str] = set()
 
     def rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
@@ -131,7 +170,7 @@ def test_both_logits_are_computed_without_torchs_own_threads(
         return found
 
     monkeypatch.setattr(verify, "read_rows", rows)
-    monkeypatch.setattr(reload_check, "_environment", its_environment)
+    monkeypatch.setattr(reload_process, "_environment", its_environment)
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:

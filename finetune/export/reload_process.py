@@ -1,0 +1,90 @@
+"""The parent's side of the separate process that opens an export (reload_check.py): start it, say what is on disk, take its results.
+
+The process takes seconds to import, so that it is started early, beside the imports here: this file imports no torch.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import finetune
+from finetune.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True, slots=True)
+class ReloadProcess:
+    """The running process. Returned by `start_reload`."""
+
+    process: "subprocess.Popen[str]"
+    results: Path  # the file that it leaves
+
+    def open_folder(self, folder: Path, files: Collection[str], *, trust_remote_code: bool = False) -> None:
+        """Starts its work: all of `folder` is there but the values in its safetensors `files`, which it reads in this order."""
+        self._send({"folder": str(folder), "files": list(files), "trust_remote_code": trust_remote_code})
+
+    def on_disk(self, file: str, end: int) -> None:
+        """The first `end` bytes of `file` may be read."""
+        self._send({"file": file, "end": end})
+
+    def read_results(self) -> "tuple[torch.Tensor, dict[str, str]]":
+        """Waits for the logits of the folder's model, and the digest of every tensor in its files, by name, in hexadecimal.
+
+        Raises `UserError` where the folder could not be used.
+        """
+        _, stderr = self.process.communicate()
+        if self.process.returncode:
+            reason = (stderr.strip().splitlines() or [f"exit code {self.process.returncode}"])[-1]
+            raise UserError(f"not exported: a separate process could not use the result: {reason}")
+        from safetensors import safe_open
+
+        with safe_open(self.results, framework="pt") as opened:
+            return opened.get_tensor("logits"), dict(opened.metadata() or {})
+
+    def _send(self, message: Mapping[str, Any]) -> None:
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has failed already: `read_results` raises the reason
+            self.process.stdin.write(json.dumps(message) + "\n")
+            self.process.stdin.flush()
+
+
+@contextmanager
+def start_reload() -> Iterator[ReloadProcess]:
+    """A process that imports, and waits for a folder to open. It is killed at the end of the block."""
+    with TemporaryDirectory() as temporary:
+        results = Path(temporary) / "results.safetensors"
+        command = [sys.executable, "-m", "finetune.export.reload_check", str(results)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        with subprocess.Popen(command, env=_environment(), stdin=pipe, stdout=null, stderr=pipe, text=True) as process:
+            try:
+                yield ReloadProcess(process, results)
+            finally:
+                process.kill()
+
+
+def _environment() -> dict[str, str]:
+    """For a process on the CPU, offline, outside any process group."""
+    root = str(Path(finetune.__file__).resolve().parents[1])
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith(("ACCELERATE_", "FSDP_"))
+    }
+    return inherited | {
+        "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers' threads would hold several whole tensors at once
+        "OMP_NUM_THREADS": "1",  # as in every thread of the export: the order of sums depends on it
+    }
