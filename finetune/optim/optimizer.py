@@ -41,12 +41,19 @@ def build_optimizer(model: nn.Module, optimization: Optimization, world: World |
     """The recipe's optimizer over every trainable parameter of the sharded `model`.
 
     Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing. `world`: needed
-    where its state is in files. Raises `UserError` on all ranks where these cannot be made.
+    where its state is in files. Raises `UserError` on all ranks where these cannot be made, or where `optim` cannot update one of
+    the parameters.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable, "no parameter is trained"
     on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
     assert not on_meta, f"parameters without memory: {on_meta}"
+    stacks = [name for name, parameter in trainable.items() if parameter.dim() > 2]
+    if stacks and optimization.optim == "adafactor":
+        raise UserError(
+            f"optim: adafactor keeps averages of rows and columns, and {stacks[0]} is a stack of matrices (a mixture's experts); "
+            "set optim: adamw_bf16_moments"
+        )
     groups = make_parameter_groups(model, optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
@@ -59,9 +66,8 @@ def build_optimizer(model: nn.Module, optimization: Optimization, world: World |
 def _make_optimizer(optimization: Optimization, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     if optimization.optim == "adafactor":
         return Adafactor(groups, lr=optimization.learning_rate)
-    if (
-        optimization.optim == "sgd"
-    ):  # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
+    if optimization.optim == "sgd":
+        # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
         return torch.optim.SGD(groups, lr=optimization.learning_rate, foreach=False)
     betas = (optimization.adam_beta1, optimization.adam_beta2)
     if optimization.optim == "adamw_bf16_moments":
