@@ -14,7 +14,7 @@ from finetune.distributed.sharding import Sharding
 from finetune.errors import end_process, exit_code
 from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.lora_schema import check_lora_layout
-from finetune.recipe.optimization_schema import check_update_in_backward
+from finetune.recipe.memory_keys import check_memory_keys
 from finetune.recipe.overrides import read_overrides
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
@@ -41,7 +41,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     check_lora_layout(recipe.lora, sharding)
     check_tensor_parallel_recipe(recipe, sharding)
     sharding = with_expert_parallelism(sharding, recipe, int(os.environ.get("WORLD_SIZE", "1")))
-    check_update_in_backward(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
+    check_memory_keys(recipe, sharding, int(os.environ.get("WORLD_SIZE", "1")))
     silence_libraries()
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # that older name would be overruled
         # Rows differ in length: without segments that grow, a GPU's memory is soon in pieces that fit none.

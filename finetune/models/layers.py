@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from finetune.distributed.parallelize import decoder_layers
 from finetune.errors import UserError
 from finetune.hub import find_cache
+from finetune.models.activation_offload import ActivationOffload, Contexts
 from finetune.models.fused_chunk import compute_fused_chunk
 
 # Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the default
@@ -25,10 +26,13 @@ CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 Kept = Literal["nothing", "attention", "attention_and_projections"]
 
 
-def checkpoint_activations(model: nn.Module, every: int, keeps: Kept = "nothing") -> int:
+def checkpoint_activations(
+    model: nn.Module, every: int, keeps: Kept = "nothing", offload: ActivationOffload | None = None
+) -> int:
     """Recomputes the activations of every `every`-th decoder layer in backward (Chen et al. 2016); returns how many.
 
-    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al. 2022, section 5).
+    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al. 2022, section 5), in host
+    memory if there is an `offload`.
 
     By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that its gradients are wrong
     with dropout (relative error 0.5), and renames modules under LoRA, so that the saved adapter is empty.
@@ -36,11 +40,13 @@ def checkpoint_activations(model: nn.Module, every: int, keeps: Kept = "nothing"
     transformer: Any = model
     # Renamed in transformers 5.23; the older name goes in 6.
     enable = getattr(transformer, "activation_checkpointing_enable", None) or transformer.gradient_checkpointing_enable
-    contexts = {} if keeps == "nothing" else {"context_fn": partial(_make_contexts, model.config, keeps)}
+    contexts = {} if keeps == "nothing" else {"context_fn": partial(_make_contexts, model.config, keeps, offload)}
     enable({"use_reentrant": False, **contexts})
     layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing") and _is_layer(module)]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0  # type: ignore[assignment]
+        if offload is not None:
+            layer._gradient_checkpointing_func = offload.wrap(layer._gradient_checkpointing_func)  # type: ignore
     return sum(bool(layer.gradient_checkpointing) for layer in layers)
 
 
@@ -59,10 +65,11 @@ def _attention_operators() -> frozenset[Any]:
     )
 
 
-def _make_contexts(config: Any, keeps: Kept) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) -> Contexts:
     """The contexts in which torch runs a checkpointed layer, and runs it again."""
     policy = _make_policy(_attention_width(config.get_text_config()) if keeps == "attention_and_projections" else 0)
-    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call,no-any-return]
+    contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return contexts if offload is None else offload.wrap_contexts(contexts)
 
 
 def _attention_width(config: Any) -> int:

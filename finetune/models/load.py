@@ -13,6 +13,7 @@ from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.hub import download_folder
+from finetune.models.activation_offload import ActivationOffload, CudaCopies
 from finetune.models.attention import install_attention
 from finetune.models.embedding_noise import install_embedding_noise
 from finetune.models.expert_parallelism import divide_experts
@@ -60,6 +61,10 @@ def load_model(
     reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
+    if model.activation_offload and world.device.type != "cuda":
+        raise UserError(
+            "activation_offload: on a CPU activations are in host memory already; set activation_offload: false"
+        )
     config = load_config(model, vocabulary)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # how the files are quantized: they are read here, and the model exported is not
@@ -87,7 +92,9 @@ def load_model(
         used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
         values = with_adapters(base, shapes, seed, used)
     if world.sharding.activation_checkpointing:
-        checkpoint_activations(built, model.activation_checkpointing_every, model.activation_checkpointing_keeps)
+        offload = ActivationOffload(CudaCopies()) if model.activation_offload else None
+        keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps
+        checkpoint_activations(built, *keys, offload)
     size = count_parameters(built)
     if stored and quantization.bits is None:
         raise UserError(

@@ -7,7 +7,6 @@ Counted from the forward of transformers' models and tested against torch's save
 import math
 from dataclasses import dataclass
 
-from finetune.constants import divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.architecture import Architecture
 from finetune.plan.parts import LatentAttention, Mixture
 from finetune.plan.state import FP32, is_adapted
@@ -30,6 +29,7 @@ class Computation:
     )
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
     keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/layers.py
+    offloads: bool = False  # recomputed layers keep it in host memory: but for one, or two in the backward
     lora: Lora | None = None
     document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized
     cpu: bool = False  # attention runs document by document, and its outputs are concatenated
@@ -72,35 +72,60 @@ def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
     final_norm = _norm(a.hidden, a, run) + a.hidden * run.residual_itemsize
     return {
         "layers": layers,
-        "checkpoints": (a.layers - len(kept)) * (a.hidden * run.residual_itemsize + selected_bytes(a, run)),
+        "checkpoints": _checkpoints(a, run, a.layers - len(kept)),
         "ends": TOKEN_ID + rotary + final_norm,
     }
 
 
-def selected_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token that a checkpointed layer keeps beside its input."""
+def _checkpoints(a: Architecture, run: Computation, layers: int) -> int:
+    tensors = checkpointed_tensors(a, run)
+    if not run.offloads:
+        return layers * sum(tensors)
+    # Under LoRA transformers makes the first layer's input a leaf that gets a gradient, which its graph keeps.
+    return sum(tensors) + (tensors[0] if run.lora is not None else 0)
+
+
+def checkpointed_tensors(a: Architecture, run: Computation) -> list[int]:
+    """Bytes per token of each tensor that a checkpointed layer keeps: its input, and those that are selected."""
+    return [a.hidden * run.residual_itemsize, *_selected_tensors(a, run)]
+
+
+def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
     if run.keeps == "nothing":
-        return 0
-    attended = (max(run.itemsize, FP32) if run.cpu else run.itemsize) * a.query_width + FP32 * a.heads
+        return []
+    attended = [(max(run.itemsize, FP32) if run.cpu else run.itemsize) * a.query_width, FP32 * a.heads]
     if (
         a.family.caps_scores or a.family.sinks or (a.latent is not None and run.cpu)
     ):  # written out, by no kernel of its own
-        attended = 0
+        attended = []
     if run.keeps == "attention":
         return attended
-    width, products = max(a.hidden, a.query_width), 0
+    width, features = max(a.hidden, a.query_width), []
     for linear in a.linears():
-        features = linear.shape
-        products += features[0] if max(features) <= width else 0
+        wide, narrow = linear.shape
+        features += [wide] if max(wide, narrow) <= width else []
         if run.lora is not None and is_adapted(linear, run.lora):
-            rank = _largest_rank(linear.name, a, run.lora)
-            products += (rank if features[1] <= width else 0) + (features[0] if features[0] <= width else 0)
-    return attended + products * run.itemsize
+            features += [_largest_rank(linear.name, a, run.lora)] if narrow <= width else []
+            features += [wide] if wide <= width else []
+    return attended + [run.itemsize * each for each in features]
+
+
+def prefetched_bytes(a: Architecture, run: Computation) -> int:
+    """Bytes per token of what the layer below keeps, which is copied back while a layer's backward runs; 0 without offload."""
+    return sum(checkpointed_tensors(a, run)) if run.offloads and a.layers > 1 else 0
+
+
+def offloaded_bytes(a: Architecture, run: Computation, tokens: int) -> int:
+    """Bytes of host memory for what checkpointed layers keep: torch rounds a pinned tensor up to a power of two."""
+    if not run.offloads or run.checkpoint_every is None:
+        return 0
+    layers = -(-a.layers // run.checkpoint_every)
+    return layers * sum(1 << (tokens * each - 1).bit_length() for each in checkpointed_tensors(a, run))
 
 
 def recomputed_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of the one layer that is being recomputed; 0 without checkpointing."""
-    return sum(layer_bytes(a, run).values()) - selected_bytes(a, run) if run.checkpoint_every is not None else 0
+    return sum(layer_bytes(a, run).values()) - sum(_selected_tensors(a, run)) if run.checkpoint_every is not None else 0
 
 
 def working_bytes(a: Architecture, run: Computation) -> int:
@@ -120,51 +145,6 @@ def exchanged_bytes(a: Architecture, run: Computation) -> int:
 def evaluation_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of a forward that saves nothing: the MLP at its widest, and the residual stream."""
     return 3 * a.mlp_width * run.itemsize + 3 * a.hidden * run.residual_itemsize + exchanged_bytes(a, run)
-
-
-def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
-    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back; compiled, the
-    scores and their gradient."""
-    if run.compiled:
-        chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
-        return chunk * vocabulary * 2 * run.itemsize
-    casts = 0 if run.itemsize == FP32 else FP32 if run.cpu else run.itemsize  # a CPU's softmax casts its input first
-    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
-    return chunk * vocabulary * (run.itemsize + FP32 + casts)
-
-
-def divergence_chunk_bytes(vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float) -> int:
-    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities, and three more tensors of
-    their size for the divergence and its gradient, two for the forward KL; one more where a temperature makes the student's
-    log-probabilities others than those of the labels."""
-    tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
-    chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
-    return chunk * vocabulary * (run.itemsize + tensors * FP32)
-
-
-def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
-    """Tokens in each of as many chunks as are needed."""
-    return -(-tokens // max(-(-tokens // chunk_tokens), 1))
-
-
-def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computation, head_gradient: int) -> int:
-    """Bytes that the backward of per-token log-probabilities holds (models/log_probabilities.py): first the hidden states'
-    gradient is scaled in fp32; then, where the head is trained, the chunks are computed again for the weight's in fp32.
-
-    head_gradient: bytes of the latter; 0 where the head is frozen.
-    """
-    hidden = a.hidden * tokens
-    prepared = run.itemsize * hidden  # the hidden states' gradient, from the forward
-    scaled = run.residual_itemsize * hidden
-    product = FP32 * hidden * (1 if run.itemsize == FP32 else 2)
-    if not head_gradient:
-        return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
-    trained = run.itemsize * hidden  # the hidden states at the trained positions
-    cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
-    cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
-    chunk = loss_chunk_bytes(a.vocabulary, tokens, run) + cast_head
-    again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
-    return prepared + trained + max(product, FP32 * hidden + scaled, again)
 
 
 def _norm(width: int, a: Architecture, run: Computation, *, itemsize: int | None = None, heads: int = 1) -> int:

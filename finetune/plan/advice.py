@@ -8,7 +8,7 @@ from typing import Any
 from finetune.errors import UserError
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
-from finetune.recipe.optimization_schema import check_update_in_backward, find_in_backward_problems
+from finetune.recipe.memory_keys import check_memory_keys, find_in_backward_problems
 
 FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
 MIN_ROW_TOKENS = 512  # rows are not halved below this
@@ -86,6 +86,12 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         )
     if spec.state_ranks < spec.ranks or sharding.strategy == "SHARD_GRAD_OP":
         yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
+    if _can_offload_activations(spec):
+        yield Change(
+            "activation_offload=true",
+            "what checkpointed layers keep is copied to the host and back, beside the computation",
+            _set_keys("model", activation_offload=True),
+        )
     if (
         recipe.optimization.optim in (*FP32_MOMENTS, "adamw_bf16_moments")
         and sharding.layout != "fsdp1"
@@ -118,13 +124,20 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
             yield from _list_quantizations(spec)
 
 
+def _can_offload_activations(spec: RunSpec) -> bool:
+    model, sharding = spec.recipe.model, spec.sharding
+    is_divided = sharding.ranks_per_batch > 1 or sharding.expert_parallel_size > 1
+    works = sharding.activation_checkpointing and not is_divided and spec.device == "cuda"
+    return works and not (model.activation_offload or model.torch_compile)
+
+
 def _can_update_in_backward(spec: RunSpec) -> bool:
     changed = _update_in_backward(spec)
     keys = changed.recipe.optimization
     if spec.recipe.optimization.optim_in_backward or any(find_in_backward_problems(asdict(keys))):
         return False
     try:
-        check_update_in_backward(changed.recipe, spec.sharding, spec.ranks)
+        check_memory_keys(changed.recipe, spec.sharding, spec.ranks)
     except UserError:
         return False
     return True

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from finetune.constants import ITEMSIZE
+from finetune.plan.activations import offloaded_bytes
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import FP32, count_optimizer_bytes
@@ -36,13 +37,14 @@ class Host:
 
     processes: int  # where ranks compute on the CPU, with all their tensors
     offloaded: int  # parameters, gradients and optimizer state where they are offloaded
+    activations: int  # what checkpointed layers keep, where it is offloaded
     saving: int  # the copy of the state that is written while training continues
     export: int  # one output file and one tensor, on the first rank
     buffers: int = 0  # beside a GPU: through which state in files passes
 
     @property
     def total(self) -> int:
-        return self.processes + self.offloaded + self.buffers + max(self.saving, self.export)
+        return self.processes + self.offloaded + self.activations + self.buffers + max(self.saving, self.export)
 
 
 def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
@@ -84,6 +86,7 @@ def plan_host(spec: RunSpec) -> Host:
     return Host(
         processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if spec.device == "cpu" else PROCESS_BYTES),
         offloaded=int((state + frozen + gradients + teacher) * share) if spec.sharding.cpu_offload else 0,
+        activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
         saving=int((state + (0 if spec.recipe.lora.use_peft else frozen)) * min(share, 1))
         if spec.device == "cuda" and files is None
         else 0,

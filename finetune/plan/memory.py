@@ -14,13 +14,13 @@ from finetune.plan.activations import (
     evaluation_bytes,
     kept_bytes,
     layer_bytes,
-    log_probability_backward_bytes,
-    loss_chunk_bytes,
+    prefetched_bytes,
     recomputed_bytes,
     working_bytes,
 )
 from finetune.plan.fp8_memory import fp8_bytes
 from finetune.plan.fsdp_units import split_into_units
+from finetune.plan.loss_memory import log_probability_backward_bytes, loss_chunk_bytes
 from finetune.plan.merged_experts import merged_expert_bytes
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import FP32, HEAD, State
@@ -123,7 +123,7 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     merged = merged_expert_bytes(a, run)
     all_kept = tokens * sum(kept.values()) + merged.kept
     ends = tokens * (kept["ends"] + a.hidden * run.residual_itemsize)
-    at_work = tokens * (recomputed_bytes(a, run) + working_bytes(a, run))
+    at_work = tokens * (recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run))
     at_work += merged.layer if run.checkpoint_every is not None else 0
     one_layer = tokens * (sum(layer_bytes(a, run).values()) + working_bytes(a, run)) + merged.layer
     held, tail_share = held_by_layout(spec), _tail_share(spec)

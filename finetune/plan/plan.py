@@ -19,9 +19,9 @@ from finetune.plan.table import format_header, format_memory, format_speed, form
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
 from finetune.recipe.expert_division import refuse_undivided, with_expert_parallelism
 from finetune.recipe.lora_schema import check_lora_layout
+from finetune.recipe.memory_keys import check_memory_keys
 from finetune.recipe.method_schema import refuse_layout
 from finetune.recipe.optim_offload import check_offload_layout
-from finetune.recipe.optimization_schema import check_update_in_backward
 from finetune.recipe.quantization import check_quantization, read_stored_quantization, read_teacher_quantization
 from finetune.recipe.schema import Method, Model, Recipe
 from finetune.recipe.sequence_division import refuse_undivided_attention
@@ -75,7 +75,7 @@ def make_plan(
     check_lora_layout(recipe.lora, sharding)
     check_tensor_parallel_recipe(recipe, sharding)
     sharding = with_expert_parallelism(sharding, recipe, ranks)
-    check_update_in_backward(recipe, sharding, ranks)
+    check_memory_keys(recipe, sharding, ranks)
     check_offload_layout(recipe.optimization, sharding)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     _refuse_division(architecture, recipe, sharding, where)

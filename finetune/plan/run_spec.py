@@ -167,6 +167,7 @@ class RunSpec:
                 self.recipe.model.activation_checkpointing_every if self.sharding.activation_checkpointing else None
             ),
             keeps=self.recipe.model.activation_checkpointing_keeps,
+            offloads=self.recipe.model.activation_offload and self.sharding.activation_checkpointing,
             lora=self.recipe.lora if self.recipe.lora.use_peft else None,
             document_length=self.recipe.data.max_length,
             cpu=self.device == "cpu",

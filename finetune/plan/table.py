@@ -59,6 +59,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         every = recipe.model.activation_checkpointing_every
         checkpointing = "every layer" if every == 1 else f"every {every}th layer"
         kept = recipe.model.activation_checkpointing_keeps
+        checkpointing += ", offloaded" if recipe.model.activation_offload else ""
         checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"
     in_backward = recipe.optimization.optim_in_backward
     model = recipe.model.model_name_or_path or "model_config"
@@ -223,6 +224,7 @@ def format_storage(room: Disk, node: Host) -> str:
         + f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}"
         + (f", offloaded state {gib(node.offloaded)}" if node.offloaded else "")
         + (f", buffers {gib(node.buffers)}" if node.buffers else "")
+        + (f", offloaded activations {gib(node.activations)}" if node.activations else "")
         + f", while saving {gib(node.saving)}, while exporting {gib(node.export)}"
     )
 

@@ -3,8 +3,9 @@
 from collections.abc import Mapping
 from dataclasses import replace
 
-from finetune.plan.activations import divergence_chunk_bytes, evaluation_bytes
+from finetune.plan.activations import evaluation_bytes
 from finetune.plan.fsdp_units import split_into_units
+from finetune.plan.loss_memory import divergence_chunk_bytes
 from finetune.plan.run_spec import RunSpec
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 from finetune.recipe.keys import keys_of
 from finetune.recipe.lora_schema import Lora, Quantization, find_lora_problems
+from finetune.recipe.memory_keys import find_in_backward_problems
 from finetune.recipe.method_schema import find_method_problems
 from finetune.recipe.optim_offload import find_offload_problems
-from finetune.recipe.optimization_schema import find_in_backward_problems, find_schedule_problems
+from finetune.recipe.optimization_schema import find_schedule_problems
 from finetune.recipe.yaml_file import Entry
 
 
@@ -44,6 +45,9 @@ def find_contradictions(
     if values.get("torch_compile") and values.get("activation_checkpointing_keeps", "nothing") != "nothing":
         key = "activation_checkpointing_keeps"
         yield f"{at(key)}: {key}: torch does not select activations inside compiled layers; remove it, or torch_compile"
+    if values.get("torch_compile") and values.get("activation_offload"):
+        key = "activation_offload"
+        yield f"{at(key)}: {key}: torch does not offload activations inside compiled layers; remove it, or torch_compile"
     for key, problem in find_in_backward_problems(values):
         if key not in unusable:
             yield f"{at(key)}: {problem}"

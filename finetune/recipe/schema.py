@@ -109,6 +109,12 @@ class Model:
         "computation grows with the length of documents; with the products round it (query, key, value, output). More "
         "memory, less time. Not with torch_compile.",
     ] = "nothing"
+    activation_offload: Annotated[
+        bool,
+        "Keep what checkpointed layers keep (their inputs, and what activation_checkpointing_keeps names) in host memory until "
+        "the backward, copied beside the computation; on CUDA, where the Accelerate config turns activation checkpointing on. "
+        "Not with torch_compile.",
+    ] = False
     attention_dropout: Annotated[
         float | None, Ge(0), Lt(1), SameOnResume, "Overrides the model's own attention dropout."
     ] = None

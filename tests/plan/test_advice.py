@@ -3,7 +3,8 @@
 from dataclasses import replace
 
 from finetune.plan.advice import advise, list_changes
-from finetune.plan.memory import find_peak
+from finetune.plan.disk import plan_host
+from finetune.plan.memory import find_peak, plan_phases
 from finetune.plan.table import format_speed
 from finetune.plan.time import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, estimate_speed
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
@@ -35,7 +36,7 @@ def test_what_fits_with_cheap_changes_together_needs_no_offload() -> None:
         everything_cheap = change.apply(everything_cheap)
     advice = advise(planned, find_peak(everything_cheap).total)
     assert advice.changes is not None
-    assert not any("offload" in change.text or "use_peft" in change.text for change in advice.changes)
+    assert not any("cpu_offload" in change.text or "use_peft" in change.text for change in advice.changes)
 
 
 def test_the_update_in_the_backward_is_suggested_where_a_step_is_one_micro_batch() -> None:
@@ -53,6 +54,20 @@ def test_the_update_in_the_backward_is_suggested_where_a_step_is_one_micro_batch
     ):
         assert all(change.text != text for change in list_changes(impossible))
         assert change.apply(impossible) == impossible
+
+
+def test_activations_in_host_memory_are_suggested_and_counted_there() -> None:
+    planned = make_spec(LLAMA_31_8B, ranks=8, max_length=32768)
+    change = next(change for change in list_changes(planned) if change.text == "activation_offload=true")
+    offloaded = change.apply(planned)
+    layer = 2 * 4096 * 32768  # bytes that a layer keeps: its input in bf16, a power of two
+    assert (plan_host(planned).activations, plan_host(offloaded).activations) == (0, 8 * 32 * layer)
+    peaks = [{p.name: p.peak for p in plan_phases(spec)}["evaluation"] for spec in (planned, offloaded)]
+    assert peaks[0] == peaks[1]
+    assert 0 < find_peak(planned).total - find_peak(offloaded).total <= 1.06 * 31 * layer
+    unsuited = (replace(FULL_SHARD, activation_checkpointing=False), replace(FULL_SHARD, tensor_parallel_size=2))
+    for spec in (offloaded, replace(planned, device="cpu"), *(replace(planned, sharding=each) for each in unsuited)):
+        assert all(each.text != change.text for each in list_changes(spec))
 
 
 def test_offload_is_in_the_time_of_a_step() -> None:

@@ -14,7 +14,7 @@ from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.optimization_schema import check_update_in_backward
+from finetune.recipe.memory_keys import check_memory_keys
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Batch, Optimization, Recipe
 from finetune.training.nonfinite import StepCheck, handle_nonfinite
@@ -161,7 +161,7 @@ def test_what_needs_all_gradients_at_once_is_refused(
 ) -> None:
     recipe = Recipe(path="r.yaml", given=frozenset(), batch=Batch(**keys), optimization=make_recipe().optimization)
     with pytest.raises(UserError, match=said):
-        check_update_in_backward(recipe, Sharding(**sharding), ranks)
+        check_memory_keys(recipe, Sharding(**sharding), ranks)
 
 
 def test_keys_that_need_all_gradients_at_once_are_named_where_they_stand(tiny_recipe: Any) -> None:
