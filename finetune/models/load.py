@@ -18,6 +18,7 @@ from finetune.models.attention import install_attention
 from finetune.models.embedding_noise import install_embedding_noise
 from finetune.models.expert_parallelism import divide_experts
 from finetune.models.experts import count_active, expert_modules, install_experts, install_routing
+from finetune.models.fused_lora import fuse_adapters
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, with_adapters
 from finetune.models.loss import install_loss
@@ -108,6 +109,8 @@ def load_model(
 
         multiply_in_fp8(built, world.sharding)
     divide_experts(built, world)
+    if lora.use_peft and world.sharding.layout != "fsdp1" and world.sharding.tensor_parallel_size == 1:
+        fuse_adapters(built)
     sharded = parallelize(built, values, world, unfilled)
     fill_quantized_layers(unwrap(sharded), base, stored, world)
     if model.torch_compile:

@@ -47,6 +47,12 @@ class QuantizedLinear(nn.Linear):
         weight: Tensor = _dequantize(self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype)
         return weight
 
+    def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
+        """What a backward needs of the weight: form, codes and scales; or the weight in `dtype` alone, where it is kept so."""
+        if self.keeps_dequantized:
+            return None, self.dequantize(dtype), None
+        return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)
+
     @property
     def _form(self) -> Form:
         keys = self.quantization
@@ -98,6 +104,12 @@ def _dequantize(
 @_dequantize.register_fake
 def _(codes: Tensor, scales: Tensor, rows: int, columns: int, *form: Any) -> Tensor:
     return codes.new_empty((rows, columns), dtype=form[-1])
+
+
+def dequantize_parameters(codes: Tensor, scales: Tensor, form: Form, dtype: torch.dtype) -> Tensor:
+    """The weight of a layer of this `form`, from its parameters, as `dtype` [rows, columns]."""
+    weight: Tensor = _dequantize(codes, scales, *form, dtype)
+    return weight
 
 
 class _DequantizedTwice(torch.autograd.Function):

@@ -45,6 +45,11 @@ class Computation:
         return self.lora is not None and self.lora.lora_dropout > 0
 
     @property
+    def fuses_adapters(self) -> bool:
+        """Whether an adapted layer keeps its input as it came, which layers share, not a cast of its own (models/fused_lora.py)."""
+        return self.lora is not None and not (self.lora.lora_dropout or self.lora.use_dora)
+
+    @property
     def residual_itemsize(self) -> int:
         """Bytes of a number of the residual stream."""
         return FP32 if self.autocast else self.itemsize
@@ -158,7 +163,9 @@ def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
     # The inputs of attention and MLP: the norms' outputs or, where norms come after, the residual stream. Autocast
     # casts an fp32 input separately for each layer that reads it.
     inputs = 0 if run.drops_inputs else 2
-    if run.autocast and not a.family.fused and not run.drops_inputs:
+    if run.fuses_adapters:
+        inputs = 2 * run.residual_itemsize // run.itemsize
+    elif run.autocast and not a.family.fused and not run.drops_inputs:
         inputs = (3 if a.latent is None else 2) + _count_readers(mixture)
     total = len(a.family.norms) * _norm(a.hidden, a, run) + inputs * a.hidden * run.itemsize
     if mixture is not None and mixture.keys.routes_in_fp32 and run.lora is None and run.residual_itemsize < FP32:

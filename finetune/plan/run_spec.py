@@ -162,7 +162,7 @@ class RunSpec:
         itemsize = ITEMSIZE[self.compute_dtype]
         return Computation(
             itemsize=itemsize,
-            autocast=not self.sharding.is_fsdp and itemsize < 4,
+            autocast=not self.sharding.is_fsdp and itemsize < 4 and not self.recipe.lora.is_fused,
             checkpoint_every=(
                 self.recipe.model.activation_checkpointing_every if self.sharding.activation_checkpointing else None
             ),

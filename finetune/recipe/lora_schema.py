@@ -54,6 +54,12 @@ class Lora:
     use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = False
     use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = False
 
+    @property
+    def is_fused(self) -> bool:
+        """Whether every adapter is computed with its layer (models/fused_lora.py), and all else is frozen in the compute dtype."""
+        others = self.lora_dropout or self.use_dora or self.modules_to_save or self.lora_target_parameters
+        return self.use_peft and not others
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantization:

@@ -15,6 +15,7 @@ from finetune.errors import UserError
 from finetune.models import activation_offload
 from finetune.models.activation_offload import ActivationOffload, CudaCopies, _Kept
 from finetune.models.attention import install_attention
+from finetune.models.fused_lora import fuse_adapters
 from finetune.models.layers import checkpoint_activations
 from finetune.models.load import load_model
 from finetune.models.lora import add_adapters
@@ -69,6 +70,7 @@ def build(
     install_loss(model)
     if lora is not None:
         add_adapters(model, lora, torch.bfloat16)
+        fuse_adapters(model)
         model.to(torch.bfloat16)
     checkpoint_activations(model, every, keeps, offload)
     return model.train()

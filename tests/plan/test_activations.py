@@ -13,6 +13,7 @@ from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.models.attention import install_attention
 from finetune.models.expert_parallelism import DividedExperts
 from finetune.models.experts import expert_modules
+from finetune.models.fused_lora import fuse_adapters
 from finetune.models.layers import checkpoint_activations
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
@@ -51,6 +52,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": torch.float32},
     "autocast": {"dtype": torch.float32, "autocast": True},
     "lora": {"dtype": torch.bfloat16, "lora": Lora(use_peft=True, lora_r=8)},
+    "lora, autocast": {"dtype": torch.bfloat16, "autocast": True, "lora": Lora(use_peft=True, lora_r=8)},
     "lora with dropout": {"dtype": torch.bfloat16, "lora": Lora(use_peft=True, lora_r=8, lora_dropout=0.1)},
     "lora on experts": {
         "dtype": torch.bfloat16,
@@ -120,7 +122,9 @@ def _measured_and_planned(
     install_loss(model)
     if lora is not None:
         add_adapters(model, lora, dtype)
-        model.to(dtype)  # as FSDP's mixed precision computes with the fp32 adapters
+        fuse_adapters(model)
+        if not autocast:
+            model.to(dtype)  # as FSDP's mixed precision computes with the fp32 adapters
     if every is not None:
         checkpoint_activations(model, every)
     model.train()
@@ -133,8 +137,10 @@ def _measured_and_planned(
         model.model(**inputs, use_cache=False)
     itemsize = 2 if autocast else dtype.itemsize
     length = sum(n * n for n in DOCUMENTS) // tokens  # what a token sees on average of its own document
+    # Under LoRA the base is in the compute dtype, so that nothing is cast but the adapters.
+    casts_base = autocast and lora is None
     run = Computation(
-        itemsize=itemsize, autocast=autocast, checkpoint_every=every, lora=lora, cpu=True, document_length=length,
+        itemsize=itemsize, autocast=casts_base, checkpoint_every=every, lora=lora, cpu=True, document_length=length,
         exchanges_tokens=divided,
     )  # fmt: skip
     a = read_architecture({"model_type": family, **config}, "config.json")
@@ -142,7 +148,7 @@ def _measured_and_planned(
     # Not autograd's: the output goes to the loss; under checkpointing cos and sin are held by the layers' arguments.
     elsewhere = a.hidden * run.residual_itemsize + (2 * a.rotated_size * run.residual_itemsize if every == 1 else 0)
     casts = 0
-    if autocast:  # held_by_layout counts them as gathered weights
+    if casts_base:  # held_by_layout counts them as gathered weights
         casts = run.itemsize * a.layers * sum(t.numel for t in (*a.linears(a.widest_layer), *a.experts(a.widest_layer)))
     casts += merged_expert_bytes(a, run).kept
     return sum(kept.values()), tokens * (sum(parts.values()) - elsewhere) + casts
@@ -164,6 +170,7 @@ def test_what_checkpointed_layers_keep_is_planned_to_the_byte(family: str) -> No
         install_loss(model)
         if lora is not None:
             add_adapters(model, lora, torch.bfloat16)
+            fuse_adapters(model)
             model.to(torch.bfloat16)
         checkpoint_activations(model, 1, keeps)
         model.train()

@@ -1,0 +1,134 @@
+"""Fused LoRA layers: peft's numbers up to rounding, less kept for the backward, and peft's own forward where they do not apply."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from finetune.models.fused_lora import fuse_adapters
+from finetune.models.quantized_linear import CODES, SCALES, QuantizedLinear
+from finetune.recipe.schema import Quantization
+from tests.plan.traced import allocated_peak, saved_for_backward
+
+WIDTH_IN, WIDTH_OUT, RANK, TOKENS = 96, 160, 8, 40
+AUTOCAST = "autocast"
+
+
+def make_layers(dtype: Any = torch.float32, *, bias: bool = False, **config: Any) -> nn.Module:
+    """Two adapted linear layers that read the same input, both factors of their adapters random."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    torch.manual_seed(0)
+    layers = nn.ModuleDict({name: nn.Linear(WIDTH_IN, WIDTH_OUT, bias=bias) for name in ("gate", "up")})
+    layers = inject_adapter_in_model(LoraConfig(r=RANK, lora_alpha=12, target_modules=["gate", "up"], **config), layers)
+    for name, parameter in layers.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    frozen = torch.bfloat16 if dtype == AUTOCAST else dtype
+    for name, parameter in layers.named_parameters():
+        parameter.data = parameter.data.to(torch.float32 if dtype == AUTOCAST and "lora_" in name else frozen)
+    return layers
+
+
+def run(layers: nn.Module, dtype: Any, *, requires_grad: bool = True) -> dict[str, Tensor]:
+    """Outputs and gradients of a product of both layers, over an input of two leading dimensions."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(2, TOKENS // 2, WIDTH_IN, generator=generator).to(torch.float32 if dtype == AUTOCAST else dtype)
+    x.requires_grad_(requires_grad)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == AUTOCAST):
+        outputs = {name: layer(x) for name, layer in layers.items()}
+    loss = (outputs["gate"].float().tanh() * outputs["up"].float()).square().sum()
+    loss.backward()
+    found = outputs | {name: p.grad for name, p in layers.named_parameters() if p.grad is not None}
+    return found | ({"x": x.grad} if requires_grad else {})
+
+
+def worst_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert found.keys() == exact.keys()
+    return max(
+        float((found[name].detach().double() - each.detach()).norm() / each.detach().norm())
+        for name, each in exact.items()
+    )
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, AUTOCAST], ids=str)
+def test_outputs_and_gradients_are_pefts_up_to_rounding(dtype: Any, bias: bool, capsys: Any) -> None:
+    """Beside the same in fp64, of the same rounded weights: no further from it than peft's are."""
+    peft, fused, exact = (make_layers(dtype, bias=bias) for _ in range(3))
+    assert fuse_adapters(fused) == 2
+    truth = run(exact.double(), torch.float64)
+    theirs, ours = worst_error(run(peft, dtype), truth), worst_error(run(fused, dtype), truth)
+    with capsys.disabled():
+        print(f"\n{dtype}: error {ours:.1e}, peft's {theirs:.1e}")
+    assert ours <= 1.25 * theirs and theirs > 0
+    assert {n: g.dtype for n, g in run(fused, dtype).items()} == {n: g.dtype for n, g in run(peft, dtype).items()}
+
+
+def test_the_first_layers_input_needs_no_gradient() -> None:
+    peft, fused = make_layers(), make_layers()
+    fuse_adapters(fused)
+    assert (
+        worst_error(run(fused, torch.float32, requires_grad=False), run(peft, torch.float32, requires_grad=False))
+        < 1e-5
+    )
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["dequantized twice", "kept"])
+def test_a_quantized_base_is_fused_too(keeps: bool) -> None:
+    pytest.importorskip("bitsandbytes")
+    from finetune.models.quantize import quantize_tensor
+
+    quantization = Quantization(load_in_4bit=True)
+    peft, fused, unquantized = make_layers(), make_layers(), make_layers()
+    for layer in (layer for layers in (peft, fused) for layer in layers.values()):
+        whole = quantize_tensor(layer.base_layer.weight.detach(), quantization)
+        layer.base_layer = QuantizedLinear(layer.base_layer, quantization, torch.float32)
+        layer.base_layer.keeps_dequantized = keeps
+        for name, part in ((CODES, whole.codes), (SCALES, whole.scales)):
+            padded = nn.functional.pad(part, (0, -len(part) % 4)).view(torch.float32)
+            setattr(layer.base_layer, name, nn.Parameter(padded, requires_grad=False))
+    fuse_adapters(fused)
+    assert worst_error(run(fused, torch.float32), run(peft, torch.float32)) < 1e-5
+    assert worst_error(run(fused, torch.float32), run(unquantized, torch.float32)) > 1e-2
+
+
+def test_less_is_kept_and_allocated_than_by_peft(capsys: pytest.CaptureFixture[str]) -> None:
+    kept, peaks = {}, {}
+    for name in ("peft", "fused"):
+        layers = make_layers(AUTOCAST)
+        if name == "fused":
+            fuse_adapters(layers)
+        x = torch.randn(TOKENS, WIDTH_IN, requires_grad=True).bfloat16()  # as a frozen base's layers hand it on
+        with saved_for_backward(layers.parameters()) as saved, torch.autocast("cpu", torch.bfloat16):
+            layers["gate"](x), layers["up"](x)
+        # Casts of the adapters' factors are peft's under autocast too; they do not grow with the tokens.
+        factors = {2 * RANK * WIDTH_IN, 2 * RANK * WIDTH_OUT}
+        kept[name] = sum(size for size in saved.values() if size not in factors)
+        run(layers, AUTOCAST)
+        peaks[name] = allocated_peak(lambda: run(layers, AUTOCAST))  # noqa: B023
+    with capsys.disabled():
+        print(f"\nkept {kept}, allocated at most {peaks}")
+    inner = 2 * 2 * RANK * TOKENS  # x A^T of both
+    assert kept["fused"] == 2 * WIDTH_IN * TOKENS + inner  # the input itself, once
+    assert kept["peft"] == 2 * 2 * WIDTH_IN * TOKENS + inner  # a copy for each, by way of fp32
+    assert peaks["fused"] < peaks["peft"]
+
+
+@pytest.mark.parametrize("config", [{"lora_dropout": 0.1}, {"use_dora": True}], ids=str)
+def test_dropout_and_dora_stay_pefts(config: dict[str, Any]) -> None:
+    assert fuse_adapters(make_layers(**config)) == 0
+
+
+def test_a_layer_whose_adapter_is_off_or_merged_is_the_base() -> None:
+    layers = make_layers()
+    fuse_adapters(layers)
+    layer, x = layers["gate"], torch.randn(3, WIDTH_IN)
+    adapted = layer(x)
+    layer.enable_adapters(False)
+    assert torch.equal(layer(x), layer.base_layer(x)) and not torch.equal(layer(x), adapted)
+    layer.enable_adapters(True)
+    assert torch.equal(layer(x), adapted)
+    layer.merge()
+    torch.testing.assert_close(layer(x), adapted)
