@@ -33,7 +33,7 @@ from benchmarks.layouts_shown import Measured, plot, table  # noqa: E402
 from finetune.data.batches import StepBatch  # noqa: E402
 from finetune.data.collate import MicroBatch  # noqa: E402
 from finetune.distributed.gradients import clip_gradients  # noqa: E402
-from finetune.distributed.mesh import EXPERT  # noqa: E402
+from finetune.distributed.mesh import EXPERT, TENSOR  # noqa: E402
 from finetune.distributed.sharding import Sharding  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
 from finetune.errors import exit_code  # noqa: E402
@@ -70,6 +70,8 @@ LAYOUTS: dict[str, Sharding] = {
     "FSDP2 hybrid 2 x 2": Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2),
     "FSDP2, rows divided by 2": Sharding(layout="fsdp2", sequence_parallel_size=2),
     "FSDP2, rows divided by 4": Sharding(layout="fsdp2", sequence_parallel_size=4),
+    "FSDP2, matrices divided by 2": Sharding(layout="fsdp2", tensor_parallel_size=2),
+    "FSDP2, matrices divided by 4": Sharding(layout="fsdp2", tensor_parallel_size=4),
     "FSDP2 full shard, CPU offload": Sharding(layout="fsdp2", cpu_offload=True),
     "FSDP1 FULL_SHARD": Sharding(layout="fsdp1"),
     "FSDP1 SHARD_GRAD_OP": Sharding(layout="fsdp1", strategy="SHARD_GRAD_OP"),
@@ -170,7 +172,7 @@ def gathered_bytes(model: nn.Module) -> int:
     from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 
     if isinstance(model, FSDPModule):
-        # Gathered experts are sharded still: over the ranks that divide them.
+        # Gathered experts and divided matrices are sharded still: over the ranks that divide them.
         return sum(held_bytes(p) for p in model.parameters() if not is_sharded_by_fsdp(p))
     if isinstance(model, Fsdp1):
         flat = [h.flat_param for h in model._all_handles if h.uses_sharded_strategy]
@@ -179,7 +181,7 @@ def gathered_bytes(model: nn.Module) -> int:
 
 
 def is_sharded_by_fsdp(parameter: torch.Tensor) -> bool:
-    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names != (EXPERT,)
+    return isinstance(parameter, DTensor) and parameter.device_mesh.mesh_dim_names not in ((EXPERT,), (TENSOR,))
 
 
 def step_batch(world: World, vocabulary: int, rows: int) -> StepBatch:

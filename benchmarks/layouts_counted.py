@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.batches import StepBatch
 from finetune.distributed.world import World
@@ -19,6 +20,8 @@ def communication(step: Callable[[], Any]) -> tuple[dict[str, int], dict[str, in
     """The collectives of `step` on this rank by kind: calls, and bytes of the larger of what goes in and what comes out."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         step()
+    with _AllReduced() as reduced:  # apart, since the profiler would see each call twice
+        step()
     kinds = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
     kinds |= {"alltoall": "all-to-all"}
     calls: Counter[str] = Counter()
@@ -28,7 +31,27 @@ def communication(step: Callable[[], Any]) -> tuple[dict[str, int], dict[str, in
             if event.name.startswith("c10d::") and part in event.name:
                 calls[kind] += 1
                 moved[kind] += max(FP32 * numel for numel in _numels(event.input_shapes))
-    return dict(calls), dict(moved)
+    if calls["all-reduce"]:
+        moved["all-reduce"] = reduced.total
+    return {kind: count for kind, count in calls.items() if count}, dict(moved)
+
+
+class _AllReduced(TorchDispatchMode):
+    """Counts the bytes of the tensors that are all-reduced inside this context: the profiler does not see their shapes."""
+
+    total = 0
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            return NotImplemented  # its own operations come here in turn
+        if (
+            operator.namespace in ("c10d", "_c10d_functional")
+            and "reduce" in operator.__name__
+            and "all" in operator.__name__
+        ):
+            tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
+            self.total += sum(tensor.nbytes for tensor in tensors)
+        return operator(*args, **(kwargs or {}))
 
 
 def _numels(shapes: list[Any]) -> Iterator[int]:

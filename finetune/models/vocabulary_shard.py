@@ -1,7 +1,7 @@
 """The softmax over a vocabulary that the ranks of a tensor parallel group divide between them (Shoeybi et al. 2019, section 3).
 
-Each rank has the logits of its own rows of the head. What crosses is a few numbers a token: the largest log-sum-exp, the sum
-of exponentials, and the label's logit, which one rank knows.
+Each rank has the logits of its own rows of the head. What crosses is a few numbers a token: the largest logit, the sum of
+exponentials, and the label's logit, which one rank knows.
 """
 
 from typing import Any, NamedTuple
@@ -22,20 +22,22 @@ class VocabularyShard(NamedTuple):
     group: Any  # the ranks that have the others
 
     def log_softmax(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        """The log-probabilities [tokens, rows of this shard] of `logits`, and those of `labels` [tokens] as by
+        """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those of `labels` [tokens] as by
         `head_chunks.label_log_probabilities`; the same on every rank of the group, which all call it."""
-        own = torch.logsumexp(logits, 1)
-        largest = own.clone()
+        largest = logits.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        own = (
+            (logits - largest.unsqueeze(1)).exp_().sum(1)
+        )  # torch's logsumexp takes another tensor of the logits' size
         is_here, rows = self._find(labels, logits)
         of_labels = torch.where(is_here, logits.gather(1, rows.unsqueeze(1)).squeeze(1), 0.0)
-        sums = torch.stack([(own - largest).exp(), of_labels, *([logits.sum(1)] if label_smoothing else [])])
+        sums = torch.stack([own, of_labels, *([logits.sum(1)] if label_smoothing else [])])
         dist.all_reduce(sums, group=self.group)
         normalizer = largest + sums[0].log()
         of_labels = sums[1] - normalizer
         if label_smoothing:
             of_labels = of_labels.lerp(sums[2] / self.rows - normalizer, label_smoothing)
-        return logits - normalizer.unsqueeze(1), of_labels
+        return logits.sub_(normalizer.unsqueeze(1)), of_labels
 
     def gradient(self, log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
         """This shard's columns of `head_chunks.cross_entropy_gradient`, in place of `log_probabilities`."""

@@ -37,6 +37,7 @@ class Computation:
     grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
     sequence_ranks: int = 1  # that divide the tokens of a row, in attention the heads
 
+    divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
     exchanges_tokens: bool = False  # expert parallelism: experts get their inputs from other ranks
 
     @property

@@ -12,7 +12,8 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
     if run.compiled:
         chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
         return chunk * vocabulary * 2 * run.itemsize
-    casts = 0 if run.itemsize == FP32 else FP32 if run.cpu else run.itemsize  # a CPU's softmax casts its input first
+    # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
+    casts = 0 if run.itemsize == FP32 else FP32 if run.cpu or run.divides_vocabulary else run.itemsize
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
     return chunk * vocabulary * (run.itemsize + FP32 + casts)
 
