@@ -8,7 +8,7 @@ from accelerate import Accelerator, FullyShardedDataParallelPlugin, ParallelismC
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecision, MixedPrecisionPolicy
 
-from finetune.distributed.mesh import FSDP, REPLICATE, SHARD, make_mesh
+from finetune.distributed.mesh import FSDP, REPLICATE, make_mesh
 from finetune.distributed.sharding import Sharding
 
 
@@ -43,13 +43,10 @@ class _MeshOfFsdp(ParallelismConfig):  # type: ignore[misc]
     def __init__(self, sharding: Sharding) -> None:
         super().__init__()
         self.is_replicated = (sharding.replicate_size or 1) > 1
-        self.sharded = (
-            FSDP if sharding.sequence_parallel_size > 1 else SHARD
-        )  # torch warns of slices of what is flattened
 
     @property
     def fsdp_dim_names(self) -> list[str]:
-        return [REPLICATE, self.sharded] if self.is_replicated else [self.sharded]
+        return [REPLICATE, FSDP] if self.is_replicated else [FSDP]
 
 
 def _fsdp_plugin(sharding: Sharding) -> Any:

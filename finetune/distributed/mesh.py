@@ -4,12 +4,13 @@ From the outermost dimension, as Accelerate orders them: replicas, shards, seque
 ranks of shards and sequences together, since each of them has gradients of tokens of its own.
 """
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from finetune.distributed.sharding import Sharding
 
-REPLICATE, SHARD, SEQUENCE, TENSOR = "dp_replicate", "dp_shard", "sp", "tp"
-FSDP = "fsdp"  # SHARD and SEQUENCE, flattened
+REPLICATE, FSDP, TENSOR = "dp_replicate", "fsdp", "tp"
+BATCH, SEQUENCE = "batch", "sp"
 EXPERT_SHARD, EXPERT = "expert_shard", "expert"
 
 
@@ -18,9 +19,19 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
     sizes = sharding.mesh_sizes
     if sizes is None or all(size == 1 for key, size in sizes.items() if key != "dp_shard_size"):
         return None
-    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=(REPLICATE, SHARD, SEQUENCE, TENSOR))
-    mesh[SHARD, SEQUENCE]._flatten(FSDP)
-    return mesh
+    replicas, shards, sequences, tensors = sizes.values()
+    return init_device_mesh(
+        device_type, (replicas, shards * sequences, tensors), mesh_dim_names=(REPLICATE, FSDP, TENSOR)
+    )
+
+
+def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
+    """The ranks that divide a row's tokens with this one; None where a rank has whole rows. All `ranks` call it together."""
+    if sharding.sequence_parallel_size == 1:
+        return None
+    sizes = (ranks // sharding.ranks_per_batch, sharding.sequence_parallel_size, sharding.tensor_parallel_size)
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(BATCH, SEQUENCE, TENSOR))
+    return mesh.get_group(SEQUENCE)
 
 
 def make_expert_mesh(size: int, ranks: int, device_type: str) -> DeviceMesh:

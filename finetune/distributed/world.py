@@ -16,7 +16,7 @@ from finetune.constants import count_cores
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
 from finetune.distributed.fp8 import refuse_old_gpu
-from finetune.distributed.mesh import SEQUENCE
+from finetune.distributed.mesh import make_sequence_group
 from finetune.distributed.peers import this_process, watch_peers
 from finetune.distributed.sharding import Sharding
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
@@ -52,6 +52,7 @@ class World:
     sharding: Sharding
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
+    sequence_group: dist.ProcessGroup | None = None  # the ranks that divide a row's tokens; None: a rank has whole rows
     left: threading.Event = field(default_factory=threading.Event)  # set by `leave`: peers may end from then on
 
     @property
@@ -83,13 +84,6 @@ class World:
     def is_first_of_batch(self) -> bool:
         """Whether no rank before this one trains on the same rows: what all of them know is counted once."""
         return self.rank % self.sharding.ranks_per_batch == 0
-
-    @property
-    def sequence_group(self) -> dist.ProcessGroup | None:
-        """The ranks that divide the tokens of a row between them; None where a rank has whole rows."""
-        if self.mesh is None or self.sharding.sequence_parallel_size == 1:
-            return None
-        return self.mesh[SEQUENCE].get_group()
 
     @property
     def tensor_group(self) -> int:
@@ -158,8 +152,9 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     if sharding.layout != "single":
         _join_process_group(device, timeout)
     accelerator = make_accelerator(sharding, device)
-    set_timeouts(timeout)  # Accelerate has made a mesh for hybrid sharding
     rank = accelerator.process_index
+    sequence_group = make_sequence_group(sharding, accelerator.num_processes, device.type)
+    set_timeouts(timeout)  # of the groups of the meshes too
     left = (
         watch_peers(rank, gather_json(this_process(), None), timeout_seconds)
         if dist.is_initialized()
@@ -174,6 +169,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         sharding=sharding,
         accelerator=accelerator,
         collective_timeout=timeout,
+        sequence_group=sequence_group,
         left=left,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
