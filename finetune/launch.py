@@ -40,7 +40,9 @@ def launch_command(options: argparse.Namespace) -> int:
 
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
     script += ["--dry-run"] if options.dry_run else []
-    return _launch(ranks, file, [str(RUN), *script, *options.overrides])
+    # Accelerate ends in a traceback where a file says no without quotes, which YAML reads as false.
+    precision = "fp8" if sharding.fp8 is not None else sharding.mixed_precision
+    return _launch(ranks, file, precision, [str(RUN), *script, *options.overrides])
 
 
 def _default_ranks() -> int:
@@ -52,7 +54,7 @@ def _default_ranks() -> int:
     return max(1, torch.cuda.device_count())
 
 
-def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
+def _launch(ranks: int, config: Path | None, precision: str, script: list[str]) -> int:
     """Runs `script` on `ranks` processes of this machine through Accelerate's multi-process launcher (torchrun's agent).
 
     For one rank too: the simple launcher would leave its child behind on a signal.
@@ -66,6 +68,7 @@ def _launch(ranks: int, config: Path | None, script: list[str]) -> int:
 
     threads = os.environ.get("OMP_NUM_THREADS") or str(max(1, count_cores() // ranks))
     given = ["--num_processes", str(ranks), "--num_cpu_threads_per_process", threads, "--main_process_port", "0"]
+    given += ["--mixed_precision", precision]
     given += ["--config_file", str(config)] if config and config.suffix != ".json" else []  # DeepSpeed's own is not its
     try:
         arguments, _, _ = _validate_launch_command(launch_command_parser().parse_args([*given, *script]))

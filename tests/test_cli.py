@@ -94,7 +94,7 @@ def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> N
     program = (
         "import sys, os; from finetune.launch import _launch, count_cores\n"
         "os.environ.pop('OMP_NUM_THREADS')\n"
-        f"codes = [_launch(2, None, [{str(script)!r}, code]) for code in ('0', '2', '75', '1', '7', '9')]\n"
+        f"codes = [_launch(2, None, 'no', [{str(script)!r}, code]) for code in ('0', '2', '75', '1', '7', '9')]\n"
         "print('cores', count_cores(), 'codes', codes, flush=True)\n"
     )
     finished = run_command(("python", "-c", program))
@@ -112,7 +112,10 @@ def test_a_bad_row_is_reported_alone(tmp_path: Path, tiny_recipe: Callable[..., 
     data = tmp_path / "bad.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n{"mess\n')
     recipe = tiny_recipe(datasets=[{"path": str(data)}])
-    finished = run_python(["-m", "finetune", "launch", "--recipe", str(recipe), "--num-processes", "2"])
+    config = tmp_path / "ddp.yaml"
+    config.write_text("distributed_type: MULTI_CPU\nmixed_precision: no\n")  # which YAML reads as false
+    given = ["--recipe", str(recipe), "--config", str(config), "--num-processes", "2"]
+    finished = run_python(["-m", "finetune", "launch", *given])
     assert finished.returncode == EXIT_USER_ERROR
     assert finished.stderr.count("\n") == 1, finished.stderr
     assert finished.stderr.startswith(f"{data}:2: ")

@@ -169,7 +169,9 @@ class _SettingsReader:
             return None
         if not isinstance(value, bool) and str(value).isdigit():
             return int(value)
-        self.problems.append(f"{self.settings.source}: {key}: {value} does not fit; a whole number is expected")
+        self.problems.append(
+            f"{self.settings.source}: {key}: {value} does not fit; a whole number of at least 0 is expected"
+        )
         return None
 
     def one_of(self, key: str, known: Iterable[str], default: str, also: Mapping[str, str] | None = None) -> str:
@@ -179,6 +181,15 @@ class _SettingsReader:
             return value
         self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} is not known; use one of {', '.join(known)}")
         return default
+
+
+def _show(value: Any) -> str:
+    """A value of `Sharding` as a sentence names it."""
+    if isinstance(value, Mapping):
+        return " x ".join(f"{key} {size}" for key, size in value.items())
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value)) or "none"
+    return "none" if value is None else repr(value)
 
 
 def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
@@ -195,7 +206,8 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
         "activation_checkpointing",
     )
     problems = [
-        f"{config.source}: {name} is {getattr(config, name)!r}, but the launcher's --config_file says {getattr(launched, name)!r}; "
+        f"{config.source}: {name} is {_show(getattr(config, name))}, but the launcher's --config_file says "
+        f"{_show(getattr(launched, name))}; "
         "remove --config, or give both the same file"
         for name in compared
         if getattr(config, name) != getattr(launched, name)

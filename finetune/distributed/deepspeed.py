@@ -53,8 +53,9 @@ IN_RECIPE = {  # a number in DeepSpeed's JSON -> the recipe's key for it
 }
 NO_COUNTERPART = "this part of DeepSpeed has no counterpart here; remove it"
 OTHERS = {
+    "sequence_parallel_size": "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens over ranks",
     "compile": "set torch_compile: true in the recipe, and remove this section",
-    "tensor_parallel": "tensor parallelism is not supported; remove this section, the ranks then shard the model",
+    "tensor_parallel": "remove this section; parallelism_config_tp_size of an Accelerate file divides matrices over ranks",
 }
 OPTIMIZER_IN_RECIPE = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 
@@ -237,7 +238,9 @@ class _DeepspeedReader:
 
     def _read_precision(self, name: str, section: Any) -> None:
         enabled = section.get("enabled", True) if isinstance(section, dict) else section
-        if enabled is True and self._precision in (None, name):
+        if enabled is True and self._precision_of_json not in (None, name):
+            self._refuse(name, f"on here, and {self._precision_of_json} too; set one of the two to false")
+        elif enabled is True and self._precision in (None, name):
             self._precision_of_json = name
         elif enabled is True or (enabled is False and self._precision == name):
             said = "on" if enabled else "off"

@@ -95,8 +95,8 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
         )
     if sharding.sequence_parallel_size > 1 and sharding.tensor_parallel_size > 1:
         raise UserError(
-            f"{where}: sequence and tensor parallelism together are not supported; set the size of one of them to 1, its ranks "
-            "then shard the model"
+            f"{where}: sequence and tensor parallelism together are not supported; set the size of one of them to 1, "
+            "and dp_shard_size to what is left of the ranks"
         )
     if sharding.sequence_parallel_size > 1 and sharding.fp8 is not None:
         raise UserError(f"{where}: sequence parallelism with mixed_precision: fp8 is not supported; set it to bf16")

@@ -9,6 +9,7 @@ from finetune.errors import UserError
 from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
 from finetune.recipe.memory_keys import check_memory_keys, find_in_backward_problems
+from finetune.recipe.optim_offload import check_offload_layout, find_offload_problems
 
 FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
 MIN_ROW_TOKENS = 512  # rows are not halved below this
@@ -112,6 +113,12 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
         half = recipe.data.max_length // 2
         yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
+    if _can_offload_moments(spec):
+        yield Change(
+            "optim_offload=nvme offload_dir=A_FOLDER_ON_NVME",
+            "moments and master weights are read from and written to a disk in every step",
+            _set_keys("optimization", optim_offload="nvme", offload_dir="A_FOLDER_ON_NVME"),
+        )
     if not sharding.cpu_offload and not is_divided:
         yield Change(
             "accelerate_config=fsdp_cpu_offload",
@@ -122,6 +129,18 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
         yield Change("use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True))
         if not is_divided:
             yield from _list_quantizations(spec)
+
+
+def _can_offload_moments(spec: RunSpec) -> bool:
+    keys = replace(spec.recipe.optimization, optim_offload="nvme", offload_dir="")
+    is_offloaded = spec.recipe.optimization.optim_offload != "none" or spec.sharding.cpu_offload
+    if is_offloaded or any(find_offload_problems(asdict(keys) | {"async_save": spec.recipe.checkpoint.async_save})):
+        return False
+    try:
+        check_offload_layout(keys, spec.sharding)
+    except UserError:
+        return False
+    return True
 
 
 def _can_offload_activations(spec: RunSpec) -> bool:

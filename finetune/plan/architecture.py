@@ -247,6 +247,11 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         raise UserError(
             f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
         )
+    counts = ("_size", "_heads", "_layers", "_experts", "_per_tok", "head_dim")
+    for key in (key for key in sizes if key.endswith(counts)):
+        value, least = sizes[key], int(key in REQUIRED_SIZES)
+        if isinstance(value, int | float) and (value != int(value) or value < least):
+            raise UserError(f"{where}: {key}: {value} does not fit; a whole number of at least {least} is expected")
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:

@@ -6,6 +6,7 @@ import os
 from math import prod
 
 from finetune.distributed.accelerate_config import find_sharding, read_sharding
+from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.plan import TABLE_RANKS, compare_layouts, format_plan, make_plan, to_dict
@@ -24,10 +25,13 @@ def plan_command(arguments: argparse.Namespace) -> int:
     mfu = ASSUMED_MFU if arguments.mfu is None else arguments.mfu
     if not 0 < mfu <= 1:
         raise UserError(f"--mfu {mfu}: must be above 0 and at most 1; for example --mfu 0.4")
+    if arguments.num_processes is not None and arguments.num_processes < 1:
+        raise UserError(f"--num-processes {arguments.num_processes}: a run has at least one rank")
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     sharding = read_sharding(arguments.config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
+    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks // sharding.ranks_per_batch)
     plan = make_plan(recipe, sharding, ranks, mfu=mfu)
     advice = None if limit is None else advise(plan.spec, limit)
     if arguments.json:

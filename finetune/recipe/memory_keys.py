@@ -13,12 +13,18 @@ if TYPE_CHECKING:
 
 
 def check_memory_keys(recipe: "Recipe", sharding: "Sharding", ranks: int) -> None:
-    """Raises `UserError` where `activation_offload` or `optim_in_backward` is asked for and does not work in this layout."""
-    _check_activation_offload(recipe, sharding)
+    """Raises `UserError` where `activation_offload`, `activation_checkpointing_keeps` or `optim_in_backward` is asked for and
+    does not work in this layout."""
+    _check_checkpointing_keys(recipe, sharding)
     _check_update_in_backward(recipe, sharding, ranks)
 
 
-def _check_activation_offload(recipe: "Recipe", sharding: "Sharding") -> None:
+def _check_checkpointing_keys(recipe: "Recipe", sharding: "Sharding") -> None:
+    if recipe.model.activation_checkpointing_keeps != "nothing" and not sharding.activation_checkpointing:
+        raise UserError(
+            f"{recipe.path}: activation_checkpointing_keeps: {recipe.model.activation_checkpointing_keeps} is of checkpointed "
+            f"layers, but {sharding.source} checkpoints none; set fsdp_activation_checkpointing: true there, or remove the key"
+        )
     if not recipe.model.activation_offload:
         return
     where = f"{recipe.path}: activation_offload"

@@ -60,7 +60,7 @@ def _find_problems(recipe: Recipe, sharding: "Sharding") -> Iterator[str]:
     }
     for key, is_on in switches.items():
         if is_on:
-            yield f"{key}: true does not work with tensor parallelism; leave the key out, or set tp_size: 1"
+            yield f"{key}: true does not work with tensor parallelism; set {key}: false, or tp_size: 1"
 
 
 def check_divisible(model_type: str, sizes: dict[str, Any], sharding: "Sharding", name: str, optim: str = "") -> None:

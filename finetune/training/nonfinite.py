@@ -117,8 +117,8 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
             else "the parameters were not updated"
         )
         raise UserError(
-            f"{what}; {kept}. Look at these examples with "
-            "`finetune inspect --examples ID,ID`, lower learning_rate, or set on_nonfinite: skip"
+            f"{what}; {kept}. Look at these examples with `finetune inspect --examples ID,ID`, or lower learning_rate"
+            + ("" if policy.optim_in_backward else ", or set on_nonfinite: skip")
         )
     if skipped >= policy.max_skipped_steps:
         raise UserError(f"{what}; {skipped} steps were skipped before it, as many as max_skipped_steps allows")

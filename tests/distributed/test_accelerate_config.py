@@ -174,7 +174,7 @@ def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None
     plain = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", "WORLD_SIZE": "2"}
     assert (read_sharding(None, None, plain).layout, read_sharding(None, None, plain).fp8) == ("ddp", Fp8())
     said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
-    assert "fp8 is None, but the launcher's --config_file says Fp8(recipe_name='rowwise'" in said
+    assert "fp8 is none, but the launcher's --config_file says Fp8(recipe_name='rowwise'" in said
 
 
 @pytest.mark.parametrize(

@@ -121,7 +121,11 @@ def test_the_launchers_environment() -> None:
             {},
             "zero_quantized_weights: this part of DeepSpeed has",
         ),
-        ({"tensor_parallel": {"autotp_size": 2}}, {}, "tensor_parallel: tensor parallelism is not supported"),
+        (
+            {"tensor_parallel": {"autotp_size": 2}},
+            {},
+            "tensor_parallel: remove this section; parallelism_config_tp_size",
+        ),
         ({"compile": {"disable": False}}, {}, "compile: set torch_compile: true in the recipe"),
         (
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 5}}},

@@ -100,3 +100,22 @@ def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(tiny_recipe: Callabl
     code, shown, errors = _plan("--recipe", str(tiny_recipe(global_batch_size=64)), "--config", "fsdp_hybrid_shard")
     assert (code, errors) == (0, "")
     assert "ranks      64 assumed" in shown
+
+
+def test_numbers_that_no_run_can_have() -> None:
+    for count in ("-2", "0"):
+        code, _, errors = _plan("--recipe", "quickstart", "--num-processes", count)
+        assert (code, errors) == (2, f"--num-processes {count}: a run has at least one rank\n")
+    sizes = "hidden_size: 64, intermediate_size: 64, num_hidden_layers: 1, vocab_size: 512"
+    for heads in ("num_attention_heads: 0", "num_attention_heads: 4, num_key_value_heads: 1.5"):
+        given = f"model_config={{model_type: llama, {sizes}, {heads}}}"
+        code, _, errors = _plan("--recipe", "quickstart", "--num-processes", "1", given)
+        assert code == 2 and errors.count("\n") == 1
+        assert f"{heads.split(', ')[-1]} does not fit; a whole number of at least" in errors
+
+
+def test_a_deepspeed_file_that_contradicts_the_recipe_is_not_planned(tmp_path: Path) -> None:
+    config = tmp_path / "zero.yaml"
+    config.write_text("distributed_type: DEEPSPEED\ndeepspeed_config: {zero_stage: 3, gradient_clipping: 0.5}\n")
+    code, _, errors = _plan("--recipe", "quickstart", "--config", str(config), "--num-processes", "2")
+    assert code == 2 and "gradient_clipping: 0.5, but max_grad_norm is 1 by the recipe" in errors

@@ -32,7 +32,10 @@ SIZES = {
             "optim: adafactor does not work with tensor parallelism; choose one of adamw_torch_fused, ",
         ),
         (["optim=adamw_8bit"], "optim: adamw_8bit"),
-        (["use_peft=true", "use_dora=true"], "use_dora: true does not work with tensor parallelism; leave the key out"),
+        (
+            ["use_peft=true", "use_dora=true"],
+            "use_dora: true does not work with tensor parallelism; set use_dora: false",
+        ),
         (["use_peft=true", "load_in_4bit=true"], "load_in_4bit: a quantized base cannot be divided"),
         (["torch_compile=true"], "torch_compile: true"),
         (["use_liger_kernel=true"], "use_liger_kernel: true"),

@@ -186,9 +186,9 @@ REFUSED: dict[str, tuple[Sharding, int, dict[str, Any], str]] = {
         FSDP2, 2, {"use_peft": True, "lora_target_parameters": ["experts.down_proj"]}, "lora_target_parameters: adapters of"
     ),
     "moments in files": (
-        FSDP2, 2, {"optim_offload": "nvme", "offload_dir": "disk"}, "optim_offload: nvme: is not supported with expert_"
+        FSDP2, 2, {"optim_offload": "nvme", "offload_dir": "disk"}, "optim_offload: nvme is not supported with expert_"
     ),
-    "adafactor": (FSDP2, 2, {"optim": "adafactor"}, "optim: adafactor: is not supported with expert_parallel_size"),
+    "adafactor": (FSDP2, 2, {"optim": "adafactor"}, "optim: adafactor is not supported with expert_parallel_size"),
 }  # fmt: skip
 
 
