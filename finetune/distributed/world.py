@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
 
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what a launcher would have set
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
@@ -53,6 +54,7 @@ class World:
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
     sequence_group: dist.ProcessGroup | None = None  # the ranks that divide a row's tokens; None: a rank has whole rows
+    is_launched: bool = True  # whether a launcher has set this process's environment
     left: threading.Event = field(default_factory=threading.Event)  # set by `leave`: peers may end from then on
 
     @property
@@ -136,6 +138,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     on where it was asked for. Raises `UserError` for what this machine cannot do.
     """
     _end_with_launcher()
+    is_launched = "RANK" in os.environ
     device = _device(sharding)
     _use_own_cores(device, sharding)
     if sharding.mixed_precision == "fp16" and device.type == "cpu":
@@ -170,6 +173,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         accelerator=accelerator,
         collective_timeout=timeout,
         sequence_group=sequence_group,
+        is_launched=is_launched,
         left=left,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -186,6 +190,9 @@ def leave(world: World) -> None:
         world.barrier()
         world.left.set()
         dist.destroy_process_group()
+    if not world.is_launched:  # else the next world would look for a launcher's other ranks
+        for variable in ALONE:
+            os.environ.pop(variable, None)
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -244,7 +251,7 @@ def _join_process_group(device: torch.device, timeout: timedelta) -> None:
     if device.type == "cuda":
         how["device_id"] = device
     if "RANK" not in os.environ:
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= ALONE
         how |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     dist.init_process_group(timeout=timeout, **how)
 

@@ -9,7 +9,7 @@ import torch
 
 from finetune.distributed import world
 from finetune.distributed.sharding import Sharding
-from finetune.distributed.world import join
+from finetune.distributed.world import ALONE, join, leave
 from finetune.errors import UserError
 from tests.ranks import run_command, run_python
 
@@ -63,3 +63,11 @@ def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(
     assert given.stdout == "threads 1\n", given.stderr  # the tests' environment has OMP_NUM_THREADS=1
     left_out = run_command(["env", "-u", "OMP_NUM_THREADS", "accelerate", "launch", str(script)])
     assert left_out.stdout == f"threads {len(os.sched_getaffinity(0))}\n", left_out.stderr
+
+
+def test_a_world_of_one_leaves_nothing_behind_that_asks_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALONE:
+        monkeypatch.delenv(name, raising=False)
+    for layout in ("fsdp2", "single", "fsdp2"):
+        leave(join(Sharding(layout=layout, use_cpu=True)))  # type: ignore[arg-type]
+        assert not ALONE.keys() & os.environ.keys()

@@ -20,7 +20,8 @@ from finetune.models.layers import _keep_compiled
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.loss import linear_cross_entropy
 from finetune.optim.adamw_bf16 import has_compiler
-from finetune.plan.activations import Computation, loss_chunk_bytes
+from finetune.plan.activations import Computation
+from finetune.plan.loss_memory import loss_chunk_bytes
 from finetune.recipe.schema import Model
 from finetune.training.compilation import Compilation
 from finetune.training.run_folder import check_packages
