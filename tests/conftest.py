@@ -39,6 +39,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what is marked gpu where there is none. Before many tests, the imports of their ranks begin on another core."""
     if len(items) > MANY:
         start_server()
+        # What starts ranks first: a file that takes minutes, begun last, would leave the other process without work.
+        items.sort(key=lambda item: item.path.parent.name not in ("training", "models", "cuda_without_gpu"))
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked:
         import torch

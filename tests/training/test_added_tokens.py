@@ -164,7 +164,8 @@ def test_plain_transformers_opens_the_export_and_it_answers_with_the_tokens(
         adapted = PeftModel.from_pretrained(base, out / "adapter")
         with torch.no_grad():
             ids = torch.arange(200, TOKENS)[None]
-            torch.testing.assert_close(adapted(ids).logits, model(ids).logits, atol=1e-4, rtol=1e-3)
+            # In fp64: fp32's own rounding in either forward is ten times what merging rounds.
+            torch.testing.assert_close(adapted.double()(ids).logits, model.double()(ids).logits, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("mode", ["untied", "lora", "lora-tied"])

@@ -139,9 +139,16 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
         ],
         1: [resumed("single", "tp-shard-full", "to-single", "export_at_end=true")],
     }
-    for ranks, wanted in by_ranks.items():
-        (folder / f"printed-{ranks}.txt").write_text(train_all(folder, wanted, ranks=ranks, timeout=500))
-    return lambda name: folder / name
+    ranks_of = {wanted[2][0].rpartition("/")[2]: ranks for ranks, runs in by_ranks.items() for wanted in runs}
+
+    def trained(name: str) -> Path:
+        order = list(by_ranks)
+        for ranks in order[: order.index(ranks_of[name]) + 1]:
+            if (wanted := by_ranks[ranks]) and not (folder / f"printed-{ranks}.txt").exists():
+                (folder / f"printed-{ranks}.txt").write_text(train_all(folder, wanted, ranks=ranks, timeout=500))
+        return folder / name
+
+    return trained
 
 
 @pytest.mark.slow
@@ -181,16 +188,23 @@ def test_two_ranks_compute_what_one_does(mode: str, runs: Runs, recipes: dict[st
     expected = expect(recipes[mode])
     assert len(expected) < STEPS or expected[-1][0] < 0.95 * expected[0][0], "the reference does not learn"
     assert_same(runs(f"tp-{mode}"), expected)
-    if mode in WITH_SHARDS:
-        assert_same(runs(f"tp-shard-{mode}"), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", WITH_SHARDS)
+def test_four_ranks_that_shard_too(mode: str, runs: Runs, recipes: dict[str, Path]) -> None:
+    assert_same(runs(f"tp-shard-{mode}"), expect(recipes[mode]))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_compute_what_one_process_does(family: str, runs: Runs, recipes: dict[str, Path]) -> None:
     expected = expect(recipes[family])
     assert_same(runs(f"tp-{family}"), expected)
-    if family == "qwen3":
-        assert_same(runs("tp-replicas-qwen3"), expected)
+
+
+@pytest.mark.slow
+def test_replicas_compute_what_one_process_does(runs: Runs, recipes: dict[str, Path]) -> None:
+    assert_same(runs("tp-replicas-qwen3"), expect(recipes["qwen3"]))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -218,12 +232,16 @@ def test_a_run_resumes_bit_for_bit(runs: Runs) -> None:
     assert facts_of(runs("again")) == facts_of(runs("tp-full"))[SAVED_AT:]
 
 
-@pytest.mark.parametrize("resumed", ["from-full-shard", "to-full-shard", "to-tp-shard", "to-single"])
+ON_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("to-tp-shard", "to-single")]
+
+
+@pytest.mark.parametrize("resumed", ["from-full-shard", "to-full-shard", *ON_OTHERS])
 def test_a_run_resumes_in_another_layout(resumed: str, runs: Runs) -> None:
     uninterrupted = facts_of(runs("tp-full"))[SAVED_AT:]
     assert facts_of(runs(resumed)) == [pytest.approx(step, rel=1e-5) for step in uninterrupted]
 
 
+@pytest.mark.slow
 def test_exports_are_the_same_model(runs: Runs) -> None:
     """The run compares the export with its checkpoint value by value; the other layout's is the same up to rounding."""
     divided, single = (
@@ -234,8 +252,8 @@ def test_exports_are_the_same_model(runs: Runs) -> None:
         torch.testing.assert_close(tensor, single[name], rtol=1e-4, atol=1e-6)
 
 
-def test_each_value_is_in_one_file_of_a_checkpoint(runs: Runs) -> None:
-    for run in ("tp-full", "tp-shard-full"):
-        folder = runs(run) / "checkpoints" / f"step-{STEPS:08d}" / "model"
-        written = sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
-        assert written == PARAMETERS
+@pytest.mark.parametrize("run", ["tp-full", pytest.param("tp-shard-full", marks=pytest.mark.slow)])
+def test_each_value_is_in_one_file_of_a_checkpoint(run: str, runs: Runs) -> None:
+    folder = runs(run) / "checkpoints" / f"step-{STEPS:08d}" / "model"
+    written = sum(tensor.numel() for file in folder.glob("*.safetensors") for tensor in load_file(file).values())
+    assert written == PARAMETERS
