@@ -80,6 +80,7 @@ def test_both_losses_take_it(function: Callable[..., Tensor]) -> None:
 
 
 @pytest.mark.skipif(not has_compiler(), reason="inductor needs a C compiler")
+@pytest.mark.slow
 def test_inductor_reads_the_scores_three_times_by_one_graph_for_all_sizes_and_keeps_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
