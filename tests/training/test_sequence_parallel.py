@@ -190,7 +190,8 @@ def test_what_routers_choose_is_counted_once(run: Run) -> None:
             assert line[name] == pytest.approx(other[name], rel=1e-5)
 
 
-def test_held_out_loss_and_answers_are_those_of_whole_rows(run: Run) -> None:
+@pytest.mark.parametrize("layout", [marked(name, layouts=(name,)) for name in ("sp 2", "sp 4", "sp 2 x shard 2")])
+def test_held_out_loss_and_answers_are_those_of_whole_rows(layout: str, run: Run) -> None:
     """Generation computes whole rows on every rank."""
 
     def results(layout: str) -> tuple[list[float], list[Any]]:
@@ -200,10 +201,9 @@ def test_held_out_loss_and_answers_are_those_of_whole_rows(run: Run) -> None:
 
     losses, samples = results("full_shard")
     assert len(losses) == 2 and len(samples) == 2 * (3 + 1)
-    for layout in ("sp 2", "sp 4", "sp 2 x shard 2"):
-        others, other_samples = results(layout)
-        assert others == pytest.approx(losses, rel=1e-5)
-        assert other_samples == samples
+    others, other_samples = results(layout)
+    assert others == pytest.approx(losses, rel=1e-5)
+    assert other_samples == samples
 
 
 @pytest.mark.parametrize(("saved", "layout"), [marked(*pair, layouts=pair) for pair in RESUMED])
