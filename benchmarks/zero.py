@@ -21,6 +21,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 STAGES = (1, 2, 3)
+BUCKET_NUMBERS = 500_000
 ROWS_PER_RANK, CLIP, LEARNING_RATE = 2, 1.0, 1e-3
 
 
@@ -97,8 +98,8 @@ def train_with_deepspeed(stage: int, recipe: Any, batches: Any, steps: int, begi
         "train_micro_batch_size_per_gpu": ROWS_PER_RANK,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
-        # The size that Accelerate sets for "auto"; DeepSpeed's own would be 2 GB.
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": model.config.hidden_size**2},
+        # DeepSpeed's own buckets would be 2 GB.
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_NUMBERS},
         "zero_allow_untested_optimizer": True,
     }
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)
