@@ -56,6 +56,21 @@ def test_the_update_in_the_backward_is_suggested_where_a_step_is_one_micro_batch
         assert change.apply(impossible) == impossible
 
 
+def test_state_on_nvme_is_suggested_before_offload_to_the_host_where_it_works() -> None:
+    planned = make_spec(LLAMA_31_8B, ranks=1)
+    texts = [change.text for change in list_changes(planned)]
+    nvme = next(change for change in list_changes(planned) if change.text.startswith("optim_offload=nvme offload_dir="))
+    assert texts.index(nvme.text) < texts.index("accelerate_config=fsdp_cpu_offload")
+    state = planned.state()
+    assert find_peak(planned).total - find_peak(nvme.apply(planned)).total > state.optimizer / 2
+    for impossible in (
+        replace(planned, sharding=replace(FULL_SHARD, layout="ddp")),
+        replace(planned, sharding=replace(FULL_SHARD, tensor_parallel_size=2), ranks=2),
+        nvme.apply(planned),
+    ):
+        assert all(not change.text.startswith("optim_offload") for change in list_changes(impossible))
+
+
 def test_activations_in_host_memory_are_suggested_and_counted_there() -> None:
     planned = make_spec(LLAMA_31_8B, ranks=8, max_length=32768)
     change = next(change for change in list_changes(planned) if change.text == "activation_offload=true")
