@@ -60,7 +60,7 @@ class Sharding:
         if size == 1:
             return None
         return (
-            f"sequence parallelism (Ulysses), whether the file says cp_size or sp_size: {size} ranks divide the tokens of a row, in "
+            f"sequence parallelism (Ulysses, for cp_size and sp_size alike): {size} ranks divide the tokens of a row, in "
             f"attention the heads; rows go to {counted(ranks // self.ranks_per_batch, 'group')}"
         )
 
@@ -88,7 +88,10 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
         raise UserError(f"{where}: hybrid sharding needs at least 2 ranks, but 1 was launched; use fsdp_full_shard")
     sizes = sharding.mesh_sizes
     if sizes is not None and prod(sizes.values()) != ranks:
-        named = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1 or key == "dp_shard_size")
+        # Either key divides the tokens of a row; which of them the file has is not kept.
+        names = {"sp_size": "cp_size (or sp_size)"}
+        shown = {names.get(key, key): size for key, size in sizes.items() if size > 1 or key == "dp_shard_size"}
+        named = " x ".join(f"{key} {size}" for key, size in shown.items())
         raise UserError(
             f"{where}: {named} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
             f"set the sizes so that their product is {ranks}"

@@ -1,4 +1,4 @@
-"""What tensor parallelism asks of a recipe, of a model's sizes and of the rest of the layout. Imports no torch"""
+"""What tensor parallelism asks of a recipe, of a model's sizes and of the rest of the layout. Imports no torch."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

@@ -205,7 +205,8 @@ def test_other_meshes_are_accepted_at_size_1(write: Write, mesh: str) -> None:
         read = read_sharding(write(fsdp_config=FSDP2, parallelism_config=divided), None, FOUR)
         assert (read.sequence_parallel_size, read.ranks_per_batch, read.shard_size) == (2, 2, 2)
     said = refusal(write(fsdp_config=FSDP2, parallelism_config=divided))
-    assert f"dp_shard_size 2 x {mesh.replace('cp', 'sp')} 2 = 4, but 2 ranks were launched" in said
+    shown = "tp_size" if mesh == "tp_size" else "cp_size (or sp_size)"
+    assert f"dp_shard_size 2 x {shown} 2 = 4, but 2 ranks were launched" in said
     said = refusal(write(distributed_type="MULTI_GPU", parallelism_config=divided), FOUR)
     assert f"{mesh}: 2 needs FSDP2; set distributed_type: FSDP and fsdp_version: 2" in said
 

@@ -227,7 +227,8 @@ def test_the_first_screen_says_what_divides_the_tokens(run: Run, folder: Path) -
     run("sp 2", "three")
     printed = (folder / "printed-2.txt").read_text()
     assert (
-        "cp_size or sp_size: 2 ranks divide the tokens of a row, in attention the heads; rows go to 1 group" in printed
+        "(Ulysses, for cp_size and sp_size alike): 2 ranks divide the tokens of a row, in attention the heads; rows go to 1 group"
+        in printed
     )
 
 
