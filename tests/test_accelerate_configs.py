@@ -1,5 +1,6 @@
 """The shipped Accelerate files, read by Accelerate itself: what its launcher would put in the ranks' environment."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS
 
 FILES = sorted(ACCELERATE_CONFIGS.glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_launched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment without the variables that a launcher passes on."""
+    for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_"))]:
+        monkeypatch.delenv(name)
 
 
 def launched_environment(name: str, *flags: str) -> dict[str, str]:

@@ -54,7 +54,8 @@ class World:
     accelerator: "Accelerator"
     collective_timeout: timedelta = timedelta(minutes=30)  # after which a collective gives up
     sequence_group: dist.ProcessGroup | None = None  # the ranks that divide a row's tokens; None: a rank has whole rows
-    is_launched: bool = True  # whether a launcher has set this process's environment
+    # What the environment said, before joining, of the variables that joining changes; None: nothing.
+    environment: dict[str, str | None] = field(default_factory=dict)
     left: threading.Event = field(default_factory=threading.Event)  # set by `leave`: peers may end from then on
 
     @property
@@ -138,7 +139,7 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     on where it was asked for. Raises `UserError` for what this machine cannot do.
     """
     _end_with_launcher()
-    is_launched = "RANK" in os.environ
+    before = dict(os.environ)
     device = _device(sharding)
     _use_own_cores(device, sharding)
     if sharding.mixed_precision == "fp16" and device.type == "cpu":
@@ -173,7 +174,11 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
         accelerator=accelerator,
         collective_timeout=timeout,
         sequence_group=sequence_group,
-        is_launched=is_launched,
+        environment={
+            name: before.get(name)
+            for name in before.keys() | os.environ.keys()
+            if before.get(name) != os.environ.get(name)
+        },
         left=left,
     )
     launched = int(os.environ.get("WORLD_SIZE", "1"))
@@ -183,16 +188,21 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
 
 
 def leave(world: World) -> None:
-    """Destroys the process group once every rank has called this; afterwards the process can join another world."""
+    """Destroys the process group once every rank has called this; afterwards the process can join another world.
+
+    What joining has changed in the environment is undone: a launcher's variables would make the next world wait for other
+    ranks, and Accelerate's would make it, and whatever this process starts, an FSDP world.
+    """
     from accelerate.state import AcceleratorState, GradientState
 
     if dist.is_initialized():
         world.barrier()
         world.left.set()
         dist.destroy_process_group()
-    if not world.is_launched:  # else the next world would look for a launcher's other ranks
-        for variable in ALONE:
-            os.environ.pop(variable, None)
+    for name, value in world.environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 

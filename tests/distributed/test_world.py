@@ -65,9 +65,10 @@ def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(
     assert left_out.stdout == f"threads {len(os.sched_getaffinity(0))}\n", left_out.stderr
 
 
-def test_a_world_of_one_leaves_nothing_behind_that_asks_for_other_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ALONE:
+def test_a_world_of_one_leaves_the_environment_as_it_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ALONE, "ACCELERATE_USE_FSDP"):
         monkeypatch.delenv(name, raising=False)
+    found = dict(os.environ)
     for layout in ("fsdp2", "single", "fsdp2"):
         leave(join(Sharding(layout=layout, use_cpu=True)))  # type: ignore[arg-type]
-        assert not ALONE.keys() & os.environ.keys()
+        assert dict(os.environ) == found
