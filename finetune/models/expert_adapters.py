@@ -58,6 +58,12 @@ def refuse_unadaptable(model: nn.Module, lora: Lora) -> None:
     refuse_other_parameters(lora.lora_target_parameters, experts, [name for name, _ in model.named_parameters()])
 
 
+def find_adapters_of(experts: nn.Module, model: nn.Module) -> list[Any]:
+    """peft's adapters (ParamWrapper) of the parameters of `experts`, a module in `model`, from the outermost."""
+    wrappers: Iterator[Any] = (module for module in model.modules() if hasattr(module, "parameter_name"))
+    return [wrapper for wrapper in wrappers if wrapper.get_base_layer() is experts]
+
+
 def inject_adapters(model: nn.Module, config: Any) -> None:
     """Puts the adapters of `config`, a peft LoraConfig, into `model`: on exactly the modules and parameters that it names."""
     from peft import inject_adapter_in_model

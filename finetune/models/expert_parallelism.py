@@ -9,9 +9,14 @@ chooses for its own tokens, as without; then, in each layer:
     combine   the outputs, back to where the tokens are                 all-to-all of uneven parts
 
 where the router's weights add them up. Backward, dispatch and combine trade places (Lepikhin et al. 2021, arXiv:2006.16668).
+
+LoRA's adapters of the experts are not divided: FSDP shards them with the other parameters of their layer over all ranks, and a rank
+adds the factors of its own experts to its weights. A few hundredths of the experts' size, they are gathered whole; in return their
+gradients, names and checkpoints are those of every other layout. (peft has the factors B of all experts in one matrix, whose columns
+of one expert lie r times E columns apart: no rank's part of it would be a slice.)
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +31,9 @@ from finetune.distributed.mesh import EXPERT, EXPERT_SHARD, make_expert_mesh
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError
+from finetune.models.expert_adapters import find_adapters_of
 from finetune.models.experts import expert_modules
+from finetune.models.fused_lora import ADAPTER_NAME
 from finetune.recipe.expert_division import shard_experts
 
 
@@ -44,8 +51,7 @@ def divide_experts(model: nn.Module, world: World) -> None:
     # FSDP would round the router's weights: they come in as arguments, and in fp32 in some families.
     precision = replace(plugin.mixed_precision_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
     for module in expert_modules(model):
-        divided = DividedExperts(module, mesh[EXPERT])
-        module.forward = divided.forward
+        divide_layer(model, module, mesh[EXPERT])
         sharded: Any = fully_shard(
             module,
             mesh=mesh[EXPERT_SHARD],
@@ -57,15 +63,24 @@ def divide_experts(model: nn.Module, world: World) -> None:
         sharded.set_all_reduce_hook(lambda gradient: gradient.div_(size))
 
 
+def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divides `module`, the experts of a layer of `model`, over the ranks of `mesh`, with their adapters."""
+    adapters = find_adapters_of(module, model)
+    module.forward = DividedExperts(module, mesh, adapters).forward
+    for adapter in adapters:  # which would add the factors of all experts to weights that are not gathered yet
+        adapter.forward = adapter.base_layer.__call__
+
+
 class DividedExperts:
     """What `module`, the experts of a layer, computes in place of its own forward. Its parameters become DTensors over `mesh`, one
-    dimension of ranks, along their first dimension, the experts."""
+    dimension of ranks, along their first dimension, the experts; `adapters` (peft's ParamWrapper) are of those parameters."""
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self.module, self.group, self.size = module, mesh.get_group(), mesh.size()
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
+        self.module, self.group, self.size, self.adapters = module, mesh.get_group(), mesh.size(), adapters
         parameters = dict(module.named_parameters(recurse=False))
         self.experts = next(iter(parameters.values())).shape[0]
         self.local_experts = self.experts // self.size
+        self.first = mesh.get_local_rank() * self.local_experts
         for name, parameter in parameters.items():
             assert parameter.shape[0] == self.experts, f"{name}: {tuple(parameter.shape)}, but {self.experts} experts"
             local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
@@ -93,13 +108,24 @@ class DividedExperts:
 
     def compute(self, rows: Tensor, experts: Tensor) -> Tensor:
         """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width], one each."""
-        parameters = {name: local_part(parameter) for name, parameter in self.module.named_parameters(recurse=False)}
+        parameters = self.adapted_parameters()
         if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
             return rows + sum(parameter[:0].sum() for parameter in parameters.values())
         ones = torch.ones_like(rows[:, :1])
         local: Any = _LocalExperts(self.module, parameters, self.local_experts)
         outputs: Tensor = type(self.module).forward(local, rows, experts[:, None], ones)
         return outputs
+
+    def adapted_parameters(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter, with the product of its adapter's factors added as peft does it."""
+        found = {name: local_part(parameter) for name, parameter in self.module.named_parameters(recurse=False)}
+        own = slice(self.first, self.first + self.local_experts)
+        for adapter in self.adapters:
+            if not adapter.disable_adapters:
+                left, right, scale = adapter.get_delta_factors(ADAPTER_NAME)
+                name = adapter.parameter_name
+                found[name] = torch.baddbmm(found[name], left[own], right[own], alpha=scale)
+        return found
 
 
 def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:

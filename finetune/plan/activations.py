@@ -38,7 +38,7 @@ class Computation:
     sequence_ranks: int = 1  # that divide the tokens of a row, in attention the heads
 
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
-    exchanges_tokens: bool = False  # expert parallelism: experts get their inputs from other ranks
+    expert_ranks: int = 1  # that divide a layer's experts between them, which get their inputs from other ranks
 
     @property
     def drops_inputs(self) -> bool:
@@ -143,7 +143,7 @@ def working_bytes(a: Architecture, run: Computation) -> int:
 def exchanged_bytes(a: Architecture, run: Computation) -> int:
     """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and what comes, both once for each
     expert of a token. Where the router prefers the experts of one rank, more come to it, up to all."""
-    if a.mixture is None or not run.exchanges_tokens:
+    if a.mixture is None or run.expert_ranks == 1:
         return 0
     return 2 * a.mixture.chosen * a.hidden * run.itemsize
 

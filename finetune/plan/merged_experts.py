@@ -17,12 +17,13 @@ class MergedExperts:
 
 
 def merged_expert_bytes(a: Architecture, run: Computation) -> MergedExperts:
-    """The merged experts of a model with adapters on them; nothing without."""
+    """The merged experts of a model with adapters on them, on one rank; nothing without."""
     if run.lora is None or not run.lora.lora_target_parameters:
         return MergedExperts()
     targets, sizes = run.lora.lora_target_parameters, []
     for layer in range(a.layers):
-        sizes.append([run.itemsize * t.numel for t in a.experts(layer) if is_parameter_named(t.name, targets)])
+        adapted = [t.numel for t in a.experts(layer) if is_parameter_named(t.name, targets)]
+        sizes.append([run.itemsize * numel // run.expert_ranks for numel in adapted])
     every = run.checkpoint_every
     kept = sum(sum(layer) for index, layer in enumerate(sizes) if every is None or index % every)
     return MergedExperts(kept, max(map(sum, sizes)), max((size for layer in sizes for size in layer), default=0))

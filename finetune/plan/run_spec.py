@@ -174,7 +174,7 @@ class RunSpec:
             compiled=self.recipe.model.torch_compile,
             grouped_attention=self.grouped_attention or self.device == "cpu",
             divides_vocabulary=self.sharding.tensor_parallel_size > 1,
-            exchanges_tokens=self.sharding.expert_parallel_size > 1,
+            expert_ranks=self.sharding.expert_parallel_size,
             sequence_ranks=self.sharding.sequence_parallel_size,
         )
 

@@ -43,10 +43,6 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
         raise UserError(
             f"{sharding.source}: {KEY}: {size}: mixed_precision: {precision} is not supported with it; use bf16"
         )
-    if recipe.lora.lora_target_parameters:
-        raise UserError(
-            f"lora_target_parameters: adapters of experts are not divided with them; leave the key out, or set {KEY}: 1"
-        )
     if recipe.optimization.optim in UNSUPPORTED_OPTIMIZERS:
         raise UserError(
             f"optim: {recipe.optimization.optim} is not supported with {KEY}; set optim: adamw_bf16_moments, or {KEY}: 1"

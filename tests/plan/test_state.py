@@ -34,7 +34,7 @@ ON_EXPERTS = {"use_peft": True, "lora_r": 4, "lora_target_parameters": ["experts
 RECIPES: dict[str, dict[str, Any]] = {
     **{family: {"model": family} for family in MIXTURES},
     "divided": {"model": "mixtral of 14", "expert_parallel_size": 2},
-    "divided, frozen": {"model": "mixtral of 14", "expert_parallel_size": 2, "use_peft": True, "lora_r": 4},
+    "divided, frozen": ON_EXPERTS | {"model": "mixtral of 14", "expert_parallel_size": 2},
     "mixtral's experts": ON_EXPERTS | {"model": "mixtral", "rank_pattern": {"experts.down_proj": 3}},
     "gpt_oss's experts": ON_EXPERTS | {"model": "gpt_oss", "lora_target_modules": []},
     "deepseek_v3's experts": ON_EXPERTS | {"model": "deepseek_v3"},

@@ -21,11 +21,15 @@ from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.test_expert_adapters import EXPERTS
 from tests.training.test_experts import BALANCED, COEFFICIENT, FAMILIES, SMALL
 
 STEPS, SAVED, FAMILY_STEPS = 10, 5, 2
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-LORA: dict[str, Any] = {"use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"]}
+LORA: dict[str, Any] = {
+    "use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"], "lora_target_parameters": EXPERTS,
+}  # fmt: skip
+SAVING = {"save_steps": SAVED, "save_total_limit": None}
 PACKED = {"packing": True, "max_length": 160}  # three documents a row
 # A name of the run -> model, keys. On 4 ranks, 2 of them have the same experts: 2 of 4, which FSDP deals out whole, or 3 of 6,
 # whose rows it shards.
@@ -33,6 +37,8 @@ ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     "padded": ("mixtral-4", {"max_steps": STEPS}),
     "lora-packed": ("qwen3_moe-6", {"max_steps": STEPS} | LORA | PACKED),
     "idle": ("mixtral-idle", {"max_steps": FAMILY_STEPS}),
+    "idle-lora": ("mixtral-idle", {"max_steps": FAMILY_STEPS} | LORA),
+    "gpt_oss-lora": ("gpt_oss-4", {"max_steps": FAMILY_STEPS} | LORA),  # whose experts are stored transposed
     **{
         family: (f"{family}-4", {"max_steps": FAMILY_STEPS})
         for family in DIVIDED
@@ -40,11 +46,18 @@ ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
     },
 }
 ON_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
-    "four": ("mixtral-4", {"max_steps": STEPS, "save_steps": SAVED, "save_total_limit": None}),
+    "four": ("mixtral-4", {"max_steps": STEPS} | SAVING),
     "four-packed": ("qwen3_moe-6", {"max_steps": STEPS} | PACKED),
-    "four-lora": ("mixtral-4", {"max_steps": STEPS} | LORA),
+    "four-lora": ("mixtral-4", {"max_steps": STEPS, "modules_to_save": ["layers.1.mlp.gate"]} | SAVING | LORA),
 }
+# Dense and shared layers too, whose names plain peft would take for a routed expert's: compared with one process of ours.
+ALL_LINEAR = LORA | {"max_steps": FAMILY_STEPS, "lora_target_modules": "all-linear"}
 UNMOVED = ("mixtral-4", "gpt_oss-6")
+# A run that resumed -> the whole one that its steps are compared with, and the step that it resumed from.
+RESUMED = {
+    "whole": ("four", SAVED), "single": ("four", SAVED), "whole-two": ("four", SAVED + 3), "single-two": ("four", SAVED + 3),
+    "lora-whole": ("four-lora", SAVED), "lora-two": ("four-lora", SAVED),
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +80,7 @@ def recipes(folder: Path) -> dict[str, Path]:
     tensors[routers[0]].zero_()  # ties: every token chooses the first two experts, both on the first rank
     save_file(tensors, path, {"format": "pt"})
     found = {}
-    for name, (model, keys) in (ON_TWO | ON_FOUR).items():
+    for name, (model, keys) in (ON_TWO | ON_FOUR | {"all-linear": ("deepseek_v3-4", ALL_LINEAR)}).items():
         coefficient = COEFFICIENT if model.rpartition("-")[0] in BALANCED else None
         common = {"global_batch_size": 5, "router_aux_loss_coef": coefficient}
         found[name] = write_recipe(folder / f"{name}.yaml", models[model], data, **common | keys)
@@ -91,16 +104,21 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str], Path]:
     def run(name: str, recipe: str, keys: list[str], config: Path = whole) -> tuple[Path, Path, list[str]]:
         return recipes[recipe], config, [f"output_dir={folder / 'runs' / name}", *keys]
 
-    def resume(name: str, start: str, step: int, config: Path = whole, *keys: str) -> Any:
+    def resume(name: str, start: str, step: int, config: Path = whole, *keys: str, recipe: str = "four") -> Any:
         path = folder / "runs" / start / "checkpoints" / f"step-{step:08d}"
-        return run(name, "four", [f"resume_from_checkpoint={path}", f"save_steps={SAVED + 3}", *keys], config)
+        return run(name, recipe, [f"resume_from_checkpoint={path}", f"save_steps={SAVED + 3}", *keys], config)
 
     four = [run(name, name, divided, configs.get(name, whole)) for name in ON_FOUR]
     four += [run(f"unmoved-{model}", f"unmoved-{model}", divided) for model in UNMOVED]
     train_all(folder, [*four, resume("whole", "four", SAVED)], ranks=4, timeout=400)
-    train_all(folder, [resume("single", "four", SAVED, write_config(folder, "single"))], ranks=1)
+    single = write_config(folder, "single")
+    one = [run("lora-single", "four-lora", [], single), run("all-linear-single", "all-linear", [], single)]
+    train_all(folder, [resume("single", "four", SAVED, single), *one], ranks=1)
     two = [run(name, name, divided, configs.get(name, whole)) for name in ON_TWO]
+    two += [run("all-linear", "all-linear", divided)]
     again = [resume(f"{start}-two", start, SAVED + 3, whole, *divided) for start in ("whole", "single")]
+    again += [resume("lora-whole", "four-lora", SAVED, recipe="four-lora")]
+    again += [resume("lora-two", "lora-single", SAVED, whole, *divided, recipe="four-lora")]
     train_all(folder, [*two, *again], ranks=2, timeout=400)
     return lambda name: folder / "runs" / name
 
@@ -139,16 +157,17 @@ def test_routing_is_counted_once(runs: Callable[[str], Path]) -> None:
     assert steps_of(runs("idle"))[0]["idle_expert_share_by_layer"][1] == 0.5
 
 
-@pytest.mark.parametrize("name", ["whole", "single", "whole-two", "single-two"])
+@pytest.mark.parametrize("name", RESUMED)
 def test_a_run_resumes_in_another_layout(name: str, runs: Callable[[str], Path]) -> None:
-    """Divided on 4 ranks, then sharded on 4 or whole on 1, then divided on 2."""
-    expected = {line["step"]: line for line in steps_of(runs("four"))}
+    """Divided on 4 ranks, then sharded on 4 or 2 or whole on 1, then divided on 2."""
+    start, step = RESUMED[name]
+    expected = {line["step"]: line for line in steps_of(runs(start))}
     lines = steps_of(runs(name))
-    assert [line["step"] for line in lines] == list(range(SAVED + (4 if name.endswith("two") else 1), STEPS + 1))
+    assert [line["step"] for line in lines] == list(range(step + 1, STEPS + 1))
     for line in lines:
         assert line["loss"] == pytest.approx(expected[line["step"]]["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(expected[line["step"]]["grad_norm"], rel=1e-5)
-    ours, theirs = (_checkpoint(runs(run), STEPS) for run in (name, "four"))
+    ours, theirs = (_checkpoint(runs(run), STEPS) for run in (name, start))
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[key], theirs[key], rtol=1e-3, atol=1e-5) for key in ours)
 
@@ -163,6 +182,33 @@ def test_the_export_of_experts_that_did_not_move_is_the_folder_they_came_from(
     after = load_file(exported / "model.safetensors")
     assert before.keys() == after.keys()
     assert all(before[name].dtype == after[name].dtype and torch.equal(before[name], after[name]) for name in before)
+
+
+def test_adapters_on_every_layer_are_those_of_one_process(runs: Callable[[str], Path]) -> None:
+    """Of latent attention, a dense layer and shared experts too, and the routed ones."""
+    divided, alone = (steps_of(runs(name)) for name in ("all-linear", "all-linear-single"))
+    for key in ("loss", "grad_norm"):
+        assert [line[key] for line in divided] == [pytest.approx(line[key], rel=1e-5) for line in alone]
+
+
+def test_plain_peft_opens_the_adapter_of_divided_experts(runs: Callable[[str], Path], folder: Path) -> None:
+    """Whose tensors are those of a run of one process, and whose logits are those of the merged export."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    for name in ("four-lora", "lora-single"):
+        export(runs(name), runs(name) / "adapter", adapter_only=True, log=lambda _: None)
+    export(runs("four-lora"), runs("four-lora") / "export", verify=False, log=lambda _: None)
+    ours, alone = (load_file(runs(n) / "adapter/adapter_model.safetensors") for n in ("four-lora", "lora-single"))
+    assert ours.keys() == alone.keys()
+    assert all(torch.allclose(ours[key], alone[key], rtol=1e-3, atol=1e-5) for key in ours)
+    ids, load = torch.arange(3, 40)[None], AutoModelForCausalLM.from_pretrained
+    base = load(folder / "mixtral-4", dtype=torch.float32).eval()
+    before = base(ids).logits
+    found = PeftModel.from_pretrained(base, runs("four-lora") / "adapter").eval()(ids).logits
+    merged = load(runs("four-lora") / "export", dtype=torch.float32).eval()(ids).logits
+    assert (found - before).norm() > 1e-3 * before.norm()
+    assert (found - merged).norm() < 1e-5 * merged.norm()
 
 
 def _checkpoint(run: Path, step: int) -> dict[str, torch.Tensor]:
@@ -182,9 +228,6 @@ REFUSED: dict[str, tuple[Sharding, int, dict[str, Any], str]] = {
     "fp16": (Sharding(layout="fsdp2", mixed_precision="fp16"), 2, {}, "mixed_precision: fp16 is not supported"),
     "fp8": (Sharding(layout="fsdp2", fp8=Fp8()), 2, {}, "mixed_precision: fp8 is not supported with it; use bf16"),
     "ranks": (FSDP2, 6, {"expert_parallel_size": 4}, "6 ranks, and 6 / 4 is no whole number; set it to 2, 3 or 6"),
-    "adapters of experts": (
-        FSDP2, 2, {"use_peft": True, "lora_target_parameters": ["experts.down_proj"]}, "lora_target_parameters: adapters of"
-    ),
     "moments in files": (
         FSDP2, 2, {"optim_offload": "nvme", "offload_dir": "disk"}, "optim_offload: nvme is not supported with expert_"
     ),
