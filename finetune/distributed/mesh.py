@@ -34,9 +34,12 @@ def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> Pro
     return mesh.get_group(SEQUENCE)
 
 
-def make_expert_mesh(size: int, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT, of `size` ranks, divide
-    the experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks that have the same experts."""
-    mesh = init_device_mesh(device_type, (ranks // size, size), mesh_dim_names=(EXPERT_SHARD, EXPERT))
-    mesh._flatten()  # a norm is then one sum over all ranks, the same on each, and not one for each dimension
+def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> DeviceMesh:
+    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the experts of a
+    layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the same experts."""
+    replicas, size = sharding.replicate_size or 1, sharding.expert_parallel_size
+    shape = (replicas, ranks // (replicas * size), size)
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, EXPERT_SHARD, EXPERT))
+    # A norm is then one sum over all ranks of a replica, the same on each, and not one for each dimension.
+    mesh[EXPERT_SHARD, EXPERT]._flatten()
     return mesh

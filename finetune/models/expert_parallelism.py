@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from finetune.distributed.mesh import EXPERT, EXPERT_SHARD, make_expert_mesh
+from finetune.distributed.mesh import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError
@@ -45,7 +45,8 @@ def divide_experts(model: nn.Module, world: World) -> None:
     size = world.sharding.expert_parallel_size
     if size == 1:
         return
-    mesh = make_expert_mesh(size, world.size, world.device.type)
+    mesh = make_expert_mesh(world.sharding, world.size, world.device.type)
+    is_replicated = mesh[REPLICATE].size() > 1
     set_timeouts(world.collective_timeout)
     plugin: Any = world.accelerator.state.fsdp_plugin
     # FSDP would round the router's weights: they come in as arguments, and in fp32 in some families.
@@ -54,11 +55,11 @@ def divide_experts(model: nn.Module, world: World) -> None:
         divide_layer(model, module, mesh[EXPERT])
         sharded: Any = fully_shard(
             module,
-            mesh=mesh[EXPERT_SHARD],
+            mesh=mesh[REPLICATE, EXPERT_SHARD] if is_replicated else mesh[EXPERT_SHARD],
             reshard_after_forward=plugin.reshard_after_forward,
             mp_policy=precision,
             offload_policy=plugin.cpu_offload,
-            shard_placement_fn=_choose_sharded_dim(module, size, world.size // size),
+            shard_placement_fn=_choose_sharded_dim(module, size, mesh[EXPERT_SHARD].size()),
         )
         sharded.set_all_reduce_hook(lambda gradient: gradient.div_(size))
 

@@ -45,10 +45,10 @@ def split_into_units(
     tensors: Sequence[StateTensor],
     sharding: Sharding,
     fp8: Container[str] = (),
-    ranks: int = 0,
+    shards: int = 0,
 ) -> FsdpUnits:
-    """The FSDP units that a layout of so many ranks makes of a model, as large as one rank gathers them; `fp8`: the names of what
-    is gathered in 8 bits."""
+    """The FSDP units that a layout makes of a model, as large as one rank gathers them; `fp8`: the names of what is gathered in
+    8 bits; `shards`: the ranks that hold one replica."""
     widest, layers = architecture.widest_layer, Unit(0, 0)
     embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
     if architecture.mixture is None:
@@ -69,7 +69,7 @@ def split_into_units(
         tail=tail,
         layers=layers,
         stay_gathered=sharding.strategy in ("SHARD_GRAD_OP", "NO_SHARD") or not separate,
-        unshared=sum(t.numel // t.divided for t in tensors if t.unit == f"layer {widest}" and t.divided == ranks > 1),
+        unshared=sum(t.numel // t.divided for t in tensors if t.unit == f"layer {widest}" and t.divided == shards > 1),
     )
 
 

@@ -159,7 +159,7 @@ def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
     """Bytes that the layout itself holds at each point: `gathered` units, and gradients in `communication`."""
     if not spec.sharding.is_fsdp:
         return _held_whole(spec)
-    u = split_into_units(spec.part, spec.part_tensors, spec.sharding, spec.fp8_gathered, spec.ranks)
+    u = split_into_units(spec.part, spec.part_tensors, spec.sharding, spec.fp8_gathered, spec.shards)
     size = spec.computation.itemsize
     buffers = 2 if spec.shards > 1 else 1  # the unit in use, and an all-gather buffer: its own, or the next unit's
     layers = u.layers.gathered(size) if u.stay_gathered else 0

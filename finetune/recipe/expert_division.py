@@ -24,14 +24,16 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
     size = recipe.model.expert_parallel_size
     if size == 1:
         return sharding
-    if sharding.layout != "fsdp2" or sharding.strategy in ("HYBRID_SHARD", "NO_SHARD"):
+    if sharding.layout != "fsdp2":
         raise UserError(
-            f"{sharding.source}: {KEY}: {size}: experts are divided only under FSDP2 without replicas; use fsdp_full_shard, or "
-            f"set {KEY}: 1"
+            f"{sharding.source}: {KEY}: {size}: experts are divided only under FSDP2; use fsdp_full_shard, or set {KEY}: 1"
         )
-    if ranks % size:
+    replicas = sharding.replicate_size or 1
+    shards = ranks // replicas
+    if shards % size:
+        run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {sharding.source}"
         raise UserError(
-            f"{KEY}: {size}: the run has {counted(ranks, 'rank')}, and {ranks} / {size} is no whole number; {_advise(ranks)}"
+            f"{KEY}: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is no whole number; {_advise(shards)}"
         )
     if sharding.ranks_per_batch > 1:
         raise UserError(

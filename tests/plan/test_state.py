@@ -106,6 +106,7 @@ TWO_RANKS += [("fsdp2", "divided"), ("fsdp2 offload", "divided"), ("fsdp2", "div
 TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
 TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")]
 FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora"), ("fsdp2", "divided"), ("fsdp2", "divided, frozen")]
+FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]
 TWO_RANKS += [("fsdp2", recipe) for recipe in IN_FILES] + [("fsdp2 fp32", "in files"), ("fsdp2 offload", "in files")]

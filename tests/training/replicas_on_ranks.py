@@ -1,7 +1,7 @@
 """Runs whose ranks say what they hold at every save, each on freshly forked ranks: `replicas_on_ranks.py CASES.json`.
 
-CASES.json: a list of {recipe, config, overrides, ranks, local_size, fault, step, log}. `fault` happens at the save of
-`step`: "killed" takes all ranks after it, "flipped" turns one bit of the last rank's moments before it. Prints one JSON
+CASES.json: a list of {recipe, config, overrides, ranks, local_size, fault, flipped, step, log}. `fault` happens at the save of
+`step`: "killed" takes all ranks after it, "flipped" turns one bit of the last rank's tensor of that name before it. Prints one JSON
 line for each case: the exit codes, and STEP -> the digest of the state of every rank.
 """
 
@@ -48,7 +48,7 @@ def watch_saves(case: dict[str, Any], rank: int, seen: Path) -> None:
     def watched(self: saving.Saver, progress: Progress) -> None:
         moments = shards.select_tensors(shards.get_optimizer_state(self.model, self.optimizer))
         if case["fault"] == "flipped" and progress.step == case["step"] and rank == case["ranks"] - 1:
-            flip_one_bit(next(tensor for name, tensor in moments.items() if name.endswith("q_proj.weight.exp_avg")))
+            flip_one_bit(next(tensor for name, tensor in moments.items() if name.endswith(case["flipped"])))
         with seen.open("a") as file:
             print(progress.step, digest(shards.get_model_state(self.model) | moments), file=file)
         save(self, progress)

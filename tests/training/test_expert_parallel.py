@@ -52,6 +52,13 @@ ON_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Dense and shared layers too, whose names plain peft would take for a routed expert's: compared with one process of ours.
 ALL_LINEAR = LORA | {"max_steps": FAMILY_STEPS, "lora_target_modules": "all-linear"}
+# On two replicas -> the recipe of the run.
+REPLICATED = {
+    "hybrid": "four",
+    "hybrid-packed": "four-packed",
+    "hybrid-lora": "four-lora",
+    "hybrid-lora-packed": "lora-packed",
+}
 UNMOVED = ("mixtral-4", "gpt_oss-6")
 # A run that resumed -> the whole one that its steps are compared with, and the step that it resumed from.
 RESUMED = {
@@ -137,6 +144,45 @@ def expected(recipes: dict[str, Path]) -> Callable[[str], list[tuple[float, floa
     return train
 
 
+@pytest.fixture(scope="module")
+def replicated(folder: Path, recipes: dict[str, Path], runs: Callable[[str], Path]) -> Callable[[str], Path]:
+    """As `runs`, of two replicas of two ranks, which divide the experts between them."""
+    hybrid, divided = write_config(folder, "full_shard", mesh=(2, 2)), ["expert_parallel_size=2"]
+
+    def resume(name: str, start: str, config: Path, *keys: str) -> Any:
+        path = runs(start) / "checkpoints" / f"step-{SAVED:08d}"
+        return recipes["four"], config, [f"output_dir={runs(name)}", f"resume_from_checkpoint={path}", *keys]
+
+    four: list[Any] = [
+        (recipes[name], hybrid, [f"output_dir={runs(run)}", *divided]) for run, name in REPLICATED.items()
+    ]
+    train_all(folder, [*four, resume("into-hybrid", "four", hybrid, *divided)], ranks=4, timeout=400)
+    train_all(folder, [resume("hybrid-single", "hybrid", write_config(folder, "single"))], ranks=1)
+    train_all(folder, [resume("hybrid-two", "hybrid", write_config(folder, "full_shard"), *divided)], ranks=2)
+    return runs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REPLICATED)
+def test_replicas_of_divided_experts_train_as_one_process(
+    name: str, replicated: Callable[[str], Path], expected: Callable[[str], list[tuple[float, float]]]
+) -> None:
+    """Their gradients are averaged over the replicas, once for each step."""
+    lines = steps_of(replicated(name))
+    assert len(lines) == STEPS
+    for line, (loss, norm) in zip(lines, expected(REPLICATED[name]), strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["into-hybrid", "hybrid-single", "hybrid-two"])
+def test_a_run_resumes_with_replicas_of_divided_experts_and_without(
+    name: str, replicated: Callable[[str], Path]
+) -> None:
+    _assert_resumed(replicated(name), replicated("four"), SAVED)
+
+
 @pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, runs: Callable[[str], Path], expected: Callable[[str], list[tuple[float, float]]]
@@ -161,13 +207,17 @@ def test_routing_is_counted_once(runs: Callable[[str], Path]) -> None:
 def test_a_run_resumes_in_another_layout(name: str, runs: Callable[[str], Path]) -> None:
     """Divided on 4 ranks, then sharded on 4 or 2 or whole on 1, then divided on 2."""
     start, step = RESUMED[name]
-    expected = {line["step"]: line for line in steps_of(runs(start))}
-    lines = steps_of(runs(name))
+    _assert_resumed(runs(name), runs(start), step)
+
+
+def _assert_resumed(run: Path, whole: Path, step: int) -> None:
+    expected = {line["step"]: line for line in steps_of(whole)}
+    lines = steps_of(run)
     assert [line["step"] for line in lines] == list(range(step + 1, STEPS + 1))
     for line in lines:
         assert line["loss"] == pytest.approx(expected[line["step"]]["loss"], rel=1e-5)
         assert line["grad_norm"] == pytest.approx(expected[line["step"]]["grad_norm"], rel=1e-5)
-    ours, theirs = (_checkpoint(runs(run), STEPS) for run in (name, start))
+    ours, theirs = (_checkpoint(each, STEPS) for each in (run, whole))
     assert ours.keys() == theirs.keys()
     assert all(torch.allclose(ours[key], theirs[key], rtol=1e-3, atol=1e-5) for key in ours)
 
@@ -222,7 +272,10 @@ REFUSED: dict[str, tuple[Sharding, int, dict[str, Any], str]] = {
     "fsdp1": (Sharding(layout="fsdp1"), 2, {}, "use fsdp_full_shard, or set expert_parallel_size: 1"),
     "one process": (Sharding(layout="single"), 1, {}, "use fsdp_full_shard, or set expert_parallel_size: 1"),
     "replicas": (
-        Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2), 4, {}, "without replicas; use"
+        Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2, source="hybrid.yaml"),
+        4,
+        {"expert_parallel_size": 4},
+        "each of the 2 replicas of hybrid.yaml has 2 ranks, and 2 / 4 is no whole number; set it to 2",
     ),
     "tokens divided": (Sharding(layout="fsdp2", sequence_parallel_size=2), 4, {}, "cp_size, sp_size and tp_size to 1"),
     "fp16": (Sharding(layout="fsdp2", mixed_precision="fp16"), 2, {}, "mixed_precision: fp16 is not supported"),
