@@ -30,9 +30,7 @@ def count_files(
     itemsizes, units, count = list_offloaded_itemsizes(optim, dtype, compute_dtype), dict[str, int](), 0
     for tensor in tensors:
         if tensor.trainable:
-            rows, count = tensor.shape[0], count + 1
-            block = -(-rows // shards)
-            numel = min(block, max(0, rows - rank % shards * block)) * prod(tensor.shape[1:])
+            count, numel = count + 1, prod(tensor.shard(shards, rank % shards))
             unit = tensor.unit if tensor.unit.startswith("layer") else tensor.name
             units[unit] = units.get(unit, 0) + count_offloaded_bytes(numel, itemsizes)
     return Files(size=sum(units.values()), buffer=max(units.values()), counters=4 * count)

@@ -121,15 +121,19 @@ class RunSpec:
 
     def loaded_state(self, rank: int = 0) -> State:
         """As `state`, but all of it in memory, as its parameters are when they have just been read."""
-        rank //= self.sharding.tensor_parallel_size
-        return count_state(self.part_tensors, self.sharding, self.shards, self.recipe.optimization.optim, rank)
+        keys = self.recipe.optimization
+        return count_state(self.part_tensors, self.sharding, self.shards, keys.optim, self._shard_rank(rank))
 
     def files(self, rank: int = 0) -> Files | None:
         """The file of `rank` with the optimizer's state; None where that is in memory."""
         keys = self.recipe.optimization
         if keys.optim_offload == "none" or self.sharding.layout != "fsdp2":
             return None
-        return count_files(self.part_tensors, self.shards, keys.optim, *self._dtypes, rank)
+        return count_files(self.part_tensors, self.shards, keys.optim, *self._dtypes, self._shard_rank(rank))
+
+    def _shard_rank(self, rank: int) -> int:
+        """The place of `rank` among those over which FSDP splits its part of a parameter, counted over all replicas."""
+        return rank // self.sharding.tensor_parallel_size
 
     @property
     def _dtypes(self) -> tuple[str, str]:

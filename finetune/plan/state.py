@@ -47,6 +47,13 @@ class StateTensor:
     def numel(self) -> int:
         return prod(self.shape)
 
+    def shard(self, shards: int, rank: int) -> tuple[int, ...]:
+        """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as all others but for the last ones;
+        of divided experts an equal part."""
+        held = shard_experts(self.shape, self.divided, shards // self.divided) if self.divided > 1 else None
+        rows, block = self.shape[0], -(-self.shape[0] // shards)
+        return held or (min(block, max(0, rows - rank * block)), *self.shape[1:])
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -235,18 +242,9 @@ class _Part:
 
 
 def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim: str) -> Iterator[_Part]:
-    """FSDP2 splits each tensor along its first dimension into equal blocks; the last ones are padded to the same size.
-
-    Experts that are divided over ranks it splits evenly.
-    """
+    """FSDP2 splits each tensor as `StateTensor.shard` says, and pads every rank's part to the size of the first."""
     for tensor in tensors:
-        rows, width = tensor.shape[0], prod(tensor.shape[1:])
-        block = -(-rows // shards)
-        real = (min(block, max(0, rows - rank * block)), *tensor.shape[1:])
-        stored = block * width
-        if tensor.divided > 1:
-            real = shard_experts(tensor.shape, tensor.divided, shards // tensor.divided) or real
-            stored = prod(real)
+        real, stored = tensor.shard(shards, rank), prod(tensor.shard(shards, 0))
         state = count_optimizer_bytes(optim, real, tensor.itemsize) if tensor.trainable else 0
         yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 

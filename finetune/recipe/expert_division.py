@@ -49,10 +49,6 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
         raise UserError(
             f"optim: {recipe.optimization.optim} is not supported with {KEY}; set optim: adamw_bf16_moments, or {KEY}: 1"
         )
-    if recipe.optimization.optim_offload != "none":
-        raise UserError(
-            f"optim_offload: {recipe.optimization.optim_offload} is not supported with {KEY}; leave it out, or set {KEY}: 1"
-        )
     return replace(sharding, expert_parallel_size=size)
 
 

@@ -48,16 +48,6 @@ def check_offload_layout(optimization: Optimization, sharding: "Sharding") -> No
         )
     if sharding.mixed_precision == "fp16":
         raise UserError(f"{where}: not with a loss scaler; set mixed_precision: bf16, or leave optim_offload out")
-    if sharding.tensor_parallel_size > 1:
-        raise UserError(
-            f"{where}: not with tensor parallelism; set parallelism_config_tp_size: 1, or leave optim_offload out"
-        )
-    if sharding.sequence_parallel_size > 1:
-        raise UserError(
-            f"{where}: not where ranks divide the tokens of a row; set cp_size and sp_size to 1, or leave optim_offload out"
-        )
-    if sharding.expert_parallel_size > 1:
-        raise UserError(f"{where}: not with expert_parallel_size; leave one of the two out")
     if sharding.fp8 is not None:
         raise UserError(f"{where}: not with FP8; set mixed_precision: bf16, or leave optim_offload out")
     if sys.platform != "linux":

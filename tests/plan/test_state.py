@@ -65,6 +65,13 @@ RECIPES: dict[str, dict[str, Any]] = {
         "offload_dir": "FOLDER",
         "optim": "adamw_bf16_moments",
     },
+    "divided, in files": {
+        "model": "mixtral of 14",
+        "expert_parallel_size": 2,
+        "optim_offload": "nvme",
+        "offload_dir": "FOLDER",
+    },
+    "even, in files": {"even": True, "optim_offload": "nvme", "offload_dir": "FOLDER"},
     "lora in files": {"use_peft": True, "lora_r": 4, "optim_offload": "nvme", "offload_dir": "FOLDER"},
 }
 
@@ -110,6 +117,8 @@ FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]
 TWO_RANKS += [("fsdp2", recipe) for recipe in IN_FILES] + [("fsdp2 fp32", "in files"), ("fsdp2 offload", "in files")]
+TWO_RANKS += [("fsdp2", "divided, in files"), ("tensor parallel", "even, in files")]
+FOUR_RANKS += [("fsdp2", "divided, in files"), ("tensor parallel x 2", "even, in files")]
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 

@@ -5,8 +5,11 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
+from finetune.checkpoint.retention import step_folder
+from finetune.safetensors_io.tensors import read, read_folder
 from tests.ranks import launch_ranks
 
 FSDP2: dict[str, dict[str, Any]] = {
@@ -105,6 +108,19 @@ def train_families(
                 runs.append((recipes[each[0]], config, overrides))
         train_all(folder, runs, ranks=ranks, timeout=400)
     return run_folder
+
+
+def assert_bit_equal(run: Path, other: Path, step: int, from_step: int = 0) -> None:
+    """That both left the same checkpoint of `step`, and the same losses and gradient norms after `from_step`."""
+    for part in ("model", "optimizer"):
+        ours, theirs = (read_folder(step_folder(each, step) / part) for each in (run, other))
+        assert ours.keys() == theirs.keys()
+        unequal = [name for name in ours if not torch.equal(read(ours[name]), read(theirs[name]))]
+        assert not unequal, f"{part}: {len(unequal)} of {len(ours)} tensors, {unequal[0]}"
+        assert [tensor.dtype for tensor in ours.values()] == [tensor.dtype for tensor in theirs.values()]
+    lines = [{line["step"]: (line["loss"], line["grad_norm"]) for line in steps_of(each)} for each in (run, other)]
+    for after in range(from_step + 1, step + 1):
+        assert lines[0][after] == lines[1][after], after
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -27,6 +27,8 @@ DENSE: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "tp-shard": (4, {"tp_size": 2, "dp_shard_size": 2}, []),
     "sp": (2, {"cp_size": 2}, []),
     "sp-shard": (4, {"cp_size": 2, "dp_shard_size": 2}, []),
+    "tp in files": (2, {"tp_size": 2}, ["optim_offload=nvme"]),
+    "sp in files": (2, {"cp_size": 2}, ["optim_offload=nvme"]),
 }
 MIXTURE: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "single": (1, {}, []),
@@ -34,6 +36,7 @@ MIXTURE: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "sp": (2, {"cp_size": 2}, []),
     "ep": (2, {}, ["expert_parallel_size=2"]),
     "ep-shard": (4, {}, ["expert_parallel_size=2"]),
+    "ep in files": (2, {}, ["expert_parallel_size=2", "optim_offload=nvme"]),
 }
 MODELS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, dict[str, int], list[str]]]]] = {
     "dense": ({"hidden_size": 72, "vocab_size": 509}, DENSE),
@@ -43,7 +46,10 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, tuple[int, dict[str, int], lis
     ),
 }
 PAIRS = [
-    (model, before, after) for model, (_, layouts) in MODELS.items() for before, after in product(layouts, layouts)
+    (model, before, after)
+    for model, (_, layouts) in MODELS.items()
+    for before, after in product(layouts, layouts)
+    if "single" in (before, after) or "in files" not in before + after
 ]
 
 Runs = Callable[[str, str, str], Path]
@@ -73,7 +79,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     def run(model: str, layout: str, name: str, *overrides: str) -> tuple[int, tuple[Path, Path, list[str]]]:
         ranks, sizes, keys = MODELS[model][1][layout]
         config = write_config(folder, "single" if layout == "single" else "full_shard", sizes=sizes or None)
-        return ranks, (recipes[model], config, [f"output_dir={folder}/{model}/{name}", *keys, *overrides])
+        where = [f"offload_dir={folder}/scratch"] if "optim_offload=nvme" in keys else []
+        return ranks, (recipes[model], config, [f"output_dir={folder}/{model}/{name}", *keys, *where, *overrides])
 
     first = [run(model, layout, layout) for model, (_, layouts) in MODELS.items() for layout in layouts]
     second = [

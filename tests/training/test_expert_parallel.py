@@ -20,7 +20,7 @@ from finetune.recipe.reader import read_recipe
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
 from tests.training.test_expert_adapters import EXPERTS
 from tests.training.test_experts import BALANCED, COEFFICIENT, FAMILIES, SMALL
 
@@ -101,6 +101,7 @@ def recipes(folder: Path) -> dict[str, Path]:
 def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str], Path]:
     """A run's name -> its folder. Each set of ranks is started once: 4, then 1, then 2, which resume what was saved before."""
     divided, whole = ["expert_parallel_size=2"], write_config(folder, "full_shard")
+    in_files = ["optim_offload=nvme", f"offload_dir={folder}/scratch"]
     configs = {
         "four": write_config(folder, "full_shard", checkpointing=True),
         "four-lora": write_config(folder, "shard_grad_op"),
@@ -117,6 +118,8 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str], Path]:
 
     four = [run(name, name, divided, configs.get(name, whole)) for name in ON_FOUR]
     four += [run(f"unmoved-{model}", f"unmoved-{model}", divided) for model in UNMOVED]
+    few, bf16 = [*divided, f"max_steps={FAMILY_STEPS}"], write_config(folder, "full_shard", "bf16")
+    four += [run("in memory", "four-packed", few, bf16), run("in files", "four-packed", [*few, *in_files], bf16)]
     train_all(folder, [*four, resume("whole", "four", SAVED)], ranks=4, timeout=400)
     single = write_config(folder, "single")
     one = [run("lora-single", "four-lora", [], single), run("all-linear-single", "all-linear", [], single)]
@@ -222,6 +225,11 @@ def _assert_resumed(run: Path, whole: Path, step: int) -> None:
     assert all(torch.allclose(ours[key], theirs[key], rtol=1e-3, atol=1e-5) for key in ours)
 
 
+def test_state_in_files_is_bit_for_bit_that_in_memory(runs: Callable[[str], Path]) -> None:
+    """Of experts, whose rows are sharded, and of all else, which is sharded over all ranks."""
+    assert_bit_equal(runs("in files"), runs("in memory"), FAMILY_STEPS)
+
+
 @pytest.mark.parametrize("model", UNMOVED)
 def test_the_export_of_experts_that_did_not_move_is_the_folder_they_came_from(
     model: str, runs: Callable[[str], Path], folder: Path, tmp_path: Path
@@ -281,9 +289,6 @@ REFUSED: dict[str, tuple[Sharding, int, dict[str, Any], str]] = {
     "fp16": (Sharding(layout="fsdp2", mixed_precision="fp16"), 2, {}, "mixed_precision: fp16 is not supported"),
     "fp8": (Sharding(layout="fsdp2", fp8=Fp8()), 2, {}, "mixed_precision: fp8 is not supported with it; use bf16"),
     "ranks": (FSDP2, 6, {"expert_parallel_size": 4}, "6 ranks, and 6 / 4 is no whole number; set it to 2, 3 or 6"),
-    "moments in files": (
-        FSDP2, 2, {"optim_offload": "nvme", "offload_dir": "disk"}, "optim_offload: nvme is not supported with expert_"
-    ),
     "adafactor": (FSDP2, 2, {"optim": "adafactor"}, "optim: adafactor is not supported with expert_parallel_size"),
 }  # fmt: skip
 

@@ -6,19 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from finetune.checkpoint.retention import step_folder
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
-from finetune.json_lines import read_json_lines
 from finetune.optim.optimizer import check_optimizer
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Optimization
-from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
-from tests.training.layouts import write_config, write_recipe
+from tests.training.layouts import assert_bit_equal, write_config, write_recipe
 
 STEPS, SAVED_AT = 20, 10
 Cases = dict[str, dict[str, Any]]
@@ -75,7 +72,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     done = run_python([str(Path(__file__).with_name("offloads_on_ranks.py")), str(folder / "cases.json")], timeout=300)
     assert done.returncode == 0, done.stderr[-4000:]
     results = [json.loads(line) for line in done.stdout.splitlines()]
-    return {name: given | result for (name, given), result in zip(cases.items(), results, strict=True)}
+    return {
+        name: given | result | {"folder": Path(given["folder"])}
+        for (name, given), result in zip(cases.items(), results, strict=True)
+    }
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,6 @@ def test_keys_that_contradict_each_other_are_named(tmp_path: Path, keys: list[st
         ({"layout": "ddp"}, "is for the shards of FSDP2"),
         ({"layout": "single"}, "is for the shards of FSDP2"),
         ({"layout": "fsdp2", "mixed_precision": "fp16"}, "not with a loss scaler; set mixed_precision: bf16"),
-        ({"layout": "fsdp2", "tensor_parallel_size": 2}, "not with tensor parallelism"),
-        ({"layout": "fsdp2", "sequence_parallel_size": 2}, "not where ranks divide the tokens of a row"),
-        ({"layout": "fsdp2", "expert_parallel_size": 2}, "not with expert_parallel_size"),
     ],
 )
 def test_a_layout_that_cannot_have_state_in_files_is_named_first(layout: dict[str, Any], sentence: str) -> None:
@@ -110,22 +107,6 @@ def test_a_layout_that_cannot_have_state_in_files_is_named_first(layout: dict[st
     with pytest.raises(UserError, match=r"^some\.yaml: optim_offload: nvme") as refusal:
         check_optimizer(optimization, Sharding(**layout, source="some.yaml"))
     assert sentence in str(refusal.value)
-
-
-def assert_equal(run: dict[str, Any], other: dict[str, Any], step: int, from_step: int = 0) -> None:
-    """That both left the same checkpoint of `step`, and the same losses and gradient norms after `from_step`."""
-    for part in ("model", "optimizer"):
-        ours, theirs = (read_folder(step_folder(Path(each["folder"]), step) / part) for each in (run, other))
-        assert ours.keys() == theirs.keys()
-        unequal = [name for name in ours if not torch.equal(read(ours[name]), read(theirs[name]))]
-        assert not unequal, f"{part}: {len(unequal)} of {len(ours)} tensors, {unequal[0]}"
-        assert [tensor.dtype for tensor in ours.values()] == [tensor.dtype for tensor in theirs.values()]
-    lines = [
-        {line["step"]: (line["loss"], line["grad_norm"]) for line in read_json_lines(Path(each["folder"]) / "metrics.jsonl") if line}
-        for each in (run, other)
-    ]  # fmt: skip
-    for after in range(from_step + 1, step + 1):
-        assert lines[0][after] == lines[1][after], after
 
 
 def test_a_run_killed_in_the_middle_of_a_write_resumes_to_the_state_in_memory(runs: Cases) -> None:
@@ -137,24 +118,25 @@ def test_a_run_killed_in_the_middle_of_a_write_resumes_to_the_state_in_memory(ru
     assert f"resumed at step {SAVED_AT}" in resumed["log"]
     windows = int(killed["log"].split("WINDOWS ")[1].split()[0])
     assert windows >= 4, "all of the state is in memory at once"
-    assert_equal(resumed, memory, SAVED_AT)
-    assert_equal(resumed, memory, STEPS)
+    for step in (SAVED_AT, STEPS):
+        assert_bit_equal(resumed["folder"], memory["folder"], step)
 
 
 def test_a_run_saved_with_its_state_in_files_resumes_without(runs: Cases) -> None:
     assert runs["back"]["codes"] == [0, 0], runs["back"]["log"]
-    assert_equal(runs["back"], runs["memory"], STEPS, from_step=SAVED_AT)
+    assert_bit_equal(runs["back"]["folder"], runs["memory"]["folder"], STEPS, from_step=SAVED_AT)
 
 
 def test_one_rank_and_moments_rounded_at_random_are_those_in_memory(runs: Cases) -> None:
     assert runs["one"]["codes"] == [0], runs["one"]["log"]
     for step in (SAVED_AT, STEPS):
-        assert_equal(runs["one"], runs["one in memory"], step)
+        assert_bit_equal(runs["one"]["folder"], runs["one in memory"]["folder"], step)
 
 
 def test_adapters_saved_without_files_resume_with_them(runs: Cases) -> None:
     assert runs["lora"]["codes"] == [0], runs["lora"]["log"]
-    assert_equal(runs["lora"], runs["lora in memory"], LORA["max_steps"], from_step=LORA["save_steps"])
+    ours, theirs = runs["lora"]["folder"], runs["lora in memory"]["folder"]
+    assert_bit_equal(ours, theirs, LORA["max_steps"], from_step=LORA["save_steps"])
 
 
 def test_a_disk_that_fails_is_one_sentence_on_every_rank(runs: Cases) -> None:

@@ -12,7 +12,7 @@ from finetune.export.export import export
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
 from tests.training.test_preference_layouts import make_pairs
 
 STEPS, SAVED_AT = 10, 5
@@ -35,6 +35,8 @@ MODES: dict[str, dict[str, Any]] = {
     "streamed": {**THREE, **FEW, "streaming": True},
     "noise": {**THREE, **FEW, "neftune_noise_alpha": 5.0},
     "distill": {**THREE, **FEW, "method": "distill", "distill_alpha": 0.5},
+    "in memory": {**THREE, **FEW},
+    "in files": {**THREE, **FEW, "optim_offload": "nvme"},
 }
 CORE = ("padded", "padded-lora", "alone", "three", "three-lora")
 PLAIN = (
@@ -53,6 +55,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], bool, tuple[str, ...]]] = {
     "full_shard": (2, {}, False, ("three", *ALIKE)),
     "sp 2": (2, {"cp_size": 2}, False, (*CORE, "nf4", "experts", "dpo", "kto", *ALIKE)),
     "sp 2 offload": (2, {"sp_size": 2}, False, ("short",)),
+    "sp 2 bf16": (2, {"sp_size": 2}, False, ("in memory", "in files")),
     "sp 4": (4, {"sp_size": 4}, True, (*CORE, "kept attention", "experts")),
     "sp 2 x shard 2": (4, {"sp_size": 2, "dp_shard_size": 2}, False, (*CORE, "experts", "dpo-lora", "kto")),
     "sp 2 x replicate 2": (4, {"sp_size": 2, "dp_replicate_size": 2}, False, ("short",)),
@@ -97,7 +100,10 @@ def recipes(folder: Path) -> dict[str, Path]:
     experts = make_model(folder / "experts", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2,
                          moe_intermediate_size=32, initializer_range=0.3)  # fmt: skip
     chat, pairs = make_chat(folder / "chat.jsonl", rows=26), make_pairs(folder / "pairs.jsonl", rows=14)
-    own = {"distill": {"teacher_model_name_or_path": str(teacher)}}
+    own = {
+        "distill": {"teacher_model_name_or_path": str(teacher)},
+        "in files": {"offload_dir": str(folder / "scratch")},
+    }
     return {
         mode: write_recipe(
             folder / f"{mode}.yaml",
@@ -119,7 +125,8 @@ def run(folder: Path, recipes: dict[str, Path]) -> Run:
     configs = {}
     for layout, (_, sizes, checkpointing, _) in LAYOUTS.items():
         base = "single" if layout == "single" else "offload" if "offload" in layout else "full_shard"
-        configs[layout] = write_config(folder, base, checkpointing=checkpointing, sizes=sizes)
+        precision = "bf16" if "bf16" in layout else "no"
+        configs[layout] = write_config(folder, base, precision, checkpointing=checkpointing, sizes=sizes)
 
     def path_of(*which: str) -> Path:
         return folder / "-".join(which).replace(" ", "")
@@ -181,6 +188,10 @@ def test_noise_a_teacher_and_a_stream_are_those_of_whole_rows(mode: str, run: Ru
     names = ("loss", "grad_norm", *(("kl", "cross_entropy") if mode == "distill" else ()))
     for divided, whole in zip(steps_of(run("sp 2", mode)), steps_of(run("full_shard", mode)), strict=True):
         assert [divided[name] for name in names] == pytest.approx([whole[name] for name in names], rel=1e-5)
+
+
+def test_state_in_files_is_bit_for_bit_that_in_memory(run: Run) -> None:
+    assert_bit_equal(run("sp 2 bf16", "in files"), run("sp 2 bf16", "in memory"), FEW["max_steps"])
 
 
 @pytest.mark.slow

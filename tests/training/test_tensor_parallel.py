@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
 from tests.training.test_preference_layouts import make_pairs
 
 STEPS, SAVED_AT = 10, 5
@@ -109,6 +109,7 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
 
     saved = f"save_steps={SAVED_AT}"
     two_rows = "per_device_train_batch_size=2"  # two micro-batches
+    in_files = ["optim_offload=nvme", f"offload_dir={folder}/scratch"]
     held_out = f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"
     by_ranks = {
         2: [
@@ -116,6 +117,7 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
             *(run(family, "tp") for family in FAMILIES),
             *(run(method, "tp", two_rows) for method in METHODS),
             run("full", "tp", "exact_match_samples=1", held_out, "max_steps=3", name="bf16", precision="bf16"),
+            run("full", "tp", *in_files, "max_steps=3", name="bf16-in-files", precision="bf16"),
             run(
                 "lora",
                 "tp",
@@ -226,6 +228,10 @@ def test_what_every_rank_of_a_group_holds_stays_equal(runs: Runs) -> None:
         assert (runs(name) / "checkpoints").is_dir() and len(steps_of(runs(name))) == 2
     rounded, plain = (steps_of(runs(name)) for name in ("rounded", "tp-qwen3"))
     assert rounded[1]["loss"] == pytest.approx(plain[1]["loss"], rel=1e-3)
+
+
+def test_state_in_files_is_bit_for_bit_that_in_memory(runs: Runs) -> None:
+    assert_bit_equal(runs("bf16-in-files"), runs("bf16"), 3)
 
 
 def test_a_run_resumes_bit_for_bit(runs: Runs) -> None:
