@@ -6,9 +6,9 @@ With 24 layers the model has 1.99 billion parameters, 7.94 GB in float32. The ch
 `accelerator.save_state` writes under FSDP, so that both tools read the same bytes. Every measurement is a process of its
 own, with the checkpoint out of the page cache before it; rounds take turns, and medians are printed. "Copy" reads the
 checkpoint and writes as many bytes as the export does, fsync included, and imports neither torch nor any other library for it. The
-processor's seconds are those of the process and its children, user and system. Memory is the highest sum of the resident sets of the
-process and its children, looked at twenty times a second (but at least the process's own peak), less the peak of a process that
-only imports the same.
+processor's seconds are those of the process and its children, user and system. Memory is the highest sum of the proportional sets of
+the process and its children, in which a page that several of them share counts once, looked at twenty times a second, less that of
+a process that only imports the same.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def run(command: list[str]) -> Measured:
     def watch() -> None:
         nonlocal peak_memory_bytes
         while not ended.wait(0.05):
-            peak_memory_bytes = max(peak_memory_bytes, resident_bytes(process.pid))
+            peak_memory_bytes = max(peak_memory_bytes, memory_bytes(process.pid))
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -125,14 +125,14 @@ def run(command: list[str]) -> Measured:
     ended.set()
     watcher.join()
     assert status == 0, f"{command} ended with {status}"
-    return Measured(seconds, usage.ru_utime + usage.ru_stime, max(peak_memory_bytes, usage.ru_maxrss * 1024))
+    return Measured(seconds, usage.ru_utime + usage.ru_stime, peak_memory_bytes)
 
 
-def resident_bytes(pid: int) -> int:
-    """The resident sets of a process and its children, added up; what they share counts for each. 0 where it has ended."""
+def memory_bytes(pid: int) -> int:
+    """The proportional sets of a process and its children, added up. 0 where it has ended."""
     try:
         process = psutil.Process(pid)
-        return sum(one.memory_info().rss for one in (process, *process.children(recursive=True)))
+        return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True)))
     except psutil.NoSuchProcess:
         return 0
 

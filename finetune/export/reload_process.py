@@ -87,4 +87,5 @@ def _environment() -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "HF_DEACTIVATE_ASYNC_LOAD": "1",  # transformers' threads would hold several whole tensors at once
         "OMP_NUM_THREADS": "1",  # as in every thread of the export: the order of sums depends on it
+        "MALLOC_ARENA_MAX": "1",  # as in the export's own process: what one thread frees, another uses
     }
