@@ -72,6 +72,7 @@ LAYOUTS: dict[str, Sharding] = {
     "FSDP2, rows divided by 4": Sharding(layout="fsdp2", sequence_parallel_size=4),
     "FSDP2, matrices divided by 2": Sharding(layout="fsdp2", tensor_parallel_size=2),
     "FSDP2, matrices divided by 4": Sharding(layout="fsdp2", tensor_parallel_size=4),
+    "FSDP2, rows and matrices divided by 2": Sharding(layout="fsdp2", sequence_parallel_size=2, tensor_parallel_size=2),
     "FSDP2 full shard, CPU offload": Sharding(layout="fsdp2", cpu_offload=True),
     "FSDP1 FULL_SHARD": Sharding(layout="fsdp1"),
     "FSDP1 SHARD_GRAD_OP": Sharding(layout="fsdp1", strategy="SHARD_GRAD_OP"),

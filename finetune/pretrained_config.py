@@ -82,9 +82,12 @@ def check_division(config: Any, recipe: Recipe, sharding: "Sharding") -> None:
     matrices, the heads of its attention."""
     name = recipe.model.model_name_or_path or "model_config"
     refuse_undivided(sharding, config.model_type, count_experts(config), name)
+    if sharding.tensor_parallel_size > 1:
+        _check_matrices(config, recipe, sharding, name)
     check_sequence_parallel(config, recipe.model, recipe.data, sharding)
-    if sharding.tensor_parallel_size == 1:
-        return
+
+
+def _check_matrices(config: Any, recipe: Recipe, sharding: "Sharding", name: str) -> None:
     heads = config.num_attention_heads
     if getattr(config, "quantization_config", None) is not None:
         raise UserError(
@@ -104,7 +107,8 @@ def check_division(config: Any, recipe: Recipe, sharding: "Sharding") -> None:
 def check_sequence_parallel(config: Any, model: Model, data: Data, sharding: "Sharding") -> None:
     """Raises `UserError` where the ranks cannot divide the tokens of such a model's rows between them, as far as its config shows."""
     if sharding.sequence_parallel_size > 1:
-        refuse_undivided_attention(config.get_text_config().num_attention_heads, model.attn_implementation, sharding)
+        heads = config.get_text_config().num_attention_heads
+        refuse_undivided_attention(config.model_type, heads, model.attn_implementation, sharding)
         _refuse_length_dependent_rope(config, data.max_length, f"set the sequence size of {sharding.source} to 1")
 
 

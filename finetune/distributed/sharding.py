@@ -96,11 +96,6 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
             f"{where}: {named} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
             f"set the sizes so that their product is {ranks}"
         )
-    if sharding.sequence_parallel_size > 1 and sharding.tensor_parallel_size > 1:
-        raise UserError(
-            f"{where}: sequence and tensor parallelism together are not supported; set the size of one of them to 1, "
-            "and dp_shard_size to what is left of the ranks"
-        )
     if sharding.sequence_parallel_size > 1 and sharding.fp8 is not None:
         raise UserError(f"{where}: sequence parallelism with mixed_precision: fp8 is not supported; set it to bf16")
 

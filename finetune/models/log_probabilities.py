@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.constants import loss_chunk_tokens
 from finetune.models.head_chunks import (
     UNCHANGED,
     ChunkFunction,
@@ -21,7 +20,7 @@ from finetune.models.head_chunks import (
     scatter_rows,
 )
 from finetune.models.loss import CrossEntropyHead
-from finetune.models.vocabulary_shard import VocabularyShard, find_local_head
+from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens, find_local_head
 
 
 def head_log_probabilities(
@@ -62,7 +61,7 @@ def linear_log_probabilities(
         fp32[positions]. Under autocast the products run in its type, the softmax always in fp32.
     """
     if chunk_tokens is None:
-        chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
+        chunk_tokens = choose_chunk_tokens(weight, shard, hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
     arguments = (
         hidden,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
+from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.models.head_chunks import (
     UNCHANGED,
@@ -19,7 +19,7 @@ from finetune.models.head_chunks import (
     compute_in_chunks,
     find_needed_gradients,
 )
-from finetune.models.vocabulary_shard import VocabularyShard, find_local_head
+from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens, find_local_head
 
 HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
 """(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model returns in place of the loss."""
@@ -59,7 +59,7 @@ def linear_cross_entropy(
     if trained_positions is None and labels.device.type == "cpu":
         trained_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
     if chunk_tokens is None:
-        chunk_tokens = loss_chunk_tokens(weight.shape[0], hidden.device.type)
+        chunk_tokens = choose_chunk_tokens(weight, shard, hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
     ids = labels if trained_positions is None else labels[trained_positions]
 

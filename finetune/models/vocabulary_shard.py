@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from finetune.constants import loss_chunk_tokens
 from finetune.distributed.parallelize import find_local_slices
 
 
@@ -61,3 +62,10 @@ def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
     (rows, _), mesh = find_local_slices(weight), weight.device_mesh
     local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
     return weight.to_local(), local_bias, VocabularyShard(rows.start, weight.shape[0], mesh.get_group())
+
+
+def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_type: str) -> int:
+    """Tokens in a chunk of the loss, by the rows of the head that are here. Of a vocabulary that is divided unevenly, by the most that
+    a rank has: the ranks of the group meet in every chunk."""
+    rows = weight.shape[0] if shard is None else -(-shard.rows // shard.group.size())
+    return loss_chunk_tokens(rows, device_type)

@@ -79,7 +79,6 @@ def make_plan(
     check_offload_layout(recipe.optimization, sharding)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
     _refuse_division(architecture, recipe, sharding, where)
-    refuse_undivided_attention(architecture.heads, recipe.model.attn_implementation, sharding)
     spec = RunSpec(
         architecture=architecture,
         recipe=recipe,
@@ -112,6 +111,7 @@ def _refuse_division(a: Architecture, recipe: Recipe, sharding: Sharding, where:
         "vocab_size": a.vocabulary,
     }
     check_divisible(a.model_type, sizes, sharding, where, recipe.optimization.optim)
+    refuse_undivided_attention(a.model_type, a.heads, recipe.model.attn_implementation, sharding)
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:

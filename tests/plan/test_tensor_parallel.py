@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from finetune.constants import loss_chunk_tokens
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.distributed.tensor_parallel import divide_matrices
@@ -18,7 +19,7 @@ from finetune.errors import UserError
 from finetune.models.attention import install_attention
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
-from finetune.models.vocabulary_shard import VocabularyShard
+from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import list_changes
 from finetune.plan.memory import find_peak, loss_bytes
@@ -90,6 +91,35 @@ def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any
     labels, shard = torch.randint(0, vocabulary, (tokens,)), VocabularyShard(0, vocabulary, mesh.get_group())
     measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels, shard=shard))
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
+
+
+def test_all_ranks_take_the_chunks_of_the_largest_part_of_a_vocabulary(mesh: Any) -> None:
+    """They meet in each chunk: with one number of tokens or another on two ranks, they would wait for each other."""
+    shard, rows = VocabularyShard(16001, 32001, mesh.get_group()), (16001, 16000)
+    chunks = {choose_chunk_tokens(torch.empty(count, 1), shard, "cuda") for count in rows}
+    assert len({loss_chunk_tokens(count, "cuda") for count in rows}) == 2 and len(chunks) == 1
+
+
+def test_a_rank_keeps_what_is_planned_where_rows_are_divided_too(mesh: Any) -> None:
+    """A half of the heads, and of the tokens outside of attention, in which it has a quarter of the heads."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    spec = plan_of("llama", ranks=4)
+    sharding = replace(spec.sharding, sequence_parallel_size=2)
+    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**CONFIG), dtype=torch.bfloat16)
+    install_attention(model, "auto", mesh.get_group())
+    install_loss(model)
+    divide_matrices(model, SimpleNamespace(sharding=sharding, mesh=mesh))  # type: ignore[arg-type]
+    model.train()
+    inputs, tokens = packed_inputs(), sum(DOCUMENTS) // 2
+    part = {name: inputs[name][:, :tokens] for name in ("input_ids", "position_ids")}
+    weights = [local_part(weight) for weight in (*model.parameters(), *model.buffers())]
+    with saved_for_backward(iter(weights)) as kept:
+        model.model(**inputs | part, use_cache=False)
+    a, run = spec.computed, Computation(itemsize=2, cpu=True, sequence_ranks=2)
+    planned = tokens * (sum(kept_bytes(a, run).values()) - a.hidden * run.residual_itemsize)
+    print(f"{planned / sum(kept.values()) - 1:+.1%}")
+    assert planned == pytest.approx(sum(kept.values()), rel=TOLERANCE)
 
 
 def test_a_group_is_one_rank_of_data_and_divides_the_state() -> None:

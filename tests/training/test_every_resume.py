@@ -27,6 +27,7 @@ DENSE: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "tp-shard": (4, {"tp_size": 2, "dp_shard_size": 2}, []),
     "sp": (2, {"cp_size": 2}, []),
     "sp-shard": (4, {"cp_size": 2, "dp_shard_size": 2}, []),
+    "sp-tp": (4, {"cp_size": 2, "tp_size": 2}, []),
     "tp in files": (2, {"tp_size": 2}, ["optim_offload=nvme"]),
     "sp in files": (2, {"cp_size": 2}, ["optim_offload=nvme"]),
 }

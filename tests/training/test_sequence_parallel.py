@@ -35,6 +35,7 @@ MODES: dict[str, dict[str, Any]] = {
     "streamed": {**THREE, **FEW, "streaming": True},
     "noise": {**THREE, **FEW, "neftune_noise_alpha": 5.0},
     "distill": {**THREE, **FEW, "method": "distill", "distill_alpha": 0.5},
+    "masks": {**THREE, **LORA, **FEW, "lora_dropout": 0.1, "attention_dropout": 0.1},
     "in memory": {**THREE, **FEW},
     "in files": {**THREE, **FEW, "optim_offload": "nvme"},
 }
@@ -59,6 +60,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], bool, tuple[str, ...]]] = {
     "sp 4": (4, {"sp_size": 4}, True, (*CORE, "kept attention", "experts")),
     "sp 2 x shard 2": (4, {"sp_size": 2, "dp_shard_size": 2}, False, (*CORE, "experts", "dpo-lora", "kto")),
     "sp 2 x replicate 2": (4, {"sp_size": 2, "dp_replicate_size": 2}, False, ("short",)),
+    "sp 2 x tp 2": (4, {"sp_size": 2, "tp_size": 2}, True, (*CORE, "dpo-lora", "kto", "masks")),
     "single": (1, {}, False, ()),
 }
 # (saved under, resumed under): the latter's ranks are started after the former's.
@@ -68,6 +70,8 @@ RESUMED = [
     ("full_shard", "sp 4"),
     ("sp 2", "sp 2 x shard 2"),
     ("sp 4", "single"),
+    ("sp 2", "sp 2 x tp 2"),
+    ("sp 2 x tp 2", "single"),
 ]
 
 
@@ -201,7 +205,9 @@ def test_what_routers_choose_is_counted_once(run: Run) -> None:
             assert line[name] == pytest.approx(other[name], rel=1e-5)
 
 
-@pytest.mark.parametrize("layout", [marked(name, layouts=(name,)) for name in ("sp 2", "sp 4", "sp 2 x shard 2")])
+@pytest.mark.parametrize(
+    "layout", [marked(name, layouts=(name,)) for name in ("sp 2", "sp 4", "sp 2 x shard 2", "sp 2 x tp 2")]
+)
 def test_held_out_loss_and_answers_are_those_of_whole_rows(layout: str, run: Run) -> None:
     """Generation computes whole rows on every rank."""
 
@@ -234,6 +240,13 @@ def test_a_run_resumes_under_another_layout(saved: str, layout: str, run: Run, t
     assert all(before[name].equal(after[name]) for name in before)
 
 
+@pytest.mark.slow
+def test_what_every_rank_of_a_tensor_parallel_group_holds_stays_equal(run: Run) -> None:
+    """A save compares it: under dropout too, whose masks are those of the tokens that the group has."""
+    saved = run("sp 2 x tp 2", "masks") / "checkpoints" / f"step-{FEW['max_steps']:08}"
+    assert (saved / "manifest.json").is_file()
+
+
 def test_the_first_screen_says_what_divides_the_tokens(run: Run, folder: Path) -> None:
     run("sp 2", "three")
     printed = (folder / "printed-2.txt").read_text()
@@ -253,8 +266,9 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(
     assert "but the model has 4; set the size to one of 1, 2, 4" in refused.stderr
     two = write_config(tmp_path, "full_shard", sizes={"sp_size": 2})
     command = ["-m", "finetune", "plan", "--recipe", str(recipes["three"]), "--config", str(two)]
-    for sizes, named in (({"tp_size": 2}, "sequence and tensor parallelism together"), ({}, "mixed_precision: fp8")):
-        both = write_config(tmp_path, "full_shard", "no" if sizes else "fp8", sizes={"sp_size": 2, **sizes})
+    of_two = "but the model has 4, of which tp_size 2 leaves 2 on a rank; set the size to one of 1, 2"
+    for sizes, named in (({"tp_size": 2, "sp_size": 4}, of_two), ({"sp_size": 2}, "mixed_precision: fp8")):
+        both = write_config(tmp_path, "full_shard", "no" if len(sizes) > 1 else "fp8", sizes=sizes)
         refused = run_python([*command[:-1], str(both)])
         assert refused.returncode == 2 and named in refused.stderr, refused.stderr
     refused = run_python([*command, "attn_implementation=sdpa"])

@@ -18,6 +18,7 @@ STEPS, SAVED_AT = 10, 5
 TP: dict[str, dict[str, int]] = {  # Accelerate's sizes of each layout's mesh
     "tp": {"tp_size": 2},
     "tp-shard": {"tp_size": 2, "dp_shard_size": 2},
+    "tp-rows": {"tp_size": 2, "cp_size": 2},
     "tp-replicas": {"tp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 1},
 }
 LORA = {"use_peft": True, "lora_r": 4}
@@ -137,6 +138,7 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
             run("lora-packed", "tp-shard"),
             run("full", "tp-shard", "export_at_end=true", saved),
             run("qwen3", "tp-replicas"),
+            *(run(family, "tp-rows") for family in FAMILIES),
             resumed("tp-shard", "tp-full", "to-tp-shard"),
         ],
         1: [resumed("single", "tp-shard-full", "to-single", "export_at_end=true")],
@@ -207,6 +209,12 @@ def test_families_compute_what_one_process_does(family: str, runs: Runs, recipes
 @pytest.mark.slow
 def test_replicas_compute_what_one_process_does(runs: Runs, recipes: dict[str, Path]) -> None:
     assert_same(runs("tp-replicas-qwen3"), expect(recipes["qwen3"]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ranks_that_divide_rows_too(family: str, runs: Runs, recipes: dict[str, Path]) -> None:
+    assert_same(runs(f"tp-rows-{family}"), expect(recipes[family]))
 
 
 @pytest.mark.parametrize("method", METHODS)
