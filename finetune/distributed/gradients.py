@@ -107,7 +107,8 @@ def sum_partial_gradients(model: nn.Module, world: World) -> None:
     parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
     gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
     if gradients:
-        together = torch.cat([gradient.flatten() for gradient in gradients])
+        # Where they are offloaded, they still cross between the devices, to which the group belongs.
+        together = torch.cat([gradient.flatten() for gradient in gradients]).to(world.device)
         dist.all_reduce(together, group=world.mesh[TENSOR].get_group())
         parts = torch.split(together, [gradient.numel() for gradient in gradients])
         for gradient, summed in zip(gradients, parts, strict=True):

@@ -68,7 +68,7 @@ def advise(spec: RunSpec, device_bytes: int) -> Advice:
 def list_changes(spec: RunSpec) -> Iterator[Change]:
     """What can still be changed, the cheapest first: what costs almost no time, then time, then what is trained."""
     sharding, recipe = spec.sharding, spec.recipe
-    is_divided = sharding.tensor_parallel_size > 1  # which 8-bit moments, quantized bases and offload do not work with
+    is_divided = sharding.tensor_parallel_size > 1  # which 8-bit moments and quantized bases do not work with
     if spec.rows > 1:
         rows = spec.global_batch_size
         keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
@@ -119,9 +119,9 @@ def list_changes(spec: RunSpec) -> Iterator[Change]:
             "moments and master weights are read from and written to a disk in every step",
             _set_keys("optimization", optim_offload="nvme", offload_dir="A_FOLDER_ON_NVME"),
         )
-    if not sharding.cpu_offload and not is_divided:
+    if not sharding.cpu_offload:
         yield Change(
-            "accelerate_config=fsdp_cpu_offload",
+            "fsdp_offload_params: true" if sharding.ranks_per_batch > 1 else "accelerate_config=fsdp_cpu_offload",
             "several times the time",
             lambda spec: _shard_fully(spec, cpu_offload=True),
         )

@@ -30,8 +30,6 @@ def check_tensor_parallel_recipe(recipe: Recipe, sharding: "Sharding") -> None:
 
 def _find_problems(recipe: Recipe, sharding: "Sharding") -> Iterator[str]:
     model, data, optim = recipe.model, recipe.data, recipe.optimization.optim
-    if sharding.cpu_offload:
-        yield "CPU offload does not work with tensor parallelism; set fsdp_offload_params: false, or tp_size: 1"
     if sharding.mixed_precision == "fp16":
         yield "mixed_precision: fp16 does not work with tensor parallelism; set it to bf16, or tp_size: 1"
     if sharding.fp8 is not None:

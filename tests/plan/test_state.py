@@ -94,6 +94,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "hybrid": _fsdp(2)
     | {"parallelism_config": {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 2}},
     "tensor parallel": _fsdp(2) | {"parallelism_config": {"parallelism_config_tp_size": 2}},
+    "tensor parallel, offload": _fsdp(2, offload_params=True)
+    | {"parallelism_config": {"parallelism_config_tp_size": 2}},
     "tensor parallel x 2": _fsdp(2)
     | {"parallelism_config": {"parallelism_config_tp_size": 2, "parallelism_config_dp_shard_size": 2}},
     "single": {"distributed_type": "NO", "mixed_precision": "bf16"},
@@ -103,7 +105,7 @@ TWO_RANKS = [
     (layout, recipe)
     for layout in LAYOUTS
     for recipe in ("full", "lora")
-    if layout not in ("hybrid", "single", "tensor parallel", "tensor parallel x 2")
+    if layout not in ("hybrid", "single", "tensor parallel", "tensor parallel, offload", "tensor parallel x 2")
     and (layout, recipe) != ("fsdp1 no shard", "lora")
 ] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
 TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
@@ -111,7 +113,7 @@ TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("
 TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
 TWO_RANKS += [("fsdp2", "divided"), ("fsdp2 offload", "divided"), ("fsdp2", "divided, frozen")]
 TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
-TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")]
+TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")] + [("tensor parallel, offload", "even")]
 FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora"), ("fsdp2", "divided"), ("fsdp2", "divided, frozen")]
 FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]

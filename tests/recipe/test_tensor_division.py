@@ -56,7 +56,6 @@ def test_what_does_not_work_with_it(overrides: list[str], named: str, tiny_recip
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
-        ({"cpu_offload": True}, "CPU offload"),
         ({"mixed_precision": "fp16"}, "mixed_precision: fp16"),
         ({"fp8": Fp8()}, "mixed_precision: fp8"),
         ({"wrapping": "NO_WRAP"}, "fsdp_auto_wrap_policy: NO_WRAP"),

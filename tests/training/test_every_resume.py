@@ -29,6 +29,7 @@ DENSE: dict[str, tuple[int, dict[str, int], list[str]]] = {
     "sp-shard": (4, {"cp_size": 2, "dp_shard_size": 2}, []),
     "sp-tp": (4, {"cp_size": 2, "tp_size": 2}, []),
     "tp in files": (2, {"tp_size": 2}, ["optim_offload=nvme"]),
+    "tp offload": (2, {"tp_size": 2}, []),
     "sp in files": (2, {"cp_size": 2}, ["optim_offload=nvme"]),
 }
 MIXTURE: dict[str, tuple[int, dict[str, int], list[str]]] = {
@@ -50,7 +51,7 @@ PAIRS = [
     (model, before, after)
     for model, (_, layouts) in MODELS.items()
     for before, after in product(layouts, layouts)
-    if "single" in (before, after) or "in files" not in before + after
+    if "single" in (before, after) or not {"files", "offload"} & {*before.split(), *after.split()}
 ]
 
 Runs = Callable[[str, str, str], Path]
@@ -79,7 +80,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
     def run(model: str, layout: str, name: str, *overrides: str) -> tuple[int, tuple[Path, Path, list[str]]]:
         ranks, sizes, keys = MODELS[model][1][layout]
-        config = write_config(folder, "single" if layout == "single" else "full_shard", sizes=sizes or None)
+        base = "single" if layout == "single" else "offload" if "offload" in layout else "full_shard"
+        config = write_config(folder, base, sizes=sizes or None)
         where = [f"offload_dir={folder}/scratch"] if "optim_offload=nvme" in keys else []
         return ranks, (recipes[model], config, [f"output_dir={folder}/{model}/{name}", *keys, *where, *overrides])
 

@@ -18,6 +18,7 @@ STEPS, SAVED_AT = 10, 5
 TP: dict[str, dict[str, int]] = {  # Accelerate's sizes of each layout's mesh
     "tp": {"tp_size": 2},
     "tp-shard": {"tp_size": 2, "dp_shard_size": 2},
+    "tp-offload": {"tp_size": 2},
     "tp-rows": {"tp_size": 2, "cp_size": 2},
     "tp-replicas": {"tp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 1},
 }
@@ -99,9 +100,8 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
     ) -> tuple[Path, Path, list[str]]:
         is_single = layout == "single"
         sizes = None if layout in ("single", "full_shard") else TP[layout]
-        config = write_config(
-            folder, "single" if is_single else "full_shard", precision, sizes=sizes, checkpointing=precision == "bf16"
-        )
+        base = "single" if is_single else "offload" if layout == "tp-offload" else "full_shard"
+        config = write_config(folder, base, precision, sizes=sizes, checkpointing=precision == "bf16")
         return recipes[mode], config, [f"output_dir={folder}/{name or f'{layout}-{mode}'}", *overrides]
 
     def resumed(layout: str, start: str, name: str, *overrides: str) -> tuple[Path, Path, list[str]]:
@@ -131,6 +131,8 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
             run("qwen3", "tp", "optim=adamw_bf16_moments", name="rounded"),
             run("full", "full_shard", two_rows, saved),
             resumed("tp", "tp-full", "again", two_rows),
+            resumed("tp-offload", "tp-full", "to-offload", two_rows),
+            run("qwen3", "tp-offload"),
             resumed("tp", "full_shard-full", "from-full-shard", two_rows),
             resumed("full_shard", "tp-full", "to-full-shard", two_rows),
         ],
@@ -206,6 +208,10 @@ def test_families_compute_what_one_process_does(family: str, runs: Runs, recipes
     assert_same(runs(f"tp-{family}"), expected)
 
 
+def test_what_is_offloaded_to_the_host_computes_what_one_process_does(runs: Runs, recipes: dict[str, Path]) -> None:
+    assert_same(runs("tp-offload-qwen3"), expect(recipes["qwen3"]))
+
+
 @pytest.mark.slow
 def test_replicas_compute_what_one_process_does(runs: Runs, recipes: dict[str, Path]) -> None:
     assert_same(runs("tp-replicas-qwen3"), expect(recipes["qwen3"]))
@@ -249,7 +255,7 @@ def test_a_run_resumes_bit_for_bit(runs: Runs) -> None:
 ON_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("to-tp-shard", "to-single")]
 
 
-@pytest.mark.parametrize("resumed", ["from-full-shard", "to-full-shard", *ON_OTHERS])
+@pytest.mark.parametrize("resumed", ["from-full-shard", "to-full-shard", "to-offload", *ON_OTHERS])
 def test_a_run_resumes_in_another_layout(resumed: str, runs: Runs) -> None:
     uninterrupted = facts_of(runs("tp-full"))[SAVED_AT:]
     assert facts_of(runs(resumed)) == [pytest.approx(step, rel=1e-5) for step in uninterrupted]
