@@ -93,7 +93,8 @@ class DividedExperts:
         tokens, per_token = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
-        counts = torch.bincount(flat, minlength=self.experts)
+        # Not torch.bincount, which on a GPU makes the host wait for the largest expert.
+        counts = flat.new_zeros(self.experts).scatter_add_(0, flat, torch.ones_like(flat))
         arriving = torch.empty_like(counts)  # for each expert of this rank, from rank after rank
         dist.all_to_all_single(arriving, counts, group=self.group)
         sent, received = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1).tolist()

@@ -6,6 +6,7 @@ replaces in torch stays replaced.
 """
 
 import ctypes
+import importlib
 import shutil
 import subprocess
 import tempfile
@@ -20,8 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.distributed import device_mesh
-from torch.distributed.fsdp._fully_shard import _fsdp_init as fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -215,14 +214,9 @@ def _replace_parameters(module: nn.Module, change: Callable[[Tensor], Tensor], r
 _apply = nn.Module._apply
 
 
-def _real(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` with real tensors, whose values it needs."""
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        with unset_fake_temporarily():
-            return function(*args, **kwargs)
-
-    return call
+def _leave_uncompiled(function: Any = None, **_: Any) -> Any:
+    """In place of `torch.compile`, whose kernels are made on a GPU only. To import the compiler takes seconds."""
+    return function if function is not None else _leave_uncompiled
 
 
 def build_device(library: Path) -> None:
@@ -240,8 +234,14 @@ def build_device(library: Path) -> None:
     subprocess.run([compiler, *options, str(source), "-o", str(library), *where], check=True)
 
 
-def pretend_device() -> None:
-    """Makes torch see one CUDA device in this process, on which only fake tensors can be."""
+def pretend_device(before: Sequence[str] = ()) -> None:
+    """Makes torch see one CUDA device in this process, on which only fake tensors can be.
+
+    before: packages that look for CUDA's own functions where torch has a device; imported before it has one.
+    """
+    torch.compile = _leave_uncompiled  # type: ignore[assignment]
+    for package in before:
+        importlib.import_module(package)
     with tempfile.TemporaryDirectory() as folder:
         build_device(Path(folder) / "fake_device.so")
         ctypes.CDLL(str(Path(folder) / "fake_device.so")).install_fake_device()
@@ -265,7 +265,6 @@ def pretend_device() -> None:
         setattr(torch.cuda, name, value)
     torch.accelerator.current_stream = lambda *_: stream  # type: ignore[assignment]
     torch.Generator = HostGenerator  # type: ignore[misc]
-    device_mesh.init_device_mesh = fully_shard.init_device_mesh = _real(device_mesh.init_device_mesh)
     nn.Module._apply = _replace_parameters  # type: ignore[assignment,method-assign]
     fake_tensor.init_gpu_context = lambda _: None
     FakeTensorMode.avoid_device_init = property(lambda _: True)  # type: ignore[method-assign,assignment]
@@ -287,8 +286,7 @@ def fake_tensors(values: Mapping[tuple[int, ...], Sequence[Any]]) -> Iterator[De
     FakeTensor.tolist = tolist  # type: ignore[method-assign]
     FakeTensor.record_stream = lambda *_: None  # type: ignore[assignment,method-assign]
     FakeTensor.pin_memory = FakeTensor.clone  # type: ignore[assignment,method-assign]
-    eager = torch.compiler.set_stance("force_eager")  # compiled updates, whose kernels are made on a GPU only
-    with FakeTensorMode(), waits, eager, torch.autograd.set_multithreading_enabled(False):
+    with FakeTensorMode(), waits, torch.autograd.set_multithreading_enabled(False):
         Event.waits = waits
         try:
             yield waits
