@@ -199,7 +199,7 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
             given = f" ({counted(len(examples), 'example')} packed by max_length {config.max_length})"
             less = ", a smaller max_length, or packing: false"
         raise UserError(
-            f"{recipe.path}: datasets: {counted(train.rows_per_epoch, 'row')}{given} "
+            f"{recipe.place_of('datasets')}: datasets: {counted(train.rows_per_epoch, 'row')}{given} "
             f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data or fewer ranks{less}"
         )
     epochs = recipe.optimization.num_train_epochs

@@ -82,7 +82,7 @@ def _read_stored(
     found = [finding for source in (*sources, *eval_sources) for finding in source.findings]
     if examples is None or not len(examples):
         stop = [str(finding) for finding in found if finding.is_fatal]
-        raise UserError.of([*stop, f"{recipe.path}: datasets: nothing is left to train on"])
+        raise UserError.of([*stop, f"{recipe.place_of('datasets')}: datasets: nothing is left to train on"])
     if recipe.data.eval_split_size is not None:
         examples, held_out = hold_out(examples, recipe.data.eval_split_size, recipe.run.seed)
     leaked = [] if held_out is None else find_held_out_in_training(examples, held_out)

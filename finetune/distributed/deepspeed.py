@@ -8,6 +8,7 @@ from typing import Any
 
 from finetune.constants import compute_global_batch_size
 from finetune.errors import UserError
+from finetune.recipe.overrides import COMMAND_LINE
 from finetune.recipe.schema import Recipe
 
 STAGES = {
@@ -104,7 +105,7 @@ def refuse_contradictions(recipe: Recipe, asked: Mapping[str, float], source: st
     names = {key: name for name, key in (IN_RECIPE | OPTIMIZER_IN_RECIPE).items()}
     problems = [
         f"{source}: {names[key]}: {value:g}, but {key} is {'null' if ours[key] is None else format(ours[key], 'g')} by the "
-        f"recipe{f' on {ranks} ranks' if 'batch' in key or 'steps' in key else ''}; set one to the other, or {names[key]} to auto"
+        f"{COMMAND_LINE if recipe.place_of(key) == COMMAND_LINE else 'recipe'}{f' on {ranks} ranks' if 'batch' in key or 'steps' in key else ''}; set one to the other, or {names[key]} to auto"
         for key, value in asked.items()
         if ours[key] != value
     ]

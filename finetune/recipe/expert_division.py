@@ -33,7 +33,7 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
     if shards % size:
         run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {sharding.source}"
         raise UserError(
-            f"{KEY}: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is no whole number; {_advise(shards)}"
+            f"{recipe.place_of(KEY)}: {KEY}: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is no whole number; {_advise(shards)}"
         )
     if sharding.ranks_per_batch > 1:
         raise UserError(
@@ -47,7 +47,7 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
         )
     if recipe.optimization.optim in UNSUPPORTED_OPTIMIZERS:
         raise UserError(
-            f"optim: {recipe.optimization.optim} is not supported with {KEY}; set optim: adamw_bf16_moments, or {KEY}: 1"
+            f"{recipe.place_of('optim')}: optim: {recipe.optimization.optim} is not supported with {KEY}; set optim: adamw_bf16_moments, or {KEY}: 1"
         )
     return replace(sharding, expert_parallel_size=size)
 

@@ -20,14 +20,15 @@ def check_memory_keys(recipe: "Recipe", sharding: "Sharding", ranks: int) -> Non
 
 
 def _check_checkpointing_keys(recipe: "Recipe", sharding: "Sharding") -> None:
+    keeps = "activation_checkpointing_keeps"
     if recipe.model.activation_checkpointing_keeps != "nothing" and not sharding.activation_checkpointing:
         raise UserError(
-            f"{recipe.path}: activation_checkpointing_keeps: {recipe.model.activation_checkpointing_keeps} is of checkpointed "
+            f"{recipe.place_of(keeps)}: {keeps}: {recipe.model.activation_checkpointing_keeps} is of checkpointed "
             f"layers, but {sharding.source} checkpoints none; set fsdp_activation_checkpointing: true there, or remove the key"
         )
     if not recipe.model.activation_offload:
         return
-    where = f"{recipe.path}: activation_offload"
+    where = f"{recipe.place_of('activation_offload')}: activation_offload"
     if not sharding.activation_checkpointing:
         raise UserError(
             f"{where}: offloads what checkpointed layers keep, but {sharding.source} checkpoints none; set "
@@ -76,7 +77,7 @@ def _check_update_in_backward(recipe: "Recipe", sharding: "Sharding", ranks: int
     """Raises `UserError` where `optim_in_backward` is asked for and a step's gradients cannot be used one by one."""
     if not recipe.optimization.optim_in_backward:
         return
-    where, rows = f"{recipe.path}: optim_in_backward", recipe.batch.per_device_train_batch_size
+    where, rows = f"{recipe.place_of('optim_in_backward')}: optim_in_backward", recipe.batch.per_device_train_batch_size
     if sharding.ranks_per_batch > 1 or sharding.expert_parallel_size > 1 or sharding.fp8 is not None:
         what = "FP8" if sharding.fp8 is not None else "sequence, tensor or expert parallelism"
         raise UserError(f"{where}: it does not work with {what} ({sharding.source}); remove the key")

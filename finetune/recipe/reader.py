@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -90,7 +90,8 @@ def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
         section: schema(**{key: values[key] for key in keys_of(schema, section) if key in values})
         for section, schema in SECTIONS.items()
     }
-    return Recipe(path=str(path), given=frozenset(values), **sections)
+    places = {key: in_file[key].where for key in values}
+    return Recipe(path=str(path), places=places, **sections)
 
 
 def _model_folder(name: str) -> str:
@@ -107,6 +108,13 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
         flat |= asdict(getattr(recipe, section))
     plain: dict[str, Any] = json.loads(json.dumps(flat))  # tuples become lists
     return plain
+
+
+def list_contradictions(recipe: Recipe) -> set[str]:
+    """What is wrong with the values of all keys together; nothing where the recipe has been read from a file."""
+    sections = (getattr(recipe, section) for section in SECTIONS)
+    values = {field.name: getattr(section, field.name) for section in sections for field in fields(section)}
+    return set(find_contradictions(values, (), {}, recipe.path))
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:

@@ -5,6 +5,7 @@ A recipe file is flat; the classes below only say which package reads which key.
 the documentation page and `--help` are made from it.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
@@ -228,10 +229,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A whole recipe. `path` is the file it came from; `given` the keys that the file or the command line set."""
+    """A whole recipe. `path` is the file it came from; `places` has each key that it or the command line set, with its place."""
 
     path: str
-    given: frozenset[str]
+    places: Mapping[str, str] = field(default_factory=dict)
     model: Model = field(default_factory=Model)
     method: Method = field(default_factory=Method)
     lora: Lora = field(default_factory=Lora)
@@ -241,6 +242,10 @@ class Recipe:
     optimization: Optimization = field(default_factory=Optimization)
     run: Run = field(default_factory=Run)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+    def place_of(self, key: str) -> str:
+        """Where `key` was set, for messages: a line of the file, the command line, or the file itself."""
+        return self.places.get(key, self.path)
 
     @property
     def method_facts(self) -> MethodFacts:
@@ -273,5 +278,5 @@ class Recipe:
 SECTIONS: dict[str, type] = {
     f.name: f.default_factory  # type: ignore[misc]
     for f in fields(Recipe)
-    if f.name not in ("path", "given")
+    if f.name not in ("path", "places")
 }

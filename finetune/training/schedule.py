@@ -32,7 +32,7 @@ def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, re
 
     >>> from finetune.recipe.schema import Checkpoint, Run, Recipe
     >>> run = Run(logging_steps=0.3, eval_steps=3)
-    >>> recipe = Recipe(path="r", given=frozenset(), run=run, checkpoint=Checkpoint(save_strategy="epoch"))
+    >>> recipe = Recipe(path="r", run=run, checkpoint=Checkpoint(save_strategy="epoch"))
     >>> steps = [Progress(step=step, epoch=step / 4) for step in range(7)]
     >>> dues = [find_due(steps[i], steps[i + 1], 6, recipe, Requests()) for i in range(6)]
     >>> [due.log for due in dues], [due.evaluate for due in dues], [due.save for due in dues]

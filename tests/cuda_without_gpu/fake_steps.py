@@ -97,9 +97,7 @@ def take_steps(case: Case, world: World, waits: DeviceWaits) -> dict[str, Any]:
     micro_batches_of_all = world.data_parallel.size * case.accumulation
     tokens, groups = micro_batches_of_all * sum(LENGTHS), micro_batches_of_all * len(LENGTHS)
     for name, optimization in case.optimizations.items():
-        recipe = Recipe(
-            path="recipe.yaml", given=frozenset(), model=keys, method=case.method, optimization=optimization
-        )
+        recipe = Recipe(path="recipe.yaml", model=keys, method=case.method, optimization=optimization)
         objective = case.make_objective(recipe, world)
         optimizer = build_optimizer(model, optimization)
         guard = make_guard(optimizer, optimization, world)

@@ -106,7 +106,6 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
     lora = Lora(use_peft=True, lora_target_modules=["q_proj", "down_proj"]) if job["lora"] else Lora()
     recipe = Recipe(
         path="recipe.yaml",
-        given=frozenset(),
         model=Model(model_name_or_path=str(folder), torch_compile=job["compile"]),
         optimization=TRAINED_FROM,
     )

@@ -47,7 +47,6 @@ def stream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
         batch = Batch(per_device_train_batch_size=1, global_batch_size=3)
         recipe = Recipe(
             path="recipe.yaml",
-            given=frozenset(),
             data=data,
             batch=batch,
             optimization=Optimization(max_steps=steps),

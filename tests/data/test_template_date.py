@@ -30,7 +30,7 @@ def dated_tokenizer() -> Any:
 
 
 def recipe_with(date: str | None = None) -> Recipe:
-    return Recipe(path="r.yaml", given=frozenset(), data=Data(chat_template_date=date))
+    return Recipe(path="r.yaml", data=Data(chat_template_date=date))
 
 
 def test_the_fixed_day_is_written_where_transformers_writes_todays() -> None:

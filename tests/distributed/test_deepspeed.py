@@ -154,7 +154,7 @@ def test_mistakes_in_the_section(write: Write, tmp_path: Path) -> None:
 
 
 def test_numbers_that_contradict_the_recipe_are_errors(write: Write) -> None:
-    recipe = read_recipe("quickstart")  # 12 rows in a step, 12 in a micro-batch
+    recipe = read_recipe("quickstart", ["learning_rate=0.003"])  # 12 rows in a step, 12 in a micro-batch
     agreeing = {"train_batch_size": 12, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     adam = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": "auto", "eps": 1e-8}}
     refuse_contradictions(recipe, dict(read(write(agreeing | {"optimizer": adam})).asked), "f", 1)
@@ -166,7 +166,7 @@ def test_numbers_that_contradict_the_recipe_are_errors(write: Write) -> None:
     assert "f: train_batch_size: 16, but global_batch_size is 12 by the recipe on 2 ranks; set one to the other" in said
     assert "gradient_accumulation_steps: 4, but gradient_accumulation_steps is 1 by the recipe on 2 ranks" in said
     assert "gradient_clipping: 0.5, but max_grad_norm is 1 by the recipe; set" in said
-    assert "lr: 1e-05, but learning_rate is 0.003 by the recipe" in said
+    assert "lr: 1e-05, but learning_rate is 0.003 by the command line; set" in said
 
 
 def test_launch_refuses_them_before_anything_is_loaded(write: Write) -> None:

@@ -149,7 +149,7 @@ def test_copies_overlap_with_the_next_layer_and_come_back_one_ahead() -> None:
 def test_where_it_cannot_work_it_is_refused(tiny_recipe: Any) -> None:
     recipe = read_recipe(str(tiny_recipe(activation_offload=True)))
     with pytest.raises(
-        UserError, match=r"tiny.yaml: activation_offload: .*single.yaml checkpoints none; set fsdp_activation_ch"
+        UserError, match=r"tiny.yaml:\d+: activation_offload: .*single.yaml checkpoints none; set fsdp_activation_ch"
     ):
         check_memory_keys(recipe, Sharding(layout="single", source="single.yaml"), 1)
     divided = Sharding(layout="fsdp2", activation_checkpointing=True, tensor_parallel_size=2)

@@ -51,7 +51,6 @@ def adopted(
     model = Model(model_config={"model_type": "llama", **SIZES, **extra})
     recipe = Recipe(
         path="r.yaml",
-        given=frozenset(),
         model=model,
         lora=Lora(use_peft=use_peft),
         quantization=asked,

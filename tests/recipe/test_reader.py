@@ -42,7 +42,7 @@ def test_a_good_recipe_is_read_in_the_types_of_the_schema(tmp_path: Path) -> Non
     assert recipe.lora.lora_target_modules == ("q_proj", "v_proj")
     assert recipe.run.seed == 16
     assert recipe.data.datasets[0].path == "some/data"
-    assert recipe.given == {
+    assert recipe.places.keys() == {
         "model_name_or_path",
         "datasets",
         "learning_rate",

@@ -96,7 +96,7 @@ def alone() -> World:
 
 def make_recipe(**keys: Any) -> Recipe:
     optimization = Optimization(optim_in_backward=True, max_grad_norm=None, **keys)
-    return Recipe(path="recipe.yaml", given=frozenset(), optimization=optimization)
+    return Recipe(path="recipe.yaml", optimization=optimization)
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_bf16_moments", "adamw_torch", "sgd"])
@@ -159,7 +159,7 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_the_message_is_true() -> No
 def test_what_needs_all_gradients_at_once_is_refused(
     ranks: int, keys: dict[str, Any], sharding: dict[str, Any], said: str
 ) -> None:
-    recipe = Recipe(path="r.yaml", given=frozenset(), batch=Batch(**keys), optimization=make_recipe().optimization)
+    recipe = Recipe(path="r.yaml", batch=Batch(**keys), optimization=make_recipe().optimization)
     with pytest.raises(UserError, match=said):
         check_memory_keys(recipe, Sharding(**sharding), ranks)
 
