@@ -9,7 +9,12 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import UserError
 from finetune.hub import download_file
 from finetune.recipe.expert_division import refuse_undivided
-from finetune.recipe.quantization import check_quantization, describe_quantization, read_stored_quantization
+from finetune.recipe.quantization import (
+    check_quantization,
+    describe_quantization,
+    read_stored_quantization,
+    refuse_quantized_experts,
+)
 from finetune.recipe.schema import Data, Model, Quantization, Recipe
 from finetune.recipe.sequence_division import refuse_undivided_attention
 from finetune.recipe.tensor_division import check_divisible
@@ -129,18 +134,10 @@ def complete_quantization(recipe: Recipe, config: Any, sharding: "Sharding") -> 
     cannot hold a quantized base, and where bitsandbytes is not installed.
     """
     completed = _adopt_stored_quantization(recipe, config)
-    refuse_quantized_experts(config, completed.quantization, recipe.model.model_name_or_path or "model_config")
+    name = recipe.model.model_name_or_path or "model_config"
+    refuse_quantized_experts(completed.quantization, config.model_type, count_experts(config), name)
     check_quantization(completed.quantization, sharding)
     return completed
-
-
-def refuse_quantized_experts(config: Any, quantization: Quantization, name: str) -> None:
-    """Raises `UserError` for a mixture of experts in 4 or 8 bits."""
-    if quantization.bits is not None and count_experts(config):
-        raise UserError(
-            f"load_in_{quantization.bits}bit: {name} is a mixture of experts ({config.model_type}), whose experts are "
-            "not quantized here; leave the key out, and name the unquantized model"
-        )
 
 
 def _adopt_stored_quantization(recipe: Recipe, config: Any) -> Recipe:

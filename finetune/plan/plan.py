@@ -3,11 +3,11 @@
 import re
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
+from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
 from finetune.constants import grow_rows
-from finetune.distributed.fp8 import refuse_unmultiplied
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.plan.advice import advise
@@ -15,17 +15,12 @@ from finetune.plan.architecture import Architecture, find_config, read_architect
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
+from finetune.plan.support import refuse_unsupported
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
-from finetune.recipe.expert_division import refuse_undivided, with_expert_parallelism
-from finetune.recipe.lora_schema import check_lora_layout
-from finetune.recipe.memory_keys import check_memory_keys
-from finetune.recipe.method_schema import refuse_layout
-from finetune.recipe.optim_offload import check_offload_layout
-from finetune.recipe.quantization import check_quantization, read_stored_quantization, read_teacher_quantization
+from finetune.recipe.expert_division import with_expert_parallelism
+from finetune.recipe.quantization import read_stored_quantization, read_teacher_quantization
 from finetune.recipe.schema import Method, Model, Recipe
-from finetune.recipe.sequence_division import refuse_undivided_attention
-from finetune.recipe.tensor_division import check_divisible, check_tensor_parallel_recipe
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
@@ -62,34 +57,24 @@ def make_plan(
 ) -> Plan:
     """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already.
 
-    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and where the layout cannot hold
-    the base quantized, or its adapters.
+    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is not
+    supported.
     """
     config, where = find_config(recipe.model)
     stored = read_stored_quantization(SimpleNamespace(quantization_config=config.get("quantization_config")), where)
     if stored is not None:
         recipe = replace(recipe, quantization=stored)
-    refuse_layout(recipe.method.method, sharding)
-    if sharding.layout == "fsdp1" or sharding.fp8 is not None:  # elsewhere a plan needs no bitsandbytes
-        check_quantization(recipe.quantization, sharding)
-    check_lora_layout(recipe.lora, sharding)
-    check_tensor_parallel_recipe(recipe, sharding)
-    sharding = with_expert_parallelism(sharding, recipe, ranks)
-    check_memory_keys(recipe, sharding, ranks)
-    check_offload_layout(recipe.optimization, sharding)
     architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
-    _refuse_division(architecture, recipe, sharding, where)
     spec = RunSpec(
         architecture=architecture,
         recipe=recipe,
-        sharding=sharding,
+        sharding=with_expert_parallelism(sharding, recipe, ranks),
         ranks=ranks,
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
     )
-    if sharding.fp8 is not None:
-        refuse_unmultiplied(sharding, architecture.model_type, architecture.mixture is not None, len(spec.fp8_weights))
+    refuse_unsupported(spec)
     base_dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return Plan(
         spec=spec,
@@ -98,20 +83,6 @@ def make_plan(
         host=plan_host(spec),
         speed=estimate_speed(spec, mfu, read),
     )
-
-
-def _refuse_division(a: Architecture, recipe: Recipe, sharding: Sharding, where: str) -> None:
-    experts = a.mixture.experts if a.mixture is not None else 0
-    refuse_undivided(sharding, a.model_type, experts, recipe.model.model_name_or_path or "model_config")
-    sizes = {
-        "num_attention_heads": a.heads,
-        "num_key_value_heads": a.key_value_heads,
-        "head_dim": a.head_size,
-        "intermediate_size": a.intermediate,
-        "vocab_size": a.vocabulary,
-    }
-    check_divisible(a.model_type, sizes, sharding, where, recipe.optimization.optim)
-    refuse_undivided_attention(a.model_type, a.heads, recipe.model.attn_implementation, sharding)
 
 
 def _read_teacher(model: Model, method: Method) -> TeacherSpec:
@@ -179,7 +150,8 @@ def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
 
 
 def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
-    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is impossible."""
+    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is impossible. The first is that of
+    `spec` itself, where its ranks divide rows, matrices or experts: in the others they do not."""
     plain = replace(
         spec.sharding,
         layout="fsdp2",
@@ -197,7 +169,7 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         "fsdp_cpu_offload": replace(plain, strategy="FULL_SHARD", cpu_offload=True),
         "ddp": replace(plain, layout="ddp", strategy="FULL_SHARD"),
     }
-    rows: list[tuple[str, list[int | None]]] = []
+    rows = _compare_own_layout(spec)
     for name, sharding in layouts.items():
         values: list[int | None] = []
         for ranks in TABLE_RANKS:
@@ -206,6 +178,22 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
             values.append(None if impossible else find_peak(wide).total)
         rows.append((name, values))
     return rows
+
+
+def _compare_own_layout(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
+    sharding = spec.sharding
+    sizes = {
+        "cp_size": sharding.sequence_parallel_size,
+        "tp_size": sharding.tensor_parallel_size,
+        "expert_parallel_size": sharding.expert_parallel_size,
+    }
+    named = ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    if not named:
+        return []
+    replica = (sharding.shard_size or 1) if sharding.strategy == "HYBRID_SHARD" else 1
+    group = lcm(replica * sharding.ranks_per_batch, sharding.expert_parallel_size)
+    values = [find_peak(replace(spec, ranks=each)).total if each % group == 0 else None for each in TABLE_RANKS]
+    return [(f"this run's: {named}", values)]
 
 
 def _torch_version() -> tuple[int, int]:

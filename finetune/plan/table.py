@@ -238,7 +238,7 @@ def format_advice(advice: Advice, device_bytes: int) -> str:
         ranks = f"; {advice.ranks} ranks would be enough" if advice.ranks else ""
         return (
             f"too large  even with all changes it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
-            "           tried together: a micro-batch of 1, smaller moments, checkpointing, full sharding, half the row, offload, LoRA, 4 bits"
+            f"           tried: {', '.join(change.text for change in advice.tried)}"
         )
     lines = [f"too large  for {limit} GiB; with this it takes {gib(advice.peak)} GiB:"]
     lines += [f"           {change.text}   ({change.cost})" for change in advice.changes]

@@ -70,6 +70,15 @@ def check_quantization(quantization: Quantization, sharding: "Sharding") -> None
         raise UserError(f"{key} needs bitsandbytes; pip install bitsandbytes, or leave {key} out")
 
 
+def refuse_quantized_experts(quantization: Quantization, model_type: str, experts: int, name: str) -> None:
+    """Raises `UserError` for a mixture of experts in 4 or 8 bits. experts: of a layer of the model `name`; 0 for a dense one."""
+    if quantization.bits is not None and experts:
+        raise UserError(
+            f"load_in_{quantization.bits}bit: {name} is a mixture of experts ({model_type}), whose experts are "
+            "not quantized here; leave the key out, and name the unquantized model"
+        )
+
+
 def describe_quantization(quantization: Quantization) -> str:
     """For messages.
 

@@ -14,9 +14,9 @@ from finetune.data.tokenizer import refuse_other_tokenizer
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.models.teacher import Teacher
-from finetune.pretrained_config import check_config, check_sequence_parallel, load_config, refuse_quantized_experts
+from finetune.pretrained_config import check_config, check_sequence_parallel, count_experts, load_config
 from finetune.recipe.method_schema import refuse_layout
-from finetune.recipe.quantization import check_quantization, read_teacher_quantization
+from finetune.recipe.quantization import check_quantization, read_teacher_quantization, refuse_quantized_experts
 from finetune.recipe.schema import Recipe
 from finetune.safetensors_io.tensors import read_folder
 from finetune.training.objective import Measured, Objective
@@ -60,7 +60,8 @@ def check_teacher(recipe: Recipe, tokenizer: Any, sharding: Sharding) -> None:
         check_config(config, teacher, recipe.data, len(tokenizer))
         check_sequence_parallel(config, teacher, recipe.data, sharding)
         quantization = read_teacher_quantization(config, recipe.method)
-        refuse_quantized_experts(config, quantization, str(teacher.model_name_or_path))
+        experts = count_experts(config)
+        refuse_quantized_experts(quantization, config.model_type, experts, str(teacher.model_name_or_path))
         check_quantization(quantization, sharding)
         refuse_other_tokenizer(tokenizer, teacher)
         if Path(str(teacher.model_name_or_path)).is_dir():

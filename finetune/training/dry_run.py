@@ -12,7 +12,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World, leave
 from finetune.errors import UserError
 from finetune.optim.scratch_file import check_scratch_folder
-from finetune.plan.advice import list_changes
+from finetune.plan.changes import list_changes
 from finetune.plan.memory import find_peak
 from finetune.plan.plan import format_plan, make_plan
 from finetune.pretrained_config import check_config, check_division, complete_quantization, load_config

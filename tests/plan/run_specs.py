@@ -22,13 +22,25 @@ LLAMA_31_70B = LLAMA_31_8B | {
     "num_hidden_layers": 80,
     "num_attention_heads": 64,
 }
+QWEN3_235B = {  # 235B-A22B
+    "model_type": "qwen3_moe",
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 94,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 1536,
+}
 FULL_SHARD = Sharding(layout="fsdp2", mixed_precision="bf16", activation_checkpointing=True)
 
 
 def recipe(*, lora: bool = False, max_length: int = 8192, rows: int = 1, **batch: Any) -> Recipe:
     return Recipe(
         path="recipe.yaml",
-        given=frozenset(),
         model=Model(),
         lora=Lora(use_peft=lora),
         data=Data(max_length=max_length),

@@ -1,13 +1,20 @@
 """What the plan suggests: the cheapest change first, and what offload to the host costs in time."""
 
 from dataclasses import replace
+from itertools import takewhile
+from pathlib import Path
 
-from finetune.plan.advice import advise, list_changes
+import yaml
+
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.plan.advice import advise
+from finetune.plan.changes import apply_changes, list_changes
 from finetune.plan.disk import plan_host
 from finetune.plan.memory import find_peak, plan_phases
+from finetune.plan.support import refuse_unsupported
 from finetune.plan.table import format_speed
 from finetune.plan.time import HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, estimate_speed
-from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
+from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, QWEN3_235B, make_spec
 
 GIB = 2**30
 
@@ -29,11 +36,8 @@ def test_smaller_moments_and_a_shorter_row_are_suggested_before_offload() -> Non
 def test_what_fits_with_cheap_changes_together_needs_no_offload() -> None:
     """None of them is enough alone, and offload alone would be; of those taken the dearest are dropped first."""
     planned = make_spec(LLAMA_31_8B, ranks=1, rows=4, max_length=8192)
-    everything_cheap = planned
-    for change in list_changes(planned):
-        if change.text.startswith("accelerate_config"):
-            break
-        everything_cheap = change.apply(everything_cheap)
+    cheap = takewhile(lambda change: not change.text.startswith("accelerate_config"), list_changes(planned))
+    everything_cheap, _ = apply_changes(planned, cheap)
     advice = advise(planned, find_peak(everything_cheap).total)
     assert advice.changes is not None
     assert not any("cpu_offload" in change.text or "use_peft" in change.text for change in advice.changes)
@@ -53,7 +57,6 @@ def test_the_update_in_the_backward_is_suggested_where_a_step_is_one_micro_batch
         change.apply(planned),
     ):
         assert all(change.text != text for change in list_changes(impossible))
-        assert change.apply(impossible) == impossible
 
 
 def test_state_on_nvme_is_suggested_before_offload_to_the_host_where_it_works() -> None:
@@ -81,6 +84,65 @@ def test_activations_in_host_memory_are_suggested_and_counted_there() -> None:
     unsuited = (replace(FULL_SHARD, activation_checkpointing=False), replace(FULL_SHARD, tensor_parallel_size=2))
     for spec in (offloaded, replace(planned, device="cpu"), *(replace(planned, sharding=each) for each in unsuited)):
         assert all(each.text != change.text for each in list_changes(spec))
+
+
+def test_dividing_experts_is_suggested_where_a_mixture_is_gathered_whole() -> None:
+    """Over the most ranks of a node that divide the experts of a layer; not where it is not supported."""
+    planned = make_spec(QWEN3_235B, ranks=128)
+    change = next(change for change in list_changes(planned) if change.text == "expert_parallel_size=8")
+    peak, layer = find_peak(planned).total, 3 * 128 * 4096 * 1536  # numbers of its experts
+    less = peak - find_peak(change.apply(planned)).total
+    assert 7 / 8 * 2 * (2 * layer) < less  # in bf16: the layer in use and the gather of the next, or its gradients
+    assert [each.text for each in advise(planned, peak - less).changes or ()] == [change.text]
+    assert not any("load_in" in each.text for each in list_changes(planned))  # of a base: experts are not quantized
+    hybrid, divided = replace(FULL_SHARD, strategy="HYBRID_SHARD"), replace(FULL_SHARD, sequence_parallel_size=8)
+    for spec, expected in (
+        (replace(planned, sharding=replace(hybrid, replicate_size=8, shard_size=16)), ["expert_parallel_size=8"]),
+        (replace(planned, sharding=replace(hybrid, replicate_size=32, shard_size=4)), ["expert_parallel_size=4"]),
+        (change.apply(planned), []),
+        (replace(planned, sharding=replace(divided, shard_size=16)), []),
+        (replace(planned, sharding=replace(FULL_SHARD, layout="ddp")), []),
+        (replace(planned, sharding=replace(FULL_SHARD, mixed_precision="fp16")), []),
+        (make_spec(LLAMA_31_8B, ranks=128), []),
+    ):
+        texts = [each.text for each in list_changes(spec)]
+        assert [text for text in texts if text.startswith("expert_parallel_size")] == expected
+
+
+def test_rows_and_matrices_are_divided_by_a_file_that_reads_back_as_planned(tmp_path: Path) -> None:
+    """Over the ranks of a node; the shipped file for 8 of them is tested with sequence parallelism."""
+    for ranks, size in ((2, 2), (12, 4), (16, 8)):
+        planned = make_spec(LLAMA_31_8B, ranks=ranks, max_length=65536, global_batch_size=48)
+        found = [change for change in list_changes(planned) if change.text.startswith("parallelism_config")]
+        assert [f"{key}_size: {size}," in change.text for key, change in zip(("cp", "tp"), found, strict=True)] == [
+            True
+        ] * 2
+        for change in found:
+            file = {"distributed_type": "FSDP", "mixed_precision": "bf16"} | yaml.safe_load(change.text)
+            file["fsdp_config"] = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
+            (tmp_path / "file.yaml").write_text(yaml.safe_dump(file))
+            read = read_sharding(str(tmp_path / "file.yaml"), None, {"WORLD_SIZE": str(ranks)})
+            changed = change.apply(planned)
+            assert replace(read, source=FULL_SHARD.source, replicate_size=None) == changed.sharding
+            assert changed.global_batch_size == 48
+            assert find_peak(changed).total < find_peak(planned).total
+
+
+def test_what_is_suggested_together_is_supported_together() -> None:
+    """Changes that keep each other out, such as offloaded activations and divided rows, are tried in turns: no example is cut
+    where dividing rows comes first."""
+    planned = make_spec(LLAMA_31_70B, ranks=16, max_length=262_144, global_batch_size=16)
+    advice = advise(planned, 120 * GIB)
+    assert advice.changes is not None
+    texts = [change.text for change in advice.changes]
+    assert any("cp_size: 8" in text for text in texts) and not any("max_length" in text for text in texts)
+    changed, left_out = apply_changes(planned, advice.changes)
+    assert not left_out and find_peak(changed).total == advice.peak <= 120 * GIB
+    refuse_unsupported(changed)
+    together = [
+        change for change in list_changes(planned) if change.text.startswith(("optim_in_backward", "optim_offload"))
+    ]
+    assert [change.text.split("=")[0] for change in apply_changes(planned, together)[1]] == ["optim_offload"]
 
 
 def test_offload_is_in_the_time_of_a_step() -> None:

@@ -102,6 +102,20 @@ def test_a_hybrid_file_is_planned_for_the_ranks_of_its_mesh(tiny_recipe: Callabl
     assert "ranks      64 assumed" in shown
 
 
+def test_the_table_has_a_row_for_ranks_that_divide_more_than_the_state(
+    tiny_recipe: Callable[..., Path], tmp_path: Path
+) -> None:
+    config = tmp_path / "divided.yaml"
+    sizes = "{parallelism_config_tp_size: 2, parallelism_config_dp_shard_size: 4}"
+    config.write_text(f"distributed_type: FSDP\nfsdp_config: {{fsdp_version: 2}}\nparallelism_config: {sizes}\n")
+    code, shown, errors = _plan("--recipe", str(tiny_recipe(global_batch_size=64)), "--config", str(config))
+    assert (code, errors) == (0, "")
+    head, own, other = shown.partition("GiB on one rank, by ranks")[2].splitlines()[:3]
+    cells = own.removeprefix("this run's: tp_size 2").split()
+    assert head.split() == ["1", "2", "4", "8", "16", "64"] and cells[0] == "-" and "-" not in cells[1:]
+    assert other.startswith("fsdp_full_shard ")
+
+
 def test_numbers_that_no_run_can_have() -> None:
     for count in ("-2", "0"):
         code, _, errors = _plan("--recipe", "quickstart", "--num-processes", count)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from finetune.constants import OFFLOAD_ALIGNMENT
-from finetune.plan.advice import list_changes
+from finetune.plan.changes import list_changes
 from finetune.plan.disk import plan_disk, plan_host
 from finetune.plan.memory import plan_phases
 from finetune.plan.run_spec import RunSpec

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from finetune.errors import UserError
-from finetune.plan.advice import advise, list_changes
+from finetune.plan.advice import advise
+from finetune.plan.changes import list_changes
 from finetune.plan.memory import dequantized_bytes, plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec

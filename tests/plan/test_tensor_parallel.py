@@ -21,7 +21,7 @@ from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
 from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
-from finetune.plan.advice import list_changes
+from finetune.plan.changes import list_changes
 from finetune.plan.memory import find_peak, loss_bytes
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import name_layout
