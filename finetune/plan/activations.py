@@ -79,7 +79,8 @@ def kept_bytes(a: Architecture, run: Computation) -> dict[str, int]:
     return {
         "layers": layers,
         "checkpoints": _checkpoints(a, run, a.layers - len(kept)),
-        "ends": TOKEN_ID + rotary + final_norm,
+        "ids and rotary": TOKEN_ID + rotary,
+        "final norm": final_norm,
     }
 
 

@@ -18,6 +18,15 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
     return chunk * vocabulary * (run.itemsize + FP32 + casts)
 
 
+def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computation) -> int:
+    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on a CPU of the fp32 copy that torch
+    adds up; a GPU's kernel adds the product itself, and so does a CPU's in fp32."""
+    if not run.cpu or run.itemsize == FP32:
+        return 0
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
+    return vocabulary * (2 * chunk * run.itemsize + hidden * (run.itemsize + FP32))
+
+
 def divergence_chunk_bytes(vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float) -> int:
     """The same where a teacher's logits meet the student's: scores, both models' log-probabilities, and three more tensors of
     their size for the divergence and its gradient, two for the forward KL; one more where a temperature makes the student's

@@ -1,73 +1,27 @@
 """The peak memory of one rank in every phase of a run, from snapshots at the points where memory could be highest.
 
-The snapshots of a training step follow torch's own order of events. FSDP2 (torch/distributed/fsdp/_fully_shard): in the
-forward a unit's all-gather buffer lives until the next unit has been copied out; in the backward the previous unit is
-prefetched; a unit's gradients are copied into an fp32 buffer and reduce-scattered, and that buffer is held until the
-next unit's. Units are the embedding, every decoder layer, and the tail (final norm and head), which stays gathered
-from forward to backward (Accelerate's fsdp2_prepare_model).
+The points of a training step follow torch's own order of events: the forward with the loss here, the backward in
+`backward_memory.py`.
 """
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
-from finetune.plan.activations import (
-    evaluation_bytes,
-    kept_bytes,
-    layer_bytes,
-    prefetched_bytes,
-    recomputed_bytes,
-    working_bytes,
-)
+from finetune.plan.activations import evaluation_bytes
+from finetune.plan.backward_memory import kept_for_backward, sharded_points, whole_points
 from finetune.plan.fp8_memory import fp8_bytes
-from finetune.plan.fsdp_units import split_into_units
-from finetune.plan.loss_memory import log_probability_backward_bytes, loss_chunk_bytes
+from finetune.plan.layout_memory import plan_layout_memory
+from finetune.plan.loss_memory import log_probability_backward_bytes, loss_chunk_bytes, weight_product_bytes
+from finetune.plan.memory_snapshot import Snapshot
 from finetune.plan.merged_experts import merged_expert_bytes
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import FP32, HEAD, State
 from finetune.plan.teacher_memory import meeting_bytes, teacher_forward, teachers_tail
-from finetune.plan.update_memory import plan_updates_in_backward, points_of_updates, update_temporaries
+from finetune.plan.update_memory import update_temporaries
 
 SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
 CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
 NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
-
-
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """Bytes that one rank holds at one point of a run."""
-
-    name: str
-    parameters: int = 0  # trained and frozen, as sharded
-    teacher: int = 0  # its parameters, as sharded
-    gradients: int = 0
-    optimizer: int = 0
-    gathered: int = 0  # FSDP units gathered for the computation, or weights cast by autocast
-    activations: int = 0
-    loss: int = 0  # the chunk of logits, and the gradients that the loss computes in its forward
-    communication: int = 0  # unsharded gradients that are being reduced
-    temporaries: int = 0  # of the optimizer; of a quantized base, what is dequantized; of FP8, what is cast
-    slack: int = 0
-    context: int = 0
-
-    @property
-    def allocated(self) -> int:
-        """What torch.cuda.max_memory_allocated counts."""
-        return (
-            self.parameters
-            + self.teacher
-            + self.gradients
-            + self.optimizer
-            + self.gathered
-            + self.activations
-            + self.loss
-            + self.communication
-            + self.temporaries
-        )
-
-    @property
-    def total(self) -> int:
-        """What the device needs to have."""
-        return self.allocated + self.slack + self.context
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +45,12 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     read = spec.loaded_state()
     loaded = replace(weights, parameters=0 if spec.sharding.cpu_offload else read.trained + read.frozen)
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
-    kept = points_of_updates(spec) if not in_files else [point.name for point in step]
-    first = [point if point.name in kept else replace(point, optimizer=0) for point in step]
     largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
     by_name = {
         "load": [loaded],
         **({"reference": before} if before else {}),
-        "first step": first,
+        "first step": step if in_files else _first_step(spec, step),
         "steady step": step,
         "evaluation": [*_teacher_first(spec, at_rest, _evaluated_tokens(spec)), _evaluation(spec, at_rest)],
         "save": [at_rest],
@@ -116,97 +68,38 @@ def find_peak(spec: RunSpec) -> Snapshot:
     return max((phase.peak for phase in plan_phases(spec)), key=lambda point: point.total)
 
 
+def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
+    """The points of a step before which there is no optimizer's state: it is made by the first update."""
+    last = "backward of the head"
+    made = [point.name for point in step].index(last) if spec.recipe.optimization.optim_in_backward else len(step) - 2
+    return [replace(point, optimizer=0) for point in step[: made + 1]] + step[made + 1 :]
+
+
 def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
     """The points of an optimizer step that could be its peak. `full` has the whole state, gradients included."""
-    run, tokens, a = spec.computation, spec.tokens, spec.computed
-    kept = kept_bytes(a, run)
-    merged = merged_expert_bytes(a, run)
-    all_kept = tokens * sum(kept.values()) + merged.kept
-    ends = tokens * (kept["ends"] + a.hidden * run.residual_itemsize)
-    at_work = tokens * (recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run))
-    at_work += merged.layer if run.checkpoint_every is not None else 0
-    one_layer = tokens * (sum(layer_bytes(a, run).values()) + working_bytes(a, run)) + merged.layer
-    held, tail_share = held_by_layout(spec), _tail_share(spec)
+    layout, all_kept = plan_layout_memory(spec), kept_for_backward(spec)
     before = full if spec.accumulation > 1 else replace(full, gradients=0)  # of earlier micro-batches
     if spec.reference == "adapters off":
-        yield _forward(spec, before, "forward of the reference", tokens)
-    yield from _teacher_first(spec, before, tokens)
-    yield replace(before, name="loss", activations=all_kept, loss=loss_bytes(spec), **held["loss"])
-    yield replace(
-        before, name="backward of the head", activations=all_kept, loss=loss_backward_bytes(spec), **held["head"]
-    )
-    updates = plan_updates_in_backward(spec) if spec.recipe.optimization.optim_in_backward else None
+        yield _forward(spec, before, "forward of the reference", spec.tokens)
+    yield from _teacher_first(spec, before, spec.tokens)
+    head = replace(before, activations=all_kept, communication=layout.buckets)
+    tail, layers = layout.tail.gathered, layout.kept_in_forward
+    at_loss = tail + layout.tail.arriving + layers + teachers_tail(spec)
+    yield replace(head, name="loss", loss=loss_bytes(spec), gathered=at_loss)
+    following = layout.layer.arriving if not layout.layer_staying else 0
+    at_backward = tail + layout.layers * layout.layer_staying + following
+    yield replace(head, name="backward of the head", loss=loss_backward_bytes(spec), gathered=at_backward)
     # The gradient of the merged experts, and the part of it that is being added (an expert's, in the shape of all).
-    at_layer = 2 * merged.largest + dequantized_bytes(spec, recomputes_layer=run.checkpoint_every is not None)
-    at_layer += fp8_bytes(spec, tokens)
-    if updates is None:
-        last = replace(before, gradients=max(before.gradients, int(full.gradients * tail_share)), temporaries=at_layer)
-        first, embedding = replace(full, temporaries=at_layer), full
+    at_layer = 2 * merged_expert_bytes(spec.computed, spec.computation).largest
+    at_layer += dequantized_bytes(spec, recomputes_layer=spec.computation.checkpoint_every is not None)
+    at_layer += fp8_bytes(spec, spec.tokens)
+    if spec.sharding.is_fsdp:
+        yield from sharded_points(spec, layout, before, at_layer)
     else:
-        head, layer = (replace(before, **asdict(updates[part])) for part in ("head", "layer"))
-        if head.gradients:
-            yield replace(head, name="update of the head", activations=all_kept, **held["update of the head"])
-        last = first = replace(layer, temporaries=layer.temporaries + at_layer)
-        embedding = replace(before, **asdict(updates["embedding"]))
-    yield replace(last, name="backward of the last layer", activations=all_kept + at_work, **held["last layer"])
-    yield replace(first, name="backward of the first layer", activations=ends + one_layer, **held["first layer"])
-    yield replace(embedding, name="backward of the embedding", activations=ends, **held["embedding"])
-    if updates is None:
-        yield replace(full, name="optimizer step", temporaries=update_temporaries(spec), **held["optimizer"])
-
-
-def held_by_layout(spec: RunSpec) -> dict[str, dict[str, int]]:
-    """Bytes that the layout itself holds at each point: `gathered` units, and gradients in `communication`."""
-    if not spec.sharding.is_fsdp:
-        return _held_whole(spec)
-    u = split_into_units(spec.part, spec.part_tensors, spec.sharding, spec.fp8_gathered, spec.shards)
-    size = spec.computation.itemsize
-    buffers = 2 if spec.shards > 1 else 1  # the unit in use, and an all-gather buffer: its own, or the next unit's
-    layers = u.layers.gathered(size) if u.stay_gathered else 0
-    layer = 0 if u.stay_gathered else u.layer.gathered(size) * buffers - size * u.unshared * (buffers - 1)
-    tail, embedding = u.tail.gathered(size), u.embedding.gathered(size)
-    # The unit of a tied head stays gathered, and its gradient unreduced, until the backward of the embedding.
-    waits = u.embedding.numel == 0
-    tail_waits, tail_gradient_waits = (tail, size * u.tail.trained) if waits else (0, 0)
-    reduced = (size + FP32) * (u.tail if waits else u.embedding).trained
-    layer_gradients, previous = size * u.layer.trained + tail_gradient_waits, FP32 * u.layer.trained
-    head_reduced = 0 if waits else FP32 * u.tail.trained
-    other_tail = teachers_tail(spec)
-    return {
-        "loss": {"gathered": tail * buffers + layers + other_tail, "communication": 0},
-        "head": {"gathered": tail + layers, "communication": 0},
-        "update of the head": {"gathered": tail + layers, "communication": head_reduced},
-        "last layer": {"gathered": tail_waits + layers + layer, "communication": head_reduced + layer_gradients},
-        "first layer": {"gathered": tail_waits + layer, "communication": previous + layer_gradients},
-        "embedding": {"gathered": tail_waits + embedding, "communication": reduced},
-        "optimizer": {"gathered": 0, "communication": 0},
-        "evaluation": {
-            "gathered": max(layer, tail * buffers + other_tail) + tail_waits + layers,
-            "communication": 0,
-        },
-    }
-
-
-def _held_whole(spec: RunSpec) -> dict[str, dict[str, int]]:
-    """DDP and single shard nothing; autocast caches a cast copy of every weight until the forward ends, or until its
-    backward has used it; DDP has a bucket beside every gradient (torch.nn.parallel.distributed)."""
-    run = spec.computation
-    a, widest = spec.architecture, spec.architecture.widest_layer
-    multiplied = sum(tensor.numel for tensor in (*a.linears(widest), *a.experts(widest)))
-    linears = multiplied if run.autocast and run.lora is None else 0
-    all_cast, one_cast = run.itemsize * linears * spec.architecture.layers, run.itemsize * linears
-    behind = all_cast if run.checkpoint_every is None else one_cast
-    buckets = FP32 * spec.trained_numel if spec.sharding.layout == "ddp" else 0
-    gathered = {
-        "loss": all_cast,
-        "head": behind,
-        "update of the head": behind,
-        "last layer": behind,
-        "first layer": one_cast,
-        "evaluation": all_cast,
-    }
-    points = ("loss", "head", "update of the head", "last layer", "first layer", "embedding", "optimizer", "evaluation")
-    return {name: {"gathered": gathered.get(name, 0), "communication": buckets} for name in points}
+        yield from whole_points(spec, layout, before, full, at_layer)
+    if not spec.recipe.optimization.optim_in_backward:
+        update = replace(full, name="optimizer step", communication=layout.buckets)
+        yield replace(update, temporaries=update_temporaries(spec))
 
 
 def loss_bytes(spec: RunSpec) -> int:
@@ -215,7 +108,8 @@ def loss_bytes(spec: RunSpec) -> int:
     cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
     hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
-    return head_gradient + cast_head + hidden + _chunk_bytes(spec, spec.tokens)
+    product = weight_product_bytes(spec.part.vocabulary, a.hidden, spec.tokens, run) if head_gradient else 0
+    return head_gradient + cast_head + hidden + max(_chunk_bytes(spec, spec.tokens), product)
 
 
 def _chunk_bytes(spec: RunSpec, tokens: int) -> int:
@@ -246,11 +140,6 @@ def _head_gradient(spec: RunSpec) -> int:
     return FP32 * spec.part.vocabulary * spec.part.hidden if is_trained else 0
 
 
-def _tail_share(spec: RunSpec) -> float:
-    """The share of the gradients that exists once the head's backward is done."""
-    return sum(t.numel for t in spec.tensors if t.trainable and t.unit == "tail") / spec.trained_numel
-
-
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     """What is dequantized at once of a quantized base, in the compute dtype: the largest weight. `recomputes_layer`: those of a
     layer, which under activation checkpointing its recomputed forward keeps for its backward."""
@@ -274,8 +163,18 @@ def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapsh
         activations=tokens * (evaluation_bytes(a, run) + rotary),
         loss=_chunk_bytes(spec, tokens),
         temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + merged.layer + merged.largest,
-        **held_by_layout(spec)["evaluation"],
+        gathered=_gathered_in_forward(spec),
+        communication=plan_layout_memory(spec).buckets,
     )
+
+
+def _gathered_in_forward(spec: RunSpec) -> int:
+    """A layer with the buffers of its all-gather and of the next one's, or the tail with its own."""
+    layout = plan_layout_memory(spec)
+    layer = 0 if layout.layer_staying else layout.layer.gathered + 2 * layout.layer.arriving
+    waiting = layout.tail.gathered if layout.tail_waits else 0
+    tail = layout.tail.gathered + layout.tail.arriving + teachers_tail(spec)
+    return max(layer, tail) + waiting + layout.kept_in_forward
 
 
 def _evaluated_tokens(spec: RunSpec) -> int:

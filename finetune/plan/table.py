@@ -7,7 +7,8 @@ from finetune.constants import frozen_dtype
 from finetune.flops import FORMULA
 from finetune.plan.advice import Advice
 from finetune.plan.disk import Disk, Host
-from finetune.plan.memory import Phase, Snapshot
+from finetune.plan.memory import Phase
+from finetune.plan.memory_snapshot import Snapshot
 from finetune.plan.offload import NVME_BYTES_PER_SECOND
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed

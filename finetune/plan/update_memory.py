@@ -1,34 +1,23 @@
-"""The memory of the update: what it allocates, and what of the gradients exists at once where each is freed in the backward
-(`optim_in_backward`): those of a unit under FSDP2, else of a tensor."""
+"""The memory of the update: what it allocates, and without sharding what of the gradients exists at once where each is freed in the
+backward (`optim_in_backward`): one tensor's."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from finetune.plan.fsdp_units import split_into_units
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import FP32, StateTensor, count_state
+from finetune.plan.state import FP32, StateTensor
 
 UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated
 FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
-IN_BACKWARD = (
-    "update of the head",
-    "backward of the last layer",
-    "backward of the first layer",
-    "backward of the embedding",
-)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateInBackward:
     """Bytes on one rank at a point of the backward."""
 
-    gradients: int
+    gradients: int  # where nothing is sharded
     temporaries: int
-
-
-def points_of_updates(spec: RunSpec) -> tuple[str, ...]:
-    """The points of a step at which the optimizer updates, and makes its state in the first one."""
-    return IN_BACKWARD if spec.recipe.optimization.optim_in_backward else ("optimizer step",)
 
 
 def update_temporaries(spec: RunSpec) -> int:
@@ -58,12 +47,8 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
     found = {}
     for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
         largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
-        # What FSDP reduces together lies in one buffer, which the last gradient frees.
-        gradients = (
-            count_state(tensors, spec.sharding, spec.shards, "sgd").gradients if spec.sharding.is_fsdp else largest
-        )
         temporaries = _temporaries(spec, tensors, -(-largest // spec.shards))
-        found[part] = UpdateInBackward(gradients + (0 if part == "head" else waiting), temporaries)
+        found[part] = UpdateInBackward(largest + (0 if part == "head" else waiting), temporaries)
     return found
 
 

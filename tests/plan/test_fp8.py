@@ -10,7 +10,7 @@ from torch import nn
 from finetune.distributed.fp8 import Fp8
 from finetune.flops import FP8_SPEEDUP, flop_per_token
 from finetune.plan.fp8_memory import fp8_bytes
-from finetune.plan.memory import held_by_layout
+from finetune.plan.layout_memory import plan_layout_memory
 from finetune.plan.time import estimate_speed
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
 from tests.plan.traced import allocated_peak
@@ -23,16 +23,17 @@ def test_a_layer_is_gathered_in_8_bits_but_for_its_norms_and_the_first_projectio
     hidden, key_value, inner = 4096, 1024, 14336
     linears = 2 * hidden * hidden + 2 * hidden * key_value + 3 * hidden * inner
     first = hidden * hidden  # q_proj of layer 0
-    gathered = 2 * (linears - first + 2 * (first + 2 * hidden))  # two buffers
-    assert held_by_layout(spec)["first layer"]["gathered"] == gathered
-    assert held_by_layout(bf16)["first layer"]["gathered"] == 2 * 2 * (linears + 2 * hidden)
+    gathered = linears - first + 2 * (first + 2 * hidden)
+    layer = plan_layout_memory(spec).layer
+    assert layer.gathered == layer.arriving == gathered
+    assert plan_layout_memory(bf16).layer.gathered == 2 * (linears + 2 * hidden)
     assert len(spec.fp8_weights) == 32 * 7 - 1
 
 
 def test_rowwise_gathers_in_bf16() -> None:
     rowwise = make_spec(LLAMA_31_8B, ranks=8, sharding=replace(FP8, fp8=Fp8("rowwise")))
     bf16 = make_spec(LLAMA_31_8B, ranks=8)
-    assert held_by_layout(rowwise) == held_by_layout(bf16)
+    assert plan_layout_memory(rowwise) == plan_layout_memory(bf16)
 
 
 def test_the_time_is_at_both_peaks() -> None:

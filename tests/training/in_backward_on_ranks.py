@@ -1,6 +1,7 @@
 """Steps with and without optim_in_backward, each job on freshly forked ranks: `in_backward_on_ranks.py JOBS.json`.
 
-JOBS.json: a list of {name, ranks, recipe, config, overrides, folder}. Every rank leaves FOLDER/NAME-RANK.pt: its state after STEPS
+JOBS.json: a list of {name, ranks, recipe, config, overrides, folder}, perhaps with `pretended`: of so many ranks the one process is
+the first, and its collectives exchange nothing. Every rank leaves FOLDER/NAME-RANK.pt: its state after STEPS
 steps, their losses and gradient norms, and the bytes that the last step allocates beside those that are planned.
 """
 
@@ -12,11 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.distributed.accelerate_config import read_sharding
+from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.parallelize import local_part
+from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.optimizer import build_optimizer
@@ -34,7 +39,7 @@ STEPS, TOKENS = 3, 64
 
 def run(rank: int, job: dict[str, Any]) -> None:
     recipe, sharding = read_recipe(job["recipe"], job["overrides"]), read_sharding(job["config"], None, os.environ)
-    world = join(sharding)
+    world = pretend(sharding, job["pretended"]) if "pretended" in job else join(sharding)
     model, _ = load_model(recipe.model, recipe.lora, recipe.run.seed, world)
     optimizer = build_optimizer(model, recipe.optimization)
     guard = make_guard(optimizer, recipe.optimization, world)
@@ -66,6 +71,14 @@ def run(rank: int, job: dict[str, Any]) -> None:
     }
     torch.save(found, Path(job["folder"]) / f"{job['name']}-{rank}.pt")
     leave(world)
+
+
+def pretend(sharding: Sharding, ranks: int) -> World:
+    """The first of so many ranks, without the others: what gloo itself allocates, and frees when it is done, is no part of it."""
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    device = torch.device("cpu")
+    return World(0, ranks, 0, ranks, device, sharding, make_accelerator(sharding, device))
 
 
 def make_batch(step: int, world: World) -> StepBatch:

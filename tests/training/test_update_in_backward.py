@@ -31,6 +31,7 @@ CASES: dict[str, tuple[int, str, str, list[str]]] = {
     "one rank": (1, "full_shard", "bf16", ["optim=adamw_torch_fused", "weight_decay=0.1"]),
     "two ranks": (2, "full_shard", "no", ["optim=adamw_torch", "attention_dropout=0.1"]),
 }
+PRETENDED = "first of two"  # in one process, which allocates nothing for the exchange itself
 
 
 @pytest.fixture(scope="module")
@@ -39,18 +40,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("in-backward")
     model = make_model(folder / "model", **SIZES, tie_word_embeddings=False)
     recipe = write_recipe(folder / "recipe.yaml", model, make_chat(folder / "chat.jsonl", rows=4), max_grad_norm=None)
-    for case in (*CASES, "hybrid"):
+    for case in (*CASES, PRETENDED, "hybrid"):
         (folder / case).mkdir()
 
     def job(name: str, case: str, *overrides: str) -> dict[str, Any]:
-        ranks, layout, precision, its = CASES.get(case, (4, "full_shard", "no", []))
-        checkpointing, mesh = precision == "bf16", (2, 2) if ranks == 4 else None
+        ranks, layout, precision, its = CASES.get(case, (1 if case == PRETENDED else 4, "full_shard", "no", []))
+        checkpointing, mesh = precision == "bf16" or case == PRETENDED, (2, 2) if ranks == 4 else None
         config = write_config(folder / case, layout, precision, checkpointing=checkpointing, mesh=mesh)
         given = {"recipe": str(recipe), "config": str(config), "overrides": [*its, *overrides]}
-        return {"name": name, "ranks": ranks, "folder": str(folder), **given}
+        pretended = {"pretended": 2} if case == PRETENDED else {}
+        return {"name": name, "ranks": ranks, "folder": str(folder), **given, **pretended}
 
-    jobs = [job(name, name) for name in CASES]
-    jobs += [job(f"{name} in backward", name, IN_BACKWARD) for name in CASES]
+    jobs = [job(name, name) for name in (*CASES, PRETENDED)]
+    jobs += [job(f"{name} in backward", name, IN_BACKWARD) for name in (*CASES, PRETENDED)]
     jobs += [job("rounded", "hybrid", IN_BACKWARD, "optim=adamw_bf16_moments")]
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).with_name("in_backward_on_ranks.py")
@@ -78,15 +80,17 @@ def test_replicas_round_alike(folder: Path) -> None:
     assert not torch.equal(states[0]["0 "], states[1]["0 "])
 
 
-@pytest.mark.parametrize("name", ["single", "one rank"])
+@pytest.mark.parametrize("name", ["single", "one rank", PRETENDED])
 def test_a_step_allocates_what_is_planned(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Within 2%, of which in bf16 most is a CPU's own: what its products allocate, and the state of its generator for each layer."""
     plain, ours = (torch.load(folder / f"{each}-0.pt") for each in (name, f"{name} in backward"))
     saved, planned = (plain[key] - ours[key] for key in ("measured", "planned"))
     with capsys.disabled():
         print(f"\n{name}: {plain['measured']:,} bytes, in backward {saved:,} less; planned {planned:,} less")
     for each in (plain, ours):
-        assert abs(each["planned"] - each["measured"]) < 0.15 * plain["measured"]
+        assert each["planned"] == pytest.approx(each["measured"], rel=0.02)
     assert saved > 0.35 * plain["measured"]
+    assert planned == pytest.approx(saved, rel=0.03)
 
 
 def alone() -> World:
