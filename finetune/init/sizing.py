@@ -104,4 +104,4 @@ def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tupl
     recipe = read_recipe(None, [*(f"{key}={json.dumps(value)}" for key, value in keys.items()), *overrides])
     sharding = read_sharding(None, recipe.run.accelerate_config, {"WORLD_SIZE": str(hardware.ranks)})
     plan = make_plan(recipe, sharding, hardware.ranks)
-    return plan, advise(plan.spec, hardware.memory_bytes)
+    return plan, advise(plan.spec, hardware.memory_bytes, in_recipe=True)

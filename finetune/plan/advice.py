@@ -23,15 +23,16 @@ class Advice:
     tried: tuple[Change, ...] = ()
 
 
-def advise(spec: RunSpec, device_bytes: int) -> Advice:
+def advise(spec: RunSpec, device_bytes: int, *, in_recipe: bool = False) -> Advice:
     """The cheapest changes that make `spec` fit: the first that fits alone, or together with those before it.
 
-    Some changes do not go together: those that the ones before them keep out are tried first as well.
+    Some changes do not go together: those that the ones before them keep out are tried first as well. `in_recipe`: only changes of
+    keys of the recipe.
     """
     needed = find_peak(spec).total
     if needed <= device_bytes:
         return Advice(True, (), needed)
-    changes = list(list_changes(spec))
+    changes = [change for change in list_changes(spec) if change.is_in_recipe or not in_recipe]
     left_out = apply_changes(spec, changes)[1]
     orders = [changes, *([first, *(other for other in changes if other is not first)] for first in left_out)]
     best, dearest = None, len(changes)  # of the changes that are enough, those whose dearest is the cheapest

@@ -29,6 +29,11 @@ class Change:
     cost: str
     apply: Callable[[RunSpec], RunSpec]
 
+    @property
+    def is_in_recipe(self) -> bool:
+        """Whether the change is of keys of the recipe alone."""
+        return ": " not in self.text
+
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
     """What can still be changed and is supported, the cheapest first: what costs almost no time, then time, then what is trained."""

@@ -18,6 +18,7 @@ import yaml
 
 from finetune.cli import main
 from finetune.init.data_columns import TEMPLATE_TOKENS
+from finetune.init.sizing import Hardware, fit_recipe
 from finetune.recipe.reader import read_recipe, to_dict
 from tests.conftest import make_chat
 from tests.plan.run_specs import LLAMA_31_8B
@@ -89,6 +90,14 @@ def test_what_it_writes_fits_by_the_plan(
     assert commands["train"] == ["launch", "--recipe", str(tmp_path / "r.yaml"), "--num-processes", str(gpus)]
     keys = [line for line in (tmp_path / "r.yaml").read_text().splitlines() if re.match(r"[a-z]", line)]
     assert sum("#" in line for line in keys) > len(keys) / 2, "choices say why"
+
+
+def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_path: Path) -> None:
+    """Where four GPUs that divide rows would be the cheapest change, by the plan."""
+    data = make_chat(tmp_path / "chat.jsonl", rows=2)
+    given = {"model_name_or_path": str(llama), "datasets": [{"path": str(data)}], "max_length": 131072}
+    fit = fit_recipe(given, 100.0, Hardware(4, "32GiB"), "lora")
+    assert [text.partition("=")[0] for text, _ in fit.changes] == ["activation_offload", "max_length"]
 
 
 @pytest.mark.parametrize(
