@@ -1,5 +1,6 @@
 """The activations that one rank of a tensor parallel group keeps, by plan and by autograd's own hooks, and how a plan shows the group."""
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -22,14 +23,15 @@ from finetune.models.loss import install_loss, linear_cross_entropy
 from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.changes import list_changes
-from finetune.plan.memory import find_peak, loss_bytes
+from finetune.plan.memory import find_peak, loss_bytes, plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import name_layout
 from finetune.recipe.schema import Lora
 from finetune.recipe.tensor_division import check_tensor_parallel_recipe
-from tests.plan.run_specs import make_spec
+from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
 from tests.plan.test_activations import CONFIG, DOCUMENTS, HEAD, packed_inputs
 from tests.plan.traced import allocated_peak, saved_for_backward
+from tests.ranks import ROOT
 
 RANKS = 2
 TOLERANCE = 0.1
@@ -130,6 +132,26 @@ def test_a_group_is_one_rank_of_data_and_divides_the_state() -> None:
     assert alone.state().total == pytest.approx(whole.state().total / 2, rel=0.02), "norms are whole"
     assert find_peak(alone).allocated < 0.75 * find_peak(whole).allocated
     assert name_layout(divided) == "fsdp2 FULL_SHARD, tensor parallel over 2"
+
+
+def test_the_page_on_layouts_shows_what_is_planned() -> None:
+    """Of a 70B whose rows and matrices are divided."""
+    section = (ROOT / "docs" / "layouts.md").read_text().partition("### With tensor parallelism")[2].partition("## ")[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if re.match(r"\| (full shard|`)", line)]
+    assert len(rows) == 5
+    for name, *shown in rows:
+        sizes = {key: int(size) for key, size in re.findall(r"`(\w+)` (\d+)", name)}
+        tensors, sequences = sizes.get("tp_size", 1), sizes.get("cp_size", 1)
+        sharding = replace(
+            FULL_SHARD,
+            tensor_parallel_size=tensors,
+            sequence_parallel_size=sequences,
+            shard_size=64 // (tensors * sequences),
+        )
+        spec = make_spec(LLAMA_31_70B, ranks=64, sharding=sharding, max_length=131_072, global_batch_size=64)
+        peak = next(phase.peak for phase in plan_phases(spec) if phase.name == "steady step")
+        planned = (peak.gathered, peak.communication, peak.activations, peak.total)
+        assert shown == [str(spec.data_ranks), *(f"{each / 2**30:.2f}" for each in planned)], name
 
 
 @pytest.mark.parametrize(
