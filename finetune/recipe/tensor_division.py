@@ -29,7 +29,7 @@ def check_tensor_parallel_recipe(recipe: Recipe, sharding: "Sharding") -> None:
 
 
 def _find_problems(recipe: Recipe, sharding: "Sharding") -> Iterator[str]:
-    model, data, optim = recipe.model, recipe.data, recipe.optimization.optim
+    model, optim = recipe.model, recipe.optimization.optim
     if sharding.mixed_precision == "fp16":
         yield "mixed_precision: fp16 does not work with tensor parallelism; set it to bf16, or tp_size: 1"
     if sharding.fp8 is not None:
@@ -40,9 +40,10 @@ def _find_problems(recipe: Recipe, sharding: "Sharding") -> Iterator[str]:
         yield f"optim: {optim} does not work with tensor parallelism; choose one of {', '.join(OPTIMIZERS)}"
     if model.attn_implementation != "auto":
         yield f"attn_implementation: {model.attn_implementation} does not work with it; leave the key out"
-    if model.activation_checkpointing_keeps != "nothing":
+    if model.activation_checkpointing_keeps == "attention_and_projections":
         yield (
-            f"activation_checkpointing_keeps: {model.activation_checkpointing_keeps} does not work with it; leave the key out"
+            "activation_checkpointing_keeps: attention_and_projections finds its products by their sizes, of which each rank has "
+            "a part; set it to attention"
         )
     if recipe.optimization.neftune_noise_alpha is not None:
         yield "neftune_noise_alpha does not work with tensor parallelism; leave the key out"
@@ -54,7 +55,6 @@ def _find_problems(recipe: Recipe, sharding: "Sharding") -> Iterator[str]:
         "use_dora": recipe.lora.use_dora,
         "torch_compile": model.torch_compile,
         "use_liger_kernel": model.use_liger_kernel,
-        "streaming": data.streaming,
     }
     for key, is_on in switches.items():
         if is_on:

@@ -18,6 +18,7 @@ from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.errors import UserError
 from finetune.models.attention import install_attention
+from finetune.models.layers import checkpoint_activations
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss, linear_cross_entropy
 from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens
@@ -30,7 +31,7 @@ from finetune.recipe.schema import Lora
 from finetune.recipe.tensor_division import check_tensor_parallel_recipe
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
 from tests.plan.test_activations import CONFIG, DOCUMENTS, HEAD, packed_inputs
-from tests.plan.traced import allocated_peak, saved_for_backward
+from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward
 from tests.ranks import ROOT
 
 RANKS = 2
@@ -51,22 +52,26 @@ def plan_of(family: str, ranks: int = RANKS, vocab_size: int = 256, **keys: Any)
     return make_spec(config, ranks=ranks, sharding=sharding, **keys)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
-@pytest.mark.parametrize("lora", [None, Lora(use_peft=True, lora_r=8)], ids=["full", "lora"])
-def test_a_rank_keeps_what_is_planned(family: str, lora: Lora | None, mesh: Any) -> None:
+def build_part(family: str, spec: RunSpec, mesh: Any, lora: Lora | None = None, sequence_group: Any = None) -> Any:
+    """A model, ready to train, of whose matrices this rank has its part."""
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-    spec = plan_of(family)
-    model: Any = AutoModelForCausalLM.from_config(
-        CONFIG_MAPPING[family](**CONFIG, **HEAD.get(family, {})), dtype=torch.bfloat16
-    )
-    install_attention(model)
+    config = CONFIG_MAPPING[family](**CONFIG, **HEAD.get(family, {}))
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    install_attention(model, "auto", sequence_group)
     install_loss(model)
     if lora is not None:
         add_adapters(model, lora, torch.bfloat16)
         model.to(torch.bfloat16)
     divide_matrices(model, SimpleNamespace(sharding=spec.sharding, mesh=mesh))  # type: ignore[arg-type]
-    model.train()
+    return model.train()
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "phi3", "olmo2"])
+@pytest.mark.parametrize("lora", [None, Lora(use_peft=True, lora_r=8)], ids=["full", "lora"])
+def test_a_rank_keeps_what_is_planned(family: str, lora: Lora | None, mesh: Any) -> None:
+    spec = plan_of(family)
+    model = build_part(family, spec, mesh, lora)
     tokens, weights = sum(DOCUMENTS), [local_part(weight) for weight in (*model.parameters(), *model.buffers())]
     with saved_for_backward(iter(weights)) as kept:
         model.model(**packed_inputs(), use_cache=False)
@@ -104,15 +109,8 @@ def test_all_ranks_take_the_chunks_of_the_largest_part_of_a_vocabulary(mesh: Any
 
 def test_a_rank_keeps_what_is_planned_where_rows_are_divided_too(mesh: Any) -> None:
     """A half of the heads, and of the tokens outside of attention, in which it has a quarter of the heads."""
-    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
-
     spec = plan_of("llama", ranks=4)
-    sharding = replace(spec.sharding, sequence_parallel_size=2)
-    model: Any = AutoModelForCausalLM.from_config(CONFIG_MAPPING["llama"](**CONFIG), dtype=torch.bfloat16)
-    install_attention(model, "auto", mesh.get_group())
-    install_loss(model)
-    divide_matrices(model, SimpleNamespace(sharding=sharding, mesh=mesh))  # type: ignore[arg-type]
-    model.train()
+    model = build_part("llama", spec, mesh, sequence_group=mesh.get_group())
     inputs, tokens = packed_inputs(), sum(DOCUMENTS) // 2
     part = {name: inputs[name][:, :tokens] for name in ("input_ids", "position_ids")}
     weights = [local_part(weight) for weight in (*model.parameters(), *model.buffers())]
@@ -122,6 +120,17 @@ def test_a_rank_keeps_what_is_planned_where_rows_are_divided_too(mesh: Any) -> N
     planned = tokens * (sum(kept_bytes(a, run).values()) - a.hidden * run.residual_itemsize)
     print(f"{planned / sum(kept.values()) - 1:+.1%}")
     assert planned == pytest.approx(sum(kept.values()), rel=TOLERANCE)
+
+
+def test_attention_that_checkpointed_layers_keep_is_of_this_ranks_heads(mesh: Any) -> None:
+    spec, held, planned = plan_of("llama"), {}, {}
+    for keeps in ("nothing", "attention"):
+        model = build_part("llama", spec, mesh)
+        checkpoint_activations(model, 1, keeps)
+        held[keeps] = allocated_after(lambda: model.model(**packed_inputs(), use_cache=False))  # noqa: B023
+        run = Computation(itemsize=2, checkpoint_every=1, keeps=keeps, cpu=True)
+        planned[keeps] = sum(DOCUMENTS) * sum(kept_bytes(spec.computed, run).values())
+    assert held["attention"] - held["nothing"] == planned["attention"] - planned["nothing"] > 0
 
 
 def test_a_group_is_one_rank_of_data_and_divides_the_state() -> None:

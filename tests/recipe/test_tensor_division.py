@@ -41,8 +41,10 @@ SIZES = {
         (["use_liger_kernel=true"], "use_liger_kernel: true"),
         (["neftune_noise_alpha=5"], "neftune_noise_alpha"),
         (["attn_implementation=sdpa"], "attn_implementation: sdpa"),
-        (["activation_checkpointing_keeps=attention"], "activation_checkpointing_keeps: attention"),
-        (["streaming=true", "max_steps=2"], "streaming: true"),
+        (
+            ["activation_checkpointing_keeps=attention_and_projections"],
+            "activation_checkpointing_keeps: attention_and_projections finds its products by their sizes",
+        ),
         (["method=distill", "teacher_model_name_or_path=t"], "method: distill"),
     ],
 )

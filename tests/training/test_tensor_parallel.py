@@ -39,7 +39,9 @@ SLOW_MODES: dict[str, dict[str, Any]] = {
     "lora-packed-10": LORA | PACKED,
     "smoothed": {"label_smoothing": 0.1, "max_steps": 3},
     "sgd": {"optim": "sgd", "max_steps": 3},
+    "kept": {**PACKED, "activation_checkpointing_keeps": "attention", "max_steps": 3},
 }
+STREAMED: dict[str, Any] = {**PACKED, "streaming": True, "max_steps": 3}
 METHODS: dict[str, dict[str, Any]] = {"dpo": {"method": "dpo"}}  # the reference is computed before training
 SLOW_METHODS: dict[str, dict[str, Any]] = {"orpo": {"method": "orpo", **LORA}, "kto": {"method": "kto", **LORA}}
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -73,7 +75,7 @@ def recipes(folder: Path) -> dict[str, Path]:
         "save_total_limit": None,
     }
     model = make_model(folder / "model", hidden_size=72, vocab_size=509)
-    modes = MODES | SLOW_MODES
+    modes = MODES | SLOW_MODES | {"streamed": STREAMED}
     made = {mode: write_recipe(folder / f"{mode}.yaml", model, data, **common | keys) for mode, keys in modes.items()}
     pairs = make_pairs(folder / "pairs.jsonl", 12)
     for method, keys in (METHODS | SLOW_METHODS).items():
@@ -131,7 +133,6 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
             run("qwen3", "tp", "optim=adamw_bf16_moments", name="rounded"),
             run("full", "full_shard", two_rows, saved),
             resumed("tp", "tp-full", "again", two_rows),
-            resumed("tp-offload", "tp-full", "to-offload", two_rows),
             run("qwen3", "tp-offload"),
             resumed("tp", "full_shard-full", "from-full-shard", two_rows),
             resumed("full_shard", "tp-full", "to-full-shard", two_rows),
@@ -160,10 +161,13 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Runs:
 @pytest.mark.slow
 def test_all_families_optimizers_and_methods(folder: Path, recipes: dict[str, Path]) -> None:
     names = {"tp": [*SLOW_MODES, *SLOW_FAMILIES, *SLOW_METHODS], "tp-shard": list(SLOW_MODES)}
+    whole = recipes["streamed"], write_config(folder, "full_shard"), [f"output_dir={folder}/whole-streamed"]
     for layout, ranks in (("tp", 2), ("tp-shard", 4)):
-        config = write_config(folder, "full_shard", sizes=TP[layout])
-        wanted = [(recipes[name], config, [f"output_dir={folder}/{layout}-{name}"]) for name in names[layout]]
-        train_all(folder, wanted, ranks=ranks)
+        config = write_config(folder, "full_shard", sizes=TP[layout], checkpointing=True)
+        runs = [*names[layout], "streamed"]
+        wanted = [(recipes[name], config, [f"output_dir={folder}/{layout}-{name}"]) for name in runs]
+        train_all(folder, [*wanted, *([whole] if ranks == 2 else [])], ranks=ranks)
+        assert_same(folder / f"{layout}-streamed", facts_of(folder / "whole-streamed"))
     for name in names["tp"]:
         expected = expect(recipes[name])
         for layout in [layout for layout in names if name in names[layout]]:
@@ -255,7 +259,7 @@ def test_a_run_resumes_bit_for_bit(runs: Runs) -> None:
 ON_OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("to-tp-shard", "to-single")]
 
 
-@pytest.mark.parametrize("resumed", ["from-full-shard", "to-full-shard", "to-offload", *ON_OTHERS])
+@pytest.mark.parametrize("resumed", ["from-full-shard", "to-full-shard", *ON_OTHERS])
 def test_a_run_resumes_in_another_layout(resumed: str, runs: Runs) -> None:
     uninterrupted = facts_of(runs("tp-full"))[SAVED_AT:]
     assert facts_of(runs(resumed)) == [pytest.approx(step, rel=1e-5) for step in uninterrupted]
