@@ -43,17 +43,23 @@ TRAINED_FROM = Optimization(learning_rate=1e-3)
 class CountingBackend:
     """A backend of torch.compile that counts the graphs that dynamo made, and how often they ran.
 
-    With `differentiates` it also decides, as inductor does, what a graph keeps for its backward, which takes long.
+    With `differentiates` it also decides, as inductor does, what a graph that is differentiated keeps for its backward, which
+    takes long. The loss has its gradient in its forward.
     """
 
     def __init__(self, differentiates: bool) -> None:
         self.differentiates = differentiates
         self.graphs: set[str] = set()  # dynamo may hand one in twice, while it is still being made
         self.calls = 0
+        self.differentiated = 0
 
     def __call__(self, graph: Any, inputs: list[Any]) -> Callable[..., Any]:
         self.graphs.add(str(CompileContext.current_compile_id()))
-        compiled = aot_eager(graph, inputs) if self.differentiates else graph.forward
+        is_differentiated = torch.is_grad_enabled() and any(
+            isinstance(each, torch.Tensor) and each.requires_grad for each in inputs
+        )
+        compiled = aot_eager(graph, inputs) if self.differentiates and is_differentiated else graph.forward
+        self.differentiated += compiled != graph.forward
 
         def run(*arguments: Any) -> Any:
             self.calls += 1
@@ -120,6 +126,7 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
         "calls": [],
         "evaluation_graphs": [],
         "graphs_of_generation": [],
+        "unique_graphs": [],
     }
 
     def evaluate() -> None:
@@ -149,7 +156,8 @@ def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
         found["norms"].append(float(result.grad_norm))
         found["graphs"].append(len(backend.graphs) - graphs)
         found["calls"].append(backend.calls - calls)
-    found["unique_graphs"] = counters["stats"]["unique_graphs"]
+        found["unique_graphs"].append(counters["stats"]["unique_graphs"])  # by dynamo's own count
+    found["differentiated"] = backend.differentiated
     found["saved_bytes"] = saved_bytes(lambda: model(**micro_batch(STEPS[-1]).inputs))
     return found
 
