@@ -1,16 +1,18 @@
-"""Tokens per second, MFU and peak memory on one GPU, ours beside TRL's and plain transformers'.
+"""Tokens per second, MFU and peak memory on one GPU, ours beside TRL's, torchtune's and plain transformers'.
 
     python benchmarks/gpu.py --data train.jsonl --tokenizer llama3 --output benchmarks/results
     python benchmarks/gpu.py --smoke                                      # tiny, also on a CPU: does it still run?
 
 Weights are random and made on the device, so nothing is downloaded. Rows are real text, packed as in training; without
---data, random ids in documents of random length. Each case is a process of its own, so that one that runs out of memory
+--data, random ids in documents of random length. Weights and rows are the same for all: loss and gradient norm of the first
+step must agree with ours, or the row is not comparable, and the last lines say so. Each case is a process of its own, so that one that runs out of memory
 takes no other with it. MFU counts 6N + 12 L H Q T FLOP a token (4N + ... under LoRA; N without an untied input embedding)
 against the device's dense bf16 peak; recomputed activations are not counted. Beside it stands the share of the rate that the
 device itself gave for a large matrix product in the same run: the clock of a warm card is not that of its data sheet.
 """
 
 import argparse
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,35 +24,47 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 from benchmarks.gpu_cases import CASES, Case, Result, tiny  # noqa: E402
+from benchmarks.gpu_first_steps import find_differences  # noqa: E402
+from benchmarks.gpu_ours import WHO as OURS  # noqa: E402
 from benchmarks.gpu_ours import train_ours  # noqa: E402
 from benchmarks.gpu_roofline import measure_device  # noqa: E402
+from benchmarks.gpu_torchtune import WHO as TORCHTUNE  # noqa: E402
+from benchmarks.gpu_torchtune import train_torchtune  # noqa: E402
 from benchmarks.gpu_transformers import WHO as TRANSFORMERS  # noqa: E402
 from benchmarks.gpu_transformers import train_transformers  # noqa: E402
+from benchmarks.gpu_trl import WHO as TRL  # noqa: E402
 from benchmarks.gpu_trl import train_trl  # noqa: E402
 
-CONTESTANTS = {"finetune": train_ours, "TRL, packed": train_trl, TRANSFORMERS: train_transformers}
+CONTESTANTS = {OURS: train_ours, TRL: train_trl, TORCHTUNE: train_torchtune, TRANSFORMERS: train_transformers}
+
+
+PACKAGES = {TRL: "trl", TORCHTUNE: "torchtune"}
 
 
 def run_case(case: Case, who: str, options: argparse.Namespace) -> Result:
     """One case in this process; what it fails of is its result."""
+    package = PACKAGES.get(who)
+    if package is not None and importlib.util.find_spec(package) is None:
+        return Result(case.name, who, failure=f"not installed; pip install {package}")
     steps, warm_up = (4, 2) if options.smoke else (options.steps, 5)
     try:
         return measure_device(options.smoke) if who == "device" else CONTESTANTS[who](case, steps, warm_up, options)
     except ImportError as error:
-        return Result(case.name, who, failure=f"not installed: {error}")
+        return Result(case.name, who, failure=f"cannot be imported here: {' '.join(str(error).split())}")
     except RuntimeError as error:  # out of memory, mostly
         text = "does not fit in memory" if "out of memory" in str(error) else str(error).splitlines()[0]
         return Result(case.name, who, failure=text)
 
 
-def in_process_of_its_own(number: int, who: str, arguments: list[str], timeout: float) -> Result:
+def in_process_of_its_own(number: int, who: str, arguments: list[str], options: argparse.Namespace) -> Result:
     """Runs a case by starting this script again; its last line on stdout is the result."""
     name = CASES[number].name
-    command = [sys.executable, __file__, *arguments, "--case", str(number), "--who", who]
+    python = options.torchtune_python if who == TORCHTUNE else sys.executable
+    command = [python, __file__, *arguments, "--case", str(number), "--who", who]
     try:
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=timeout, check=False)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=options.timeout, check=False)
     except subprocess.TimeoutExpired:
-        return Result(name, who, failure=f"took more than {timeout:.0f} s")
+        return Result(name, who, failure=f"took more than {options.timeout:.0f} s")
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         return Result(name, who, failure=f"ended with {done.returncode}; its messages stand above")
@@ -59,25 +73,25 @@ def in_process_of_its_own(number: int, who: str, arguments: list[str], timeout: 
 
 def table(results: list[Result]) -> list[str]:
     lines = [
-        "| case | who | tokens/s, median | middle half | MFU | of the device's products | peak memory | goal | to first step | a step waits for |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| case | who | tokens/s, median | middle half | MFU | of the device's products | peak memory | goal | to first step | a step waits for | loss of the first step |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     goals = {case.name: case.goal for case in CASES}
     gemm = next((r.gemm_flop_per_second for r in results if r.gemm_flop_per_second), None)
     for r in results:
         if r.gemm_flop_per_second and r.attention_flop_per_second:
             rates = f"{r.gemm_flop_per_second / 1e12:.1f} TFLOP/s in products, {r.attention_flop_per_second / 1e12:.1f} in attention"
-            lines.append(f"| {r.case} | {r.who} | {rates} | | | | | | | |")
+            lines.append(f"| {r.case} | {r.who} | {rates} | | | | | | | | |")
             continue
         if r.failure or r.tokens_per_second is None or r.spread is None:
-            lines.append(f"| {r.case} | {r.who} | {r.failure} | | | | | | | |")
+            lines.append(f"| {r.case} | {r.who} | {r.failure} | | | | | | | | |")
             continue
         goal = goals.get(r.case)
         lines.append(
             f"| {r.case} | {r.who} | {r.tokens_per_second:,.0f} | {r.spread[0]:,.0f} to {r.spread[1]:,.0f} "
             f"| {f'{r.mfu:.1%}' if r.mfu else ''} | {f'{r.flop_per_second / gemm:.1%}' if gemm and r.flop_per_second else ''} "
             f"| {(r.peak_memory_bytes or 0) / 2**30:.1f} GiB | {f'{goal:,.0f}' if goal and r.who == 'finetune' else ''} "
-            f"| {f'{r.seconds_to_first_step:.0f} s' if r.seconds_to_first_step else ''} | {r.waits_for_device or ''} |"
+            f"| {f'{r.seconds_to_first_step:.0f} s' if r.seconds_to_first_step else ''} | {r.waits_for_device or ''} | {'' if r.loss is None else f'{r.loss:.3f}'} |"
         )
     return lines
 
@@ -86,9 +100,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="JSON lines; the texts of a line are one document")
     parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer, for --data")
+    parser.add_argument("--documents", type=float, default=16, help="in a row, about, where they are random")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each case")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only to see that everything runs")
     parser.add_argument("--without-others", "--without-trl", action="store_true", help="finetune alone")
+    parser.add_argument("--only", help="the contestants whose name begins so, beside finetune")
+    parser.add_argument(
+        "--torchtune-python",
+        default=sys.executable,
+        help="of an environment with torchtune: it imports no torchao after 0.15, and peft none before 0.16",
+    )
     parser.add_argument("--timeout", type=float, default=150, help="seconds for one case")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
@@ -102,17 +123,19 @@ def main() -> None:
         answers.flush()
         os._exit(0)  # process groups and compile workers need no farewell
 
-    results = [in_process_of_its_own(0, "device", sys.argv[1:], options.timeout)]
-    for who in list(CONTESTANTS)[: 1 if options.without_others else None]:
+    results = [in_process_of_its_own(0, "device", sys.argv[1:], options)]
+    others = [who for who in CONTESTANTS if who != OURS and who.startswith(options.only or "")]
+    for who in [OURS, *([] if options.without_others else others)]:
         for number, case in enumerate(CASES):
-            if who != "finetune" and not case.torch_compile and number and CASES[number - 1].model == case.model:
+            if who != OURS and not case.torch_compile and number and CASES[number - 1].model == case.model:
                 continue  # the same to others as the case before it
-            results.append(in_process_of_its_own(number, who, sys.argv[1:], options.timeout))
+            results.append(in_process_of_its_own(number, who, sys.argv[1:], options))
             print(table(results)[-1], file=sys.stderr, flush=True)
-    print("\n".join(table(results)))
+    lines = [*table(results), *find_differences(results, OURS, (TRL, TORCHTUNE))]
+    print("\n".join(lines))
     options.output.mkdir(parents=True, exist_ok=True)
     name = "gpu-smoke" if options.smoke else "gpu"
-    (options.output / f"{name}.md").write_text("\n".join(table(results)) + "\n")
+    (options.output / f"{name}.md").write_text("\n".join(lines) + "\n")
     (options.output / f"{name}.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
 
 

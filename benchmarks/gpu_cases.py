@@ -1,5 +1,6 @@
 """What `gpu.py` measures: models, how they are trained, and packed rows of real or random documents."""
 
+import argparse
 import itertools
 import json
 import random
@@ -50,6 +51,7 @@ MIXTURE_7B = {  # OLMoE's sizes: 1.3 B of 6.9 B parameters work on a token
     "tie_word_embeddings": False,
     "max_position_embeddings": 8192,
 }
+STEPS = 4  # with rows of their own; the steps after these train on them again
 TINY_MIXTURE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 2}
 
@@ -109,7 +111,8 @@ class Result:
     mfu: float | None = None
     peak_memory_bytes: int | None = None
     seconds_to_first_step: float | None = None
-    loss: float | None = None
+    loss: float | None = None  # of the first step, whose weights and tokens are the same for every contestant
+    grad_norm: float | None = None  # of the same step, before clipping
     waits_for_device: str | None = None  # what synchronizes in a step, by torch's own check
     gemm_flop_per_second: float | None = None  # of the row that measures the device itself
     attention_flop_per_second: float | None = None
@@ -123,12 +126,12 @@ def tiny(case: Case) -> Case:
     return Case(**values)
 
 
-def documents(data: Path | None, tokenizer: Path | None, vocabulary: int) -> Iterator[list[int]]:
-    """Documents as ids, without end: a file's rows, round and round, or random ones."""
+def documents(data: Path | None, tokenizer: Path | None, vocabulary: int, median: float) -> Iterator[list[int]]:
+    """Documents as ids, without end: a file's rows, round and round, or random ones of `median` tokens."""
     if data is None or tokenizer is None:
-        random.seed(0)
+        draw = random.Random(0)
         while True:
-            yield random.choices(range(3, vocabulary), k=max(2, int(random.lognormvariate(5.5, 1.0))))
+            yield draw.choices(range(3, vocabulary), k=max(2, int(median * draw.lognormvariate(0.0, 1.0))))
     from transformers import AutoTokenizer
 
     encode = AutoTokenizer.from_pretrained(tokenizer)
@@ -138,11 +141,11 @@ def documents(data: Path | None, tokenizer: Path | None, vocabulary: int) -> Ite
         yield [i % vocabulary for i in (*ids, encode.eos_token_id)]
 
 
-def rows(case: Case, count: int, data: Path | None, tokenizer: Path | None) -> list[list[list[int]]]:
-    """`count` full rows of documents; a row's last document is cut where the row is full."""
-    source = documents(data, tokenizer, case.model["vocab_size"])
+def rows(case: Case, options: argparse.Namespace) -> list[list[list[int]]]:
+    """The rows of `STEPS` steps, full of documents; a row's last document is cut where the row is full."""
+    source = documents(options.data, options.tokenizer, case.model["vocab_size"], case.length / options.documents)
     made = []
-    for _ in range(count):
+    for _ in range(STEPS * case.rows):
         row: list[list[int]] = []
         while (room := case.length - sum(map(len, row))) > 0:
             row.append(next(source)[:room])

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import finetune
-from benchmarks.gpu_cases import Case, Result, rows, summarize
+from benchmarks.gpu_cases import STEPS, Case, Result, rows, summarize
+from benchmarks.gpu_weights import random_weight
 
+WHO = "finetune"
 PACKAGE = Path(finetune.__file__).resolve().parent
 
 
-def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | None) -> list[Any]:
+def step_batches(case: Case, options: argparse.Namespace) -> list[Any]:
     """Packed step batches of one micro-batch each, every token trained, as the data room makes them."""
     import torch
 
@@ -22,9 +24,9 @@ def step_batches(case: Case, steps: int, data: Path | None, tokenizer: Path | No
     from finetune.data.batches import StepBatch
     from finetune.data.collate import MicroBatch
 
-    packed = rows(case, steps * case.rows, data, tokenizer)
+    packed = rows(case, options)
     batches = []
-    for step in range(steps):
+    for step in range(STEPS):
         examples = [ids for row in packed[step * case.rows : (step + 1) * case.rows] for ids in row]
         lengths = torch.tensor([len(ids) for ids in examples])
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -82,7 +84,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any]:
     from finetune.models.experts import install_experts, install_routing
     from finetune.models.layers import checkpoint_activations, compile_layers
     from finetune.models.load import build_on_meta
-    from finetune.models.lora import add_adapters, is_adapter, with_adapters
+    from finetune.models.lora import add_adapters, base_name, is_adapter, with_adapters
     from finetune.models.loss import install_loss
     from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
     from finetune.optim.optimizer import build_optimizer
@@ -100,19 +102,18 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any]:
     install_loss(model)
     install_experts(model, world, torch.float32)
     install_routing(model, None)
-    torch.manual_seed(0)
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
     def random_values(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
-        shape = [part.stop - part.start for part in slices]
-        if "norm" in name:
-            return torch.ones(shape, device=world.device)
-        return torch.randn(shape, device=world.device) * 0.02
+        name = base_name(name)
+        weight: torch.Tensor = random_weight(name, shapes[name], world.device)[slices]
+        return weight
 
     values: Values = random_values
     if case.use_peft:
         add_adapters(model, Lora(use_peft=True, lora_r=16), torch.bfloat16)
-        shapes = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
-        values = with_adapters(values, shapes, seed=0)
+        adapters = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
+        values = with_adapters(values, adapters, seed=0)
     if case.checkpointed:
         checkpoint_activations(model, every=1)
     unfilled: frozenset[str] = frozenset()
@@ -144,22 +145,22 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 
     began = time.perf_counter()
-    batches = step_batches(case, 4, options.data, options.tokenizer)
+    batches = step_batches(case, options)
     with tempfile.TemporaryDirectory() as folder:
         world, model, optimizer = prepare(case, Path(folder))
 
     dpo = PreferenceObjective(Method(method="dpo"), without_adapters)
     objective: Objective = dpo if case.method == "dpo" else SFT
 
-    def step(index: int) -> torch.Tensor:
+    def step(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = batches[index % len(batches)]
         loss_sum = accumulate_gradients(model, batch, world, objective).loss_sum
-        clip_gradients(model, 1.0)
+        norm = clip_gradients(model, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss_sum / objective.count(batch)
+        return loss_sum / objective.count(batch), norm
 
-    loss = step(0).item()
+    loss, norm = (each.item() for each in step(0))
     first = time.perf_counter() - began
     for index in range(1, warm_up):
         step(index)
@@ -167,7 +168,8 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     seconds = timed(step, warm_up, steps, world.device.type)
     speeds = [batches[(warm_up + i) % len(batches)].tokens / s for i, s in enumerate(seconds)]
     device = peak_flops(world.device), peak_memory_bytes(world.device)
-    return summarize(case, "finetune", speeds, *device, seconds_to_first_step=first, loss=loss, waits_for_device=waits)
+    seen = {"loss": loss, "grad_norm": norm, "waits_for_device": waits}
+    return summarize(case, WHO, speeds, *device, seconds_to_first_step=first, **seen)
 
 
 def timed(step: Callable[[int], Any], start: int, steps: int, device: str) -> list[float]:

@@ -4,7 +4,8 @@ import argparse
 import itertools
 import time
 
-from benchmarks.gpu_cases import Case, Result, rows, summarize
+from benchmarks.gpu_cases import STEPS, Case, Result, rows, summarize
+from benchmarks.gpu_weights import fill
 
 WHO = "transformers, rows cut from one text"
 
@@ -19,10 +20,10 @@ def train_transformers(case: Case, steps: int, warm_up: int, options: argparse.N
     if case.method != "sft" or case.fp8 or case.load_in_4bit:
         return Result(case.name, WHO, failure="not compared here: its examples have no such recipe")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    torch.manual_seed(0)
     dtype = torch.bfloat16 if case.use_peft else torch.float32
     with torch.device(device):
         model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**case.model), dtype=dtype)
+    fill(model)
     if case.use_peft:
         from peft import LoraConfig, get_peft_model
 
@@ -34,24 +35,27 @@ def train_transformers(case: Case, steps: int, warm_up: int, options: argparse.N
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
-    packed = rows(case, 4 * case.rows, options.data, options.tokenizer)
-    ids = torch.tensor([list(itertools.chain(*row)) for row in packed]).view(4, case.rows, case.length).to(device)
+    packed = [list(itertools.chain(*row)) for row in rows(case, options)]
+    ids = torch.tensor(packed).view(STEPS, case.rows, case.length).to(device)
 
-    def step(index: int) -> None:
-        batch = ids[index % 4]
+    def step(index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        batch = ids[index % STEPS]
         with torch.autocast(device.type, torch.bfloat16):
             loss = model(input_ids=batch, labels=batch, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        norm = torch.nn.utils.clip_grad_norm_(trained, 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
+        return loss.detach(), norm
 
+    loss, norm = (each.item() for each in step(0))
     seconds = []
-    for index in range(warm_up + steps):
+    for index in range(1, warm_up + steps):
         began = time.perf_counter()
         step(index)
         if device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    speeds = [case.rows * case.length / each for each in seconds[warm_up:]]
-    return summarize(case, WHO, speeds, peak_flops(device), peak_memory_bytes(device))
+    speeds = [case.rows * case.length / each for each in seconds[warm_up - 1 :]]
+    device_facts = peak_flops(device), peak_memory_bytes(device)
+    return summarize(case, WHO, speeds, *device_facts, loss=loss, grad_norm=norm)

@@ -1,11 +1,14 @@
-"""TRL's side of `gpu.py`: the same model and rows under SFTTrainer, as its users call it."""
+"""TRL's side of `gpu.py`: the same model and rows under SFTTrainer, as its users call it, but in our order."""
 
 import argparse
 import tempfile
 import time
 from typing import Any
 
-from benchmarks.gpu_cases import Case, Result, rows, summarize
+from benchmarks.gpu_cases import STEPS, Case, Result, rows, summarize
+from benchmarks.gpu_weights import fill, random_weight
+
+WHO = "TRL, packed"
 
 
 def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
@@ -19,16 +22,15 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if case.method != "sft" or case.fp8:
-        return Result(case.name, "TRL, packed", failure="not compared here; DPO is in benchmarks/preferences.py")
+        return Result(case.name, WHO, failure="not compared here; DPO is in benchmarks/preferences.py")
     config = AutoConfig.for_model(**case.model)
-    torch.manual_seed(0)
     if case.load_in_4bit:
         model = _quantized_model(config, device)
     else:
         with torch.device(device):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if case.use_peft else torch.float32)
-    needed = (steps + warm_up + 1) * case.rows
-    examples = [ids for row in rows(case, needed, options.data, options.tokenizer) for ids in row if len(ids) > 1]
+        fill(model)
+    packed = rows(case, options) * (1 + (steps + warm_up) // STEPS)
     seconds: list[float] = []
 
     class Clock(TrainerCallback):
@@ -54,9 +56,13 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
             max_steps=steps + warm_up,
             max_length=case.length,
             packing=True,
+            dataset_kwargs={"skip_prepare_dataset": True},  # packed already, into the rows of all contestants
+            train_sampling_strategy="sequential",
+            learning_rate=1e-5,
             bf16=True,
             use_cpu=device.type == "cpu",
             gradient_checkpointing=case.checkpointed,
+            logging_first_step=True,
             logging_steps=10**6,
             save_strategy="no",
             report_to="none",
@@ -64,12 +70,18 @@ def train_trl(case: Case, steps: int, warm_up: int, options: argparse.Namespace)
             dataloader_pin_memory=device.type == "cuda",
         )
         tokenizer = _word_tokenizer(case.model["vocab_size"])
-        dataset = Dataset.from_dict({"input_ids": examples})
+        columns = {
+            "input_ids": [[token for ids in row for token in ids] for row in packed],
+            "seq_lengths": [[len(ids) for ids in row] for row in packed],
+        }
+        dataset = Dataset.from_dict(columns)
         run = SFTTrainer(model, arguments, train_dataset=dataset, processing_class=tokenizer, peft_config=peft_config)
         run.add_callback(Clock())
         run.train()
     speeds = [case.rows * case.length / s for s in seconds[warm_up:]]
-    return summarize(case, "TRL, packed", speeds, peak_flops(device), peak_memory_bytes(device))
+    first = run.state.log_history[0]
+    seen = {"loss": first["loss"], "grad_norm": first["grad_norm"]}
+    return summarize(case, WHO, speeds, peak_flops(device), peak_memory_bytes(device), **seen)
 
 
 def _quantized_model(config: Any, device: Any) -> Any:
@@ -86,7 +98,7 @@ def _quantized_model(config: Any, device: Any) -> Any:
     ]
     for name in names:
         linear = model.get_submodule(name)
-        weight = torch.randn(linear.weight.shape, dtype=torch.bfloat16, device=device) * 0.02
+        weight = random_weight(f"{name}.weight", linear.weight.shape, device).bfloat16()
         with torch.device("meta"):
             made = Linear4bit(linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16)
         made.weight = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=True, module=made)
@@ -94,6 +106,7 @@ def _quantized_model(config: Any, device: Any) -> Any:
         model.set_submodule(name, made)
     with torch.device(device):
         rest = AutoModelForCausalLM.from_config(_without_layers(config), dtype=torch.bfloat16)
+    fill(rest)
     model.model.embed_tokens, model.lm_head, model.model.norm = rest.model.embed_tokens, rest.lm_head, rest.model.norm
     model.model.rotary_emb = rest.model.rotary_emb
     for module in model.model.layers.modules():

@@ -1,5 +1,7 @@
 """The benchmark scripts run, at a size where their numbers mean nothing."""
 
+import argparse
+import importlib.util
 import json
 import sys
 import warnings
@@ -8,9 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import gpu_ours
-from benchmarks.gpu_cases import CASES
-from tests.ranks import ROOT, run_command
+from benchmarks import gpu, gpu_ours
+from benchmarks.gpu_cases import CASES, Result
+from benchmarks.gpu_first_steps import find_differences
+from tests.ranks import ROOT, run_command, run_python
 
 
 @pytest.mark.slow
@@ -42,6 +45,51 @@ def test_a_step_that_waits_for_the_gpu_is_named_and_finished(monkeypatch: pytest
     assert gpu_ours.synchronizations(lambda: step(2)) == "called a synchronizing CUDA operation"
     assert gpu_ours.synchronizations(lambda: step(0)) == "nothing"
     assert finished == 2 and modes[-1] == "default"
+
+
+def read_result(stdout: str) -> Result:
+    return Result(**json.loads(stdout.splitlines()[-1]))
+
+
+def run_smoke(case: int, who: str, *options: str) -> Result:
+    """A row of the table, from a process of its own."""
+    script = str(ROOT / "benchmarks" / "gpu.py")
+    done = run_python([script, "--smoke", "--case", str(case), "--who", who, *options])
+    assert done.returncode == 0, done.stderr
+    return read_result(done.stdout)
+
+
+def test_plain_transformers_takes_our_first_step_where_a_row_is_one_document() -> None:
+    results = [run_smoke(0, who, "--documents", "0.01") for who in (gpu.OURS, gpu.TRANSFORMERS)]
+    assert all(result.loss and result.grad_norm for result in results), results
+    assert find_differences(results, gpu.OURS, [gpu.TRANSFORMERS]) == []
+
+
+# Full, LoRA, NF4, a mixture. torchtune and peft take no common torchao: its LoRA is compared by --torchtune-python.
+@pytest.mark.parametrize(("who", "cases"), [(gpu.TRL, (0, 3, 6, 9)), (gpu.TORCHTUNE, (0,))])
+def test_the_tools_that_are_installed_take_our_first_step_from_packed_rows(who: str, cases: tuple[int, ...]) -> None:
+    pytest.importorskip(gpu.PACKAGES[who])
+    for case in cases:
+        results = [run_smoke(case, each) for each in (gpu.OURS, who)]
+        assert all(result.loss and result.grad_norm for result in results), results
+        assert find_differences(results, gpu.OURS, [who]) == []
+
+
+def test_a_tool_that_is_not_installed_is_a_row_that_says_so() -> None:
+    if any(importlib.util.find_spec(package) for package in gpu.PACKAGES.values()):
+        pytest.skip("they are installed here")
+    for who, package in gpu.PACKAGES.items():
+        assert gpu.run_case(CASES[0], who, argparse.Namespace()).failure == f"not installed; pip install {package}"
+
+
+def test_a_row_of_another_computation_is_named() -> None:
+    full, lora = CASES[0].name, CASES[3].name
+    ours = [Result(full, gpu.OURS, loss=6.5, grad_norm=2.8), Result(lora, gpu.OURS, loss=6.8, grad_norm=1.3)]
+    same = [Result(full, gpu.TRL, loss=6.51, grad_norm=2.85), Result(lora, gpu.TRL, loss=6.8, grad_norm=2.0)]
+    assert find_differences([*ours, *same], gpu.OURS, [gpu.TRL]) == []
+    others = [Result(full, gpu.TRL, loss=6.6, grad_norm=3.5), Result(lora, gpu.TRL, loss=float("nan"))]
+    found = find_differences([*ours, *others], gpu.OURS, [gpu.TRL])
+    assert [line.split(":")[1].split(" of")[0] for line in found] == [" the loss", " the gradient norm", " the loss"]
 
 
 @pytest.mark.slow
