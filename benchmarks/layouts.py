@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from benchmarks.layouts_counted import communication, kept_bytes  # noqa: E402
+from benchmarks.layouts_counted import communication, kept_bytes, planned_communication  # noqa: E402
 from benchmarks.layouts_shown import Measured, plot, table  # noqa: E402
 from finetune.data.batches import StepBatch  # noqa: E402
 from finetune.data.collate import MicroBatch  # noqa: E402
@@ -139,6 +139,7 @@ def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, worl
     calls, moved = communication(lambda: train_step(model, optimizer, batch, world))
     if not world.is_main:
         return None
+    planned_calls, planned_bytes = planned_communication(model_config, rows, LENGTH, world)
     return Measured(
         layout=name,
         ranks=world.size,
@@ -146,6 +147,8 @@ def measure(name: str, model_config: dict[str, Any], steps: int, rows: int, worl
         parameters=size.total,
         tokens_per_second=steps * batch.tokens / seconds,
         calls=calls,
+        planned_calls=planned_calls,
+        planned_bytes=planned_bytes,
         communicated_bytes=moved,
         **{key: max(rank[key] for rank in every) for key in mine},
     )

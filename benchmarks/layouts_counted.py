@@ -1,8 +1,7 @@
 """What layouts.py counts in a step: the collectives with their bytes, and what is kept for the backward."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from math import prod
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,53 +11,72 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.data.batches import StepBatch
 from finetune.distributed.world import World
+from finetune.plan.architecture import read_architecture
+from finetune.plan.communication import count_communication
+from finetune.plan.run_spec import RunSpec
+from finetune.recipe.schema import Batch, Data, Recipe
 
-FP32 = 4  # bytes
+KINDS = {
+    "allgather": "all-gather",
+    "reducescatter": "reduce-scatter",
+    "allreduce": "all-reduce",
+    "alltoall": "all-to-all",
+}
 
 
 def communication(step: Callable[[], Any]) -> tuple[dict[str, int], dict[str, int]]:
     """The collectives of `step` on this rank by kind: calls, and bytes of the larger of what goes in and what comes out."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    with _Collectives() as found:
         step()
-    with _AllReduced() as reduced:  # apart, since the profiler would see each call twice
-        step()
-    kinds = {"allgather": "all-gather", "reduce_scatter": "reduce-scatter", "allreduce": "all-reduce"}
-    kinds |= {"alltoall": "all-to-all"}
-    calls: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
-    for event in profile.events() or ():
-        for part, kind in kinds.items():
-            if event.name.startswith("c10d::") and part in event.name:
-                calls[kind] += 1
-                moved[kind] += max(FP32 * numel for numel in _numels(event.input_shapes))
-    if calls["all-reduce"]:
-        moved["all-reduce"] = reduced.total
-    return {kind: count for kind, count in calls.items() if count}, dict(moved)
+    return dict(found.calls), dict(found.moved)
 
 
-class _AllReduced(TorchDispatchMode):
-    """Counts the bytes of the tensors that are all-reduced inside this context: the profiler does not see their shapes."""
+class _Collectives(TorchDispatchMode):
+    """Counts the collectives inside this context."""
 
-    total = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: Counter[str] = Counter()
+        self.moved: Counter[str] = Counter()
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented  # its own operations come here in turn
-        if (
-            operator.namespace in ("c10d", "_c10d_functional")
-            and "reduce" in operator.__name__
-            and "all" in operator.__name__
-        ):
-            tensors = args[0] if isinstance(args[0], list | tuple) else [args[0]]
-            self.total += sum(tensor.nbytes for tensor in tensors)
-        return operator(*args, **(kwargs or {}))
+        name = operator.__name__.replace("_", "")
+        kind = next((kind for part, kind in KINDS.items() if part in name), None)
+        out = operator(*args, **(kwargs or {}))
+        if kind is not None and operator.namespace in ("c10d", "_c10d_functional"):
+            self.calls[kind] += 1
+            self.moved[kind] += max(_nbytes(each) for each in (*args, out))
+        return out
 
 
-def _numels(shapes: list[Any]) -> Iterator[int]:
-    """The numbers in each tensor of a call; a list of tensors is one."""
-    for shape in shapes:
-        is_list = bool(shape) and isinstance(shape[0], list)
-        yield sum(prod(each) for each in shape) if is_list else prod(shape) if shape else 0
+def _nbytes(value: Any) -> int:
+    """Of a tensor, or of those in a list."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def planned_communication(
+    model_config: Mapping[str, Any], rows: int, length: int, world: World
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What the plan counts of the same step: calls and bytes by kind, without the sum of the gradients' norm."""
+    batch = Batch(global_batch_size=rows)
+    recipe = Recipe(path="layouts.py", data=Data(max_length=length, packing=False), batch=batch)
+    spec = RunSpec(
+        architecture=read_architecture(model_config, "model"),
+        recipe=recipe,
+        sharding=world.sharding,
+        ranks=world.size,
+        ranks_per_node=world.local_size,
+        device="cpu" if world.device.type == "cpu" else "cuda",
+    )
+    calls, moved = Counter[str](), Counter[str]()
+    for each in count_communication(spec):
+        calls[each.kind] += each.calls
+        moved[each.kind] += each.bytes
+    return dict(calls), dict(moved)
 
 
 def kept_bytes(model: nn.Module, batch: StepBatch, world: World) -> int:

@@ -131,6 +131,12 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     plan.add_argument(
         "--gpu-memory", metavar="SIZE", help="print whether the run fits, and what would make it fit, for example 80GiB"
     )
+    plan.add_argument(
+        "--gpu-link", metavar="SIZE", help="bytes a second, one way, between GPUs of a node (default: 450GB)"
+    )
+    plan.add_argument(
+        "--network", metavar="SIZE", help="bytes a second, one way, from a node to others (default: 400GB)"
+    )
     plan.add_argument("--mfu", type=float, metavar="SHARE", help="assumed share of the peak FLOP/s (default: 0.4)")
     plan.add_argument("--json", action="store_true", help="print JSON")
 

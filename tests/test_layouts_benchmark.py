@@ -1,7 +1,8 @@
 """Given the comparison of layouts on four ranks, when the tensors that a rank holds are counted, then parameters,
-gradients and optimizer state are what the theory of each strategy says, to 2%."""
+gradients and optimizer state are what the theory of each strategy says, to 2%; and every byte between ranks is in the plan."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ SHARDS = {  # the ranks over which each tensor is cut; Rajbhandari et al. 2020 (
     "FSDP2 hybrid 2 x 2": 2,
     "FSDP1 HYBRID_SHARD 2 x 2": 2,
     "FSDP2, rows divided by 2": RANKS,
+    "FSDP2, matrices divided by 2": RANKS,
 }
 MODEL: dict[str, Any] = {
     "model_type": "llama",
@@ -63,6 +65,16 @@ def test_a_rank_holds_what_the_theory_says(layout: str, measured: dict[str, dict
     assert found["parameter_bytes"] == pytest.approx(share, rel=0.02)
     assert found["gradient_bytes"] == pytest.approx(share, rel=0.02)
     assert found["optimizer_bytes"] == pytest.approx(2 * share, rel=0.02)  # two moments
+
+
+@pytest.mark.parametrize("layout", SHARDS)
+def test_the_plan_counts_every_call_and_byte(layout: str, measured: dict[str, dict[str, Any]]) -> None:
+    """But for one sum: the norm's, of a number or of one for each parameter."""
+    calls, moved = (Counter(measured[layout][key]) for key in ("planned_calls", "planned_bytes"))
+    found, found_bytes = (Counter(measured[layout][key]) for key in ("calls", "communicated_bytes"))
+    norm, norm_bytes = found - calls, found_bytes - moved
+    assert norm == ({} if layout in ("DDP", "FSDP1 NO_SHARD") else {"all-reduce": 1})
+    assert norm_bytes.total() <= 8 * 100 and not calls - found and not moved - found_bytes
 
 
 def test_shard_grad_op_keeps_parameters_whole_until_backward_and_gathers_once(

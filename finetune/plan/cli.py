@@ -9,6 +9,7 @@ from finetune.distributed.accelerate_config import find_sharding, read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import UserError
 from finetune.plan.advice import advise
+from finetune.plan.communication import Links
 from finetune.plan.plan import TABLE_RANKS, compare_layouts, format_plan, make_plan, to_dict
 from finetune.plan.table import format_advice, format_layouts
 from finetune.plan.time import ASSUMED_MFU
@@ -32,7 +33,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     sharding = read_sharding(arguments.config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
     refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks // sharding.ranks_per_batch)
-    plan = make_plan(recipe, sharding, ranks, mfu=mfu)
+    plan = make_plan(recipe, sharding, ranks, mfu=mfu, links=_read_links(arguments))
     advice = None if limit is None else advise(plan.spec, limit)
     if arguments.json:
         print(json.dumps(to_dict(plan, limit), indent=2))
@@ -43,6 +44,14 @@ def plan_command(arguments: argparse.Namespace) -> int:
         if advice is not None and limit is not None:
             print("\n" + format_advice(advice, limit))
     return 0 if advice is None or advice.fits else 1
+
+
+def _read_links(arguments: argparse.Namespace) -> Links:
+    usual = Links()
+    within, between = (
+        None if text is None else float(read_size(text)) for text in (arguments.gpu_link, arguments.network)
+    )
+    return Links(within or usual.within_node, between or usual.between_nodes)
 
 
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:

@@ -12,6 +12,7 @@ from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.architecture import Architecture, find_config, read_architecture
+from finetune.plan.communication import Links
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
@@ -54,8 +55,10 @@ def make_plan(
     mfu: float = ASSUMED_MFU,
     on_cpu: bool = False,
     read: tuple[int, int] | None = None,
+    links: Links | None = None,
 ) -> Plan:
-    """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already.
+    """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already; `links`: other ones than
+    the assumed device's.
 
     Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is not
     supported.
@@ -81,7 +84,7 @@ def make_plan(
         phases=plan_phases(spec),
         disk=plan_disk(spec, base_dtype),
         host=plan_host(spec),
-        speed=estimate_speed(spec, mfu, read),
+        speed=estimate_speed(spec, mfu, read, links),
     )
 
 

@@ -1,5 +1,6 @@
 """The text of a plan: its tables and lines."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
@@ -13,7 +14,7 @@ from finetune.plan.offload import NVME_BYTES_PER_SECOND
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
 from finetune.recipe.quantization import describe_quantization
-from finetune.units import GIB, MIB, count, counted, gib
+from finetune.units import GIB, MIB, count, counted, disk_size, gib
 
 PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")
 SHORT = {"parameters": "weights", "communication": "reducing", "temporaries": "temp."}
@@ -180,6 +181,10 @@ def format_speed(found: Speed, ranks: int) -> str:
         if found.seconds_per_epoch is None or found.epoch_tokens is None
         else f"an epoch of about {count(found.epoch_tokens)} tokens: {format_duration(found.seconds_per_epoch)}"
     )
+    return "\n".join([_describe_speed(found, ranks, steps, epoch), *_format_communication(found)])
+
+
+def _describe_speed(found: Speed, ranks: int, steps: str, epoch: str) -> str:
     return (
         f"time       {format_duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
         f"{counted(ranks, 'rank')}{steps}; {epoch}\n"
@@ -208,6 +213,31 @@ def format_speed(found: Speed, ranks: int) -> str:
             else ""
         )
     )
+
+
+def _format_communication(found: Speed) -> list[str]:
+    """What ranks send each other in a step, and how long that takes."""
+    if not found.communication:
+        return []
+    calls, moved = Counter[str](), Counter[str]()
+    for each in found.communication:
+        calls[each.kind] += each.calls
+        moved[each.kind] += each.bytes
+    listed = ", ".join(f"{kind} {disk_size(moved[kind])} in {count(calls[kind])} calls" for kind in calls)
+    seconds, awaited = format_duration(found.communication_seconds), ""
+    if found.awaited_seconds:
+        awaited = f", of which layers wait for {format_duration(found.awaited_seconds)}"
+    within, between = (f"{disk_size(round(rate))}/s" for rate in (found.links.within_node, found.links.between_nodes))
+    lines = [
+        f"           not counted in: {seconds} a step of communication if nothing hides it{awaited}",
+        f"           a rank's {listed};",
+        f"           at {within} between GPUs of a node and {between} a node between nodes: --gpu-link and --network change these",
+    ]
+    if found.communication_seconds - found.awaited_seconds > found.seconds_per_step:
+        lines.append(
+            "           that is longer than the computation, which cannot hide it: a step takes at least as long"
+        )
+    return lines
 
 
 def format_storage(room: Disk, node: Host) -> str:

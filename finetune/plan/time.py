@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
+from finetune.plan.communication import Collective, Links, count_communication
 from finetune.plan.offload import NVME_BYTES_PER_SECOND
 from finetune.plan.run_spec import RunSpec, count_multiplied
 from finetune.recipe.method_schema import RowKind
@@ -38,6 +39,12 @@ class Speed:
     micro_batch_seconds: float
     offload_seconds: float  # of a step
     files_seconds: float  # of a step: state in files, read and written
+    links: Links  # the rates at which ranks send
+    communication: tuple[Collective, ...]  # of a step
+    communication_seconds: (
+        float  # of a step, if nothing of it were hidden behind the computation; not in seconds_per_step
+    )
+    awaited_seconds: float  # of these, what layers wait for, so that nothing hides it
     reference_share: float  # of a step's operations: the reference's forward, where adapters are switched off for it
     reference_seconds: (
         float | None
@@ -49,8 +56,8 @@ class Speed:
         return self.micro_batch_seconds >= MIN_MICRO_BATCH_SECONDS
 
 
-def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = None) -> Speed:
-    """The speed at `mfu` of the assumed device's peak on every rank.
+def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = None, links: Links | None = None) -> Speed:
+    """The speed at `mfu` of the assumed device's peak on every rank, whose `links` are by default those of its data sheet.
 
     `read`: an epoch's tokens and the run's steps, if the data has been read; else they are estimated from the files' size.
     """
@@ -79,6 +86,8 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     )
     if steps is None and epoch_tokens is not None:
         steps = max(1, round(epoch_tokens / spec.tokens_per_step * optimization.num_train_epochs))
+    communication = count_communication(spec)
+    seconds = [(each.seconds(links or Links(), spec.ranks_per_node), each.is_awaited) for each in communication]
     return Speed(
         flop_per_token=flops,
         peak_flops=peak,
@@ -93,6 +102,10 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         micro_batch_seconds=seconds_per_step / spec.accumulation,
         offload_seconds=offload,
         files_seconds=files,
+        links=links or Links(),
+        communication=communication,
+        communication_seconds=sum(taken for taken, _ in seconds),
+        awaited_seconds=sum(taken for taken, is_awaited in seconds if is_awaited),
         reference_share=again / flops,
         reference_seconds=_reference_seconds(
             spec, forward / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks), epoch_tokens, steps
