@@ -81,6 +81,9 @@ LAYOUTS: dict[str, Sharding] = {
     "mixture, FSDP2 full shard": Sharding(layout="fsdp2"),
     "mixture, experts over 2": Sharding(layout="fsdp2", expert_parallel_size=2),
     "mixture, experts over 4": Sharding(layout="fsdp2", expert_parallel_size=4),
+    "mixture, hybrid 2 x 2, experts over 2": Sharding(
+        layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2, expert_parallel_size=2
+    ),
 }
 
 
