@@ -1,8 +1,6 @@
 """What is done to decoder layers: activation checkpointing, torch.compile, Liger's kernels. Parameters keep their names."""
 
-import os
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, partial
 from typing import Any, Literal
 
@@ -10,18 +8,11 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from finetune.compiler import configure_compiler
 from finetune.distributed.parallelize import decoder_layers
 from finetune.errors import UserError
-from finetune.hub import find_cache
 from finetune.models.activation_offload import ActivationOffload, Contexts
 from finetune.models.fused_chunk import compute_fused_chunk
-
-# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the default
-# of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
-RECOMPILE_LIMIT = 64
-
-
-CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 Kept = Literal["nothing", "attention", "attention_and_projections"]
 
@@ -105,12 +96,7 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     class's, and transformers checkpoints a layer's activations in the forward of its own class only.
     Sizes are symbols, since packed rows differ in length.
     """
-    _keep_compiled()
-    torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    # Else sizes that are equal in the first batch (tokens and hidden size, tokens and the longest document) become one symbol.
-    torch.fx.experimental._config.use_duck_shape = False
-    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile, which then starts over.
-    torch._dynamo.config.specialize_float = True
+    configure_compiler()
     layers = decoder_layers(model)
     for layer in layers:
         layer.forward = torch.compile(layer.forward, dynamic=True, backend=backend)
@@ -118,22 +104,6 @@ def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
     head = model.get_output_embeddings()  # type: ignore[operator]
     head.chunk_function = torch.compile(compute_fused_chunk, dynamic=True, backend=backend)
     return len(layers)
-
-
-def _keep_compiled() -> None:
-    """Makes torch keep what it compiles where it outlives a reboot, for the next start. Its own folder is in /tmp.
-
-    Where that cannot be written, or the user has set a folder, all stays as it is.
-    """
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    # torch sets the variable to its own folder when its compiler is imported, which another library may have done.
-    if os.environ.get(CACHE_VARIABLE) not in (None, os.path.abspath(default_cache_dir())):  # noqa: PTH100
-        return
-    folder = find_cache("compiled")
-    with suppress(OSError):
-        folder.mkdir(parents=True, exist_ok=True)
-        os.environ[CACHE_VARIABLE] = str(folder)
 
 
 def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torchao.optim import AdamW8bit
 
-from finetune.optim.adamw_bf16 import has_compiler, load_state_unconverted
+from finetune.compiler import has_compiler
+from finetune.optim.adamw_bf16 import load_state_unconverted
 
 
 class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]

@@ -4,7 +4,6 @@ torch's fused AdamW wants moments of the parameter's type, and a plain bf16 seco
 a step changes it by 0.1%, and bf16 resolves 0.4%. Stochastic rounding keeps it right on average.
 """
 
-import shutil
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from finetune.compiler import has_compiler
 from finetune.distributed.parallelize import local_part
 
 SLICE = 1 << 24  # elements updated at once where nothing fuses the update: bounds its fp32 temporaries to 64 MiB each
@@ -93,12 +93,6 @@ def update_(
     for start in range(0, flat[0].numel(), max(length, 1)):
         weights, gradient, mean, variance = (each[start : start + length] for each in flat)
         update(weights, gradient, mean, variance, rate, decay, correction, found_inf, beta1, beta2, settings["eps"])
-
-
-@cache
-def has_compiler() -> bool:
-    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds a step."""
-    return shutil.which("cc") is not None
 
 
 @cache

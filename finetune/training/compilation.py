@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from finetune.models.layers import CACHE_VARIABLE
+from finetune.compiler import CACHE_VARIABLE
 from finetune.units import counted
 
 

@@ -14,6 +14,7 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
+from finetune.compiler import has_compiler
 from finetune.constants import count_cores, read_versions
 from finetune.data.renderer import asks_for_date
 from finetune.distributed.collective import RankGroup
@@ -22,7 +23,6 @@ from finetune.distributed.sharding import Sharding, to_accelerate_config
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
-from finetune.optim.adamw_bf16 import has_compiler
 from finetune.optim.optimizer import check_optimizer
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe

@@ -11,15 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from finetune.compiler import _keep_compiled, has_compiler
 from finetune.constants import IGNORE_INDEX
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.models.fused_chunk import compute_fused_chunk
 from finetune.models.head_chunks import ChunkFunction, LogitTransform, compute_chunk
-from finetune.models.layers import _keep_compiled
 from finetune.models.log_probabilities import linear_log_probabilities
 from finetune.models.loss import linear_cross_entropy
-from finetune.optim.adamw_bf16 import has_compiler
 from finetune.plan.activations import Computation
 from finetune.plan.loss_memory import loss_chunk_bytes
 from finetune.recipe.schema import Model
