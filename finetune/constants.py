@@ -18,6 +18,10 @@ IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's c
 # compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
 ROUND_TOKENS = 64
 
+# Attention: numbers of the widest head that flash attention takes; and tokens of a block, of the masks that flex_attention reads.
+LARGEST_FLASH_HEAD = 256
+BLOCK_TOKENS = 128
+
 # The loss works on chunks of tokens: as many as make this many bytes of fp32 logits, by device type, ...
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products

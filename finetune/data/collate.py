@@ -39,6 +39,7 @@ class MicroBatch:
     max_document_length: int
     example_ids: tuple[int, ...]
     document_lengths: tuple[int, ...] = ()  # tokens of each example
+    packed_lengths: tuple[int, ...] | None = None  # what `cu_seq_lens` says, known to the host without asking a GPU
     token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
     # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them belongs
     # to; 0 for those without a label. None where documents are not compared.
@@ -57,6 +58,7 @@ class MicroBatch:
             inputs["token_mask"] = self.token_mask
         if self.cu_seq_lens is not None:
             inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
+            inputs["packed_lengths"] = self.packed_lengths
         return inputs
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -156,6 +158,7 @@ def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
         max_document_length=int(lengths.max()),
         example_ids=tuple(ids.tolist()),
         document_lengths=tuple(examples.lengths[ids].tolist()),
+        packed_lengths=tuple(lengths.tolist()),
         token_mask=(torch.arange(tokens + padding) < tokens)[None],
     )
 
@@ -213,5 +216,6 @@ def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
         cu_seq_lens=torch.tensor([0, tokens], dtype=torch.int32) if packing else None,
         max_document_length=tokens,
         example_ids=(),
+        packed_lengths=(tokens,) if packing else None,
         token_mask=torch.zeros(1, tokens, dtype=torch.bool),
     )

@@ -1,7 +1,8 @@
 """Attention that keeps packed documents apart without an O(tokens^2) mask, on every device, with no flash-attn build.
 
 After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of the
-documents in the one packed row) and `max_document_length` (int); without them every row is one document padded on the
+documents in the one packed row), `max_document_length` (int) and `packed_lengths` (the tokens of each document, for kernels that
+the host starts for each: it need not ask a GPU); without them every row is one document padded on the
 right. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
 
 Where ranks divide a row's tokens between them, each attends for some of the heads, over the whole row.
@@ -18,12 +19,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.flex_attention import BlockMask
 
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
-from finetune.models.document_attention import ScoreOptions, attend_documents, attend_with_mask
+from finetune.models.attention_inputs import RowDocuments, ScoreOptions
+from finetune.models.block_attention import find_windows, make_masks
+from finetune.models.document_attention import attend_documents, attend_with_mask
 
 NAME = "packed"
+BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths")  # of the documents of a packed row
+WHOLE_ROWS = RowDocuments()
 UNSUPPORTED = (
     "position_bias",
 )  # arguments that transformers may pass and this attention does not support: learned biases
@@ -57,7 +63,7 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
             f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
         ) from error
     rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-        "auto": partial(_prepare_for_packed, sequence_group),
+        "auto": partial(_prepare_for_packed, find_windows(model), sequence_group),
         "flash_attention_2": _prepare_for_flash,
         "flash_attention_3": _prepare_for_flash,
     }
@@ -104,18 +110,34 @@ def _refuse_stateful_layers(config: Any) -> None:
 # From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.
 
 
-def _prepare_for_packed(sequence_group: ProcessGroup | None, kwargs: dict[str, Any]) -> dict[str, Any]:
-    if kwargs.get("attention_mask") is None and kwargs.get("use_cache") is False:
-        # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to find packed
-        # documents in every forward: a host synchronization on CUDA, for a mask that nothing reads.
-        prepared = kwargs | {"attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool)}
-        return prepared if sequence_group is None else prepared | {"sequence_group": sequence_group}
-    return kwargs
+def _prepare_for_packed(
+    windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    kwargs, (boundaries, longest, lengths) = _split_boundaries(kwargs)
+    if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not False:
+        return kwargs
+    masks: dict[int | None, BlockMask] = {}
+    if windows:
+        ids = kwargs["input_ids"]
+        tokens = ids.shape[1] * (1 if sequence_group is None else sequence_group.size())
+        masks = make_masks(windows, boundaries, tokens, ids.device)
+    # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to find packed
+    # documents in every forward: a host synchronization on CUDA, for a mask that nothing reads.
+    prepared = kwargs | {
+        "attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool),
+        "documents": RowDocuments(boundaries, longest, lengths, masks),
+    }
+    return prepared if sequence_group is None else prepared | {"sequence_group": sequence_group}
+
+
+def _split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The arguments without BOUNDARIES, and these; None for those that are missing."""
+    others = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    return others, [kwargs.get(name) for name in BOUNDARIES]
 
 
 def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs = dict(kwargs)
-    boundaries, longest = kwargs.pop("cu_seq_lens", None), kwargs.pop("max_document_length", None)
+    kwargs, (boundaries, longest, _) = _split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
     names = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
@@ -123,7 +145,7 @@ def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in kwargs.items() if name not in ("cu_seq_lens", "max_document_length")}
+    return _split_boundaries(kwargs)[0]
 
 
 @cache
@@ -148,8 +170,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    cu_seq_lens: Tensor | None = None,
-    max_document_length: int | None = None,
+    documents: RowDocuments = WHOLE_ROWS,
     sequence_group: ProcessGroup | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
@@ -159,9 +180,8 @@ def packed_attention(
         query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head size].
         attention_mask: empty in training; what `sdpa_mask` made, in generation.
         dropout, scaling, sliding_window, softcap, s_aux (sinks): see `ScoreOptions`.
-        cu_seq_lens: int32[documents + 1] of the one row, or None where each row is one document.
-        max_document_length: tokens.
-        sequence_group: the ranks that divide the row's tokens between them: `tokens` are this rank's, and the boundaries
+        documents: of the rows.
+        sequence_group: the ranks that divide the row's tokens between them: `tokens` are this rank's, and the documents
             those of the whole row.
     Returns:
         [rows, tokens, heads, head size], and None for the attention weights.
@@ -179,9 +199,8 @@ def packed_attention(
     query, key, value = (states.to(compute_dtype) for states in (query, key, value))
     with torch.autocast(device, enabled=False):
         if sequence_group is None:
-            return attend_documents(query, key, value, cu_seq_lens, max_document_length, options).to(dtype), None
-        states = query, key, value
-        traded: Tensor = _attend_for_heads(*states, cu_seq_lens, max_document_length, options, dtype, sequence_group)
+            return attend_documents(query, key, value, documents, options).to(dtype), None
+        traded: Tensor = _attend_for_heads(query, key, value, documents, options, dtype, sequence_group)
         return traded, None
 
 
@@ -190,8 +209,7 @@ def _attend_for_heads(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    cu_seq_lens: Tensor | None,
-    longest: int | None,
+    documents: RowDocuments,
     options: ScoreOptions,
     dtype: torch.dtype,
     group: ProcessGroup,
@@ -200,4 +218,4 @@ def _attend_for_heads(
     query, key, value = trade_tokens_for_heads(query, key, value, group)
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))
-    return trade_heads_for_tokens(attend_documents(query, key, value, cu_seq_lens, longest, options).to(dtype), group)
+    return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)

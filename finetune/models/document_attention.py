@@ -1,47 +1,39 @@
 """Causal attention inside each document of a packed row, by the kernel that the device has for it.
 
-On CUDA one varlen kernel (torch's own flash attention) handles all documents. On a CPU each document is a causal SDPA; what no
-fused kernel computes is written out.
+On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention (block_attention.py) for what that
+cannot. Elsewhere, and with dropout of capped scores, in fp32 or for the widest heads, each document is a causal SDPA, or written out;
+how long each is the host knows.
 """
 
 import inspect
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-LARGEST_FLASH_HEAD = 256
+from finetune.constants import LARGEST_FLASH_HEAD
+from finetune.models.attention_inputs import RowDocuments, ScoreOptions
+from finetune.models.block_attention import attend_in_blocks, can_attend_in_blocks
+
 # torch 2.12 and later reject fewer key-value heads than heads without it; 2.11 has no such argument.
 NEEDS_ENABLE_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the padding to its caller
 
 
-class ScoreOptions(NamedTuple):
-    """What attention does with the products of queries and keys."""
-
-    scale: float | None = None  # None: 1 / sqrt(head size)
-    window: int | None = None  # tokens that a query sees, itself included
-    softcap: float | None = None  # softcap * tanh(scores / softcap)
-    dropout: float = 0.0  # of the weights
-    sinks: Tensor | None = None  # [heads]: a score that takes its part of the softmax and gives no value (gpt-oss)
-
-    @property
-    def is_fusible(self) -> bool:
-        """Whether torch's fused kernels compute such scores."""
-        return self.softcap is None and self.sinks is None
-
-
 def attend_documents(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor | None, longest: int | None, options: ScoreOptions
+    query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
     """Causal attention in each document. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head size]."""
     if _can_use_varlen(query, value, options):
-        return _attend_varlen(query, key, value, cu_seq_lens, longest, options)
-    if cu_seq_lens is None:
+        return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options)
+    mask = documents.masks.get(options.window)
+    if mask is not None and can_attend_in_blocks(query, value, options):
+        return attend_in_blocks(query, key, value, mask, options)
+    if documents.boundaries is None:
         return _attend_causally(query, key, value, options).transpose(1, 2)
-    out: Tensor = _attend_each_document(query, key, value, cu_seq_lens, options)
+    out: Tensor = _attend_each_document(query, key, value, documents, options)
     return out
 
 
@@ -78,12 +70,13 @@ def _attend_varlen(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of documents is no part of a compiled layer
 def _attend_each_document(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_lens: Tensor, options: ScoreOptions
+    query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
     """Causal attention over each document by itself. query: [1, heads, tokens, head size] -> [1, tokens, heads, ...]."""
-    lengths = cu_seq_lens.diff().tolist()
-    documents = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), strict=True)
-    return torch.cat([_attend_causally(q, k, v, options).transpose(1, 2) for q, k, v in documents], dim=1)
+    assert documents.boundaries is not None
+    lengths = list(documents.lengths or documents.boundaries.diff().tolist())
+    states = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
+    return torch.cat([_attend_causally(q, k, v, options).transpose(1, 2) for q, k, v in states], dim=1)
 
 
 def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
@@ -105,8 +98,7 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: ScoreOp
 
 
 def _attend_unfused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions) -> Tensor:
-    """Attention written out, for models that cap the scores (Gemma 2) or have sinks (gpt-oss), which no fused kernel of
-    torch can."""
+    """Attention written out, for models that cap the scores (Gemma 2) or have sinks (gpt-oss), which no SDPA of torch can."""
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
     if options.softcap is not None:

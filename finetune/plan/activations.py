@@ -8,6 +8,7 @@ import math
 from dataclasses import dataclass
 
 from finetune.plan.architecture import Architecture
+from finetune.plan.attention_memory import attends_by_document, attends_in_blocks, materializes_scores
 from finetune.plan.parts import LatentAttention, Mixture
 from finetune.plan.state import FP32, is_adapted
 from finetune.recipe.module_patterns import find_value
@@ -36,6 +37,7 @@ class Computation:
     compiled: bool = False  # torch_compile
     grouped_attention: bool = True  # the kernel accepts fewer key-value heads than query heads (torch 2.12 and later)
     sequence_ranks: int = 1  # that divide the tokens of a row, in attention the heads
+    drops_attention: bool = False  # attention_dropout is not 0
 
     divides_vocabulary: bool = False  # tensor parallelism: the softmax is normalized over ranks
     expert_ranks: int = 1  # that divide a layer's experts between them, which get their inputs from other ranks
@@ -101,9 +103,8 @@ def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
     if run.keeps == "nothing":
         return []
     attended = [(max(run.itemsize, FP32) if run.cpu else run.itemsize) * a.query_width, FP32 * a.heads]
-    if (
-        a.family.caps_scores or a.family.sinks or (a.latent is not None and run.cpu)
-    ):  # written out, by no kernel of its own
+    is_hidden = materializes_scores(a, run) or attends_in_blocks(a, run) or (a.latent is not None and run.cpu)
+    if is_hidden:  # written out, or in what torch.compile makes of flex_attention: no operator of its own
         attended = []
     if run.keeps == "attention":
         return attended
@@ -187,18 +188,20 @@ def _attention(a: Architecture, run: Computation) -> int:
     # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections made.
     divided = key_value // a.key_value_heads * math.lcm(a.key_value_heads, run.sequence_ranks)
     inside = max(size, FP32) if run.cpu else size  # of the scores: on a CPU the kernel works in fp32
-    repeats = not run.grouped_attention or a.family.caps_scores or a.family.sinks
-    keys_and_values = 2 * (query if repeats else divided)
+    is_grouped = run.grouped_attention or attends_in_blocks(a, run)
+    keys_and_values = 2 * (divided if is_grouped and not materializes_scores(a, run) else query)
     output = query
     if a.latent is not None:  # a key for each head, and narrower values, which the GPU's kernel takes padded
         value = a.heads * a.latent.value
         keys_and_values, output = query + (value if run.cpu else query), value if run.cpu else query
     total = inside * (query + keys_and_values + output) + FP32 * a.heads
     # torch's kernel for a CPU wants one head size.
-    is_written_out = a.family.caps_scores or a.family.sinks or (run.cpu and output != query)
+    is_written_out = materializes_scores(a, run) or (run.cpu and output != query)
     # The documents' outputs, concatenated, or the heads' of other ranks: the input of the output projection.
-    if (run.cpu or is_written_out or run.sequence_ranks > 1) and not run.drops_inputs:
+    if (attends_by_document(run) or run.sequence_ranks > 1) and not run.drops_inputs:
         total += size * (a.heads * a.latent.value if a.latent is not None else query)
+    if a.family.sinks and attends_in_blocks(a, run):  # their part of the sum, and the output that is left
+        total += FP32 * a.heads + size * query
     if a.latent is not None:
         total += _latents(a, a.latent, run)
     if a.query_key_norm:

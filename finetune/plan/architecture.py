@@ -36,6 +36,7 @@ class Architecture:
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
     query_key_norm: bool = False  # of the kind that the family has
+    attention_dropout: float = 0.0
 
     @property
     def query_width(self) -> int:
@@ -275,4 +276,5 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         latent=read_latent_attention(family, config, sizes),
         query_key_norm=family.query_key_norm is not None
         and (family.query_key_norm_key is None or bool(config.get(family.query_key_norm_key))),
+        attention_dropout=config.get("attention_dropout") or 0.0,
     )

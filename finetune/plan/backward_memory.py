@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from finetune.plan.activations import kept_bytes, layer_bytes, prefetched_bytes, recomputed_bytes, working_bytes
+from finetune.plan.attention_memory import mask_bytes
 from finetune.plan.layout_memory import LayoutMemory, UnitMemory
 from finetune.plan.memory_snapshot import Snapshot
 from finetune.plan.merged_experts import merged_expert_bytes
@@ -18,7 +19,8 @@ from finetune.plan.update_memory import plan_updates_in_backward
 def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations that the forward of a micro-batch leaves."""
     a, run = spec.computed, spec.computation
-    return spec.tokens * sum(kept_bytes(a, run).values()) + merged_expert_bytes(a, run).kept
+    masks = mask_bytes(a, run, spec.tokens)
+    return spec.tokens * sum(kept_bytes(a, run).values()) + merged_expert_bytes(a, run).kept + masks
 
 
 def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int) -> Iterator[Snapshot]:

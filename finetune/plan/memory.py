@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from finetune.plan.activations import evaluation_bytes
+from finetune.plan.attention_memory import mask_bytes
 from finetune.plan.backward_memory import kept_for_backward, sharded_points, whole_points
 from finetune.plan.fp8_memory import fp8_bytes
 from finetune.plan.layout_memory import plan_layout_memory
@@ -160,7 +161,7 @@ def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapsh
     return replace(
         at_rest,
         name=name,
-        activations=tokens * (evaluation_bytes(a, run) + rotary),
+        activations=tokens * (evaluation_bytes(a, run) + rotary) + mask_bytes(a, run, tokens),
         loss=_chunk_bytes(spec, tokens),
         temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + merged.layer + merged.largest,
         gathered=_gathered_in_forward(spec),

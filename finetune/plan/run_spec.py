@@ -180,7 +180,14 @@ class RunSpec:
             divides_vocabulary=self.sharding.tensor_parallel_size > 1,
             expert_ranks=self.sharding.expert_parallel_size,
             sequence_ranks=self.sharding.sequence_parallel_size,
+            drops_attention=self.drops_attention,
         )
+
+    @property
+    def drops_attention(self) -> bool:
+        """Whether attention has dropout while training: the recipe's, else the model's own."""
+        ours = self.recipe.model.attention_dropout
+        return (self.architecture.attention_dropout if ours is None else ours) > 0
 
     @property
     def weighs_documents(self) -> bool:

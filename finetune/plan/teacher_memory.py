@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from finetune.plan.activations import evaluation_bytes
+from finetune.plan.attention_memory import mask_bytes
 from finetune.plan.fsdp_units import split_into_units
 from finetune.plan.loss_memory import divergence_chunk_bytes
 from finetune.plan.run_spec import RunSpec
@@ -18,7 +19,11 @@ def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
     inside = evaluation_bytes(a, run) + 2 * a.rotated_size * run.itemsize
     linears = [linear.numel for linear in a.linears()]
     dequantized = run.itemsize * max(linears) if spec.teacher.quantization.bits is not None else 0
-    return {"activations": tokens * inside, "gathered": _gathered(spec)[0], "temporaries": dequantized}
+    return {
+        "activations": tokens * inside + mask_bytes(a, run, tokens),
+        "gathered": _gathered(spec)[0],
+        "temporaries": dequantized,
+    }
 
 
 def teachers_tail(spec: RunSpec) -> int:

@@ -84,7 +84,8 @@ class Model:
         Literal[
             "auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
         ],
-        "auto: varlen attention on CUDA, causal SDPA per document on CPU; no flash-attn build is needed. flash_attention_3 "
+        "auto: varlen attention on CUDA, or torch's flex_attention where a model caps its scores, has sinks or wide heads; "
+        "causal SDPA per document on CPU; no flash-attn build is needed. flash_attention_3 "
         "and _4: the same with the kernels of the installed package, on Hopper and Blackwell; _3 without it takes the "
         "hub's kernels.",
     ] = "auto"
@@ -117,7 +118,12 @@ class Model:
         "Not with torch_compile.",
     ] = False
     attention_dropout: Annotated[
-        float | None, Ge(0), Lt(1), SameOnResume, "Overrides the model's own attention dropout."
+        float | None,
+        Ge(0),
+        Lt(1),
+        SameOnResume,
+        "Overrides the model's own attention dropout. With dropout, attention runs document by document on CUDA too, and scores that "
+        "are capped, or have sinks, are materialized.",
     ] = None
     router_aux_loss_coef: Annotated[
         float | None,

@@ -38,6 +38,7 @@ class Case:
     ranks: int = 2
     sharding: Mapping[str, Any] = field(default_factory=dict)
     model: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
     lora: Lora = field(default_factory=Lora)
     quantization: Quantization = field(default_factory=Quantization)
     method: Method = field(default_factory=Method)
@@ -153,12 +154,21 @@ CASES = (
     Case(name="distill", **DISTILL),
     Case(name="distill, lora, sequence", lora=PEFT, sharding=IN_SEQUENCES, **DISTILL),
     *(Case(name=family, family=family) for family in ("mistral", "gemma2", "mixtral", "gpt_oss")),
+    Case(
+        name="capped scores, sequence, tensor",
+        family="gemma2",
+        ranks=4,
+        sharding=IN_SEQUENCES | {"tensor_parallel_size": 2, "activation_checkpointing": True},
+    ),
+    Case(name="wide heads", config={"head_dim": 320}),
+    # What no kernel takes all documents of: the host knows how long each is.
+    Case(name="capped scores, dropout", family="gemma2", model={"attention_dropout": 0.1}),
 )
 
 
-def config_of(family: str, layers: int) -> dict[str, Any]:
+def config_of(case: Case) -> dict[str, Any]:
     """A small model, whose heads have a size that 8 does not divide where the family allows it."""
-    sizes = {"vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": layers}
+    sizes = {"vocab_size": 512, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": case.layers}
     heads = {
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
@@ -166,7 +176,7 @@ def config_of(family: str, layers: int) -> dict[str, Any]:
         "bos_token_id": 1,
         "eos_token_id": 2,
     }
-    return {"model_type": family, **sizes, **heads, **FAMILIES[family]}
+    return {"model_type": case.family, **sizes, **heads, **FAMILIES[case.family], **case.config}
 
 
 def make_micro_batch(packing: bool, parts: int = 1) -> MicroBatch:
@@ -188,6 +198,7 @@ def make_micro_batch(packing: bool, parts: int = 1) -> MicroBatch:
         max_document_length=max(LENGTHS),
         example_ids=tuple(range(len(LENGTHS))),
         document_lengths=LENGTHS,
+        packed_lengths=LENGTHS if packing else None,
         token_mask=torch.ones(shape, dtype=torch.bool),
         trained_documents=documents,
         desirable=torch.arange(len(LENGTHS)) % 2 == 0,

@@ -54,6 +54,8 @@ class Wait:
 class DeviceWaits(TorchDispatchMode):
     """Records each wait, and lets the step continue: numbers that are read are 1, all elements of a mask are set."""
 
+    supports_higher_order_operators = True  # flex_attention is one
+
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Wait] = []

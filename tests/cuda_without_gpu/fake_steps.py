@@ -91,7 +91,7 @@ def random_values(_name: str, slices: tuple[slice, ...]) -> torch.Tensor:
 def take_steps(case: Case, world: World, waits: DeviceWaits) -> dict[str, Any]:
     """What the second of two steps waits for: the first fills caches and makes the optimizer's state."""
     found: dict[str, Any] = {}
-    keys = Model(model_config=config_of(case.family, case.layers), **case.model)
+    keys = Model(model_config=config_of(case), **case.model)
     first = next(iter(case.optimizations.values()))
     model, _ = load_model(keys, case.lora, 0, world, case.quantization, first)
     micro_batches_of_all = world.data_parallel.size * case.accumulation
@@ -146,7 +146,7 @@ if __name__ == "__main__":
         loader.build_on_meta = build_fake  # type: ignore[assignment]
         loader.read_base_values = lambda *_: (random_values, {})
         loader.fill_quantized_layers = lambda *_: None
-    teacher.load_config = lambda _: load_config(Model(model_config=config_of("llama", layers=1)))
+    teacher.load_config = lambda _: load_config(Model(model_config=config_of(Case(name="teacher"))))
     chosen = set(sys.argv[2:])
     results: dict[str, Any] = {"waits": find_waits()}
     for case in CASES:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
@@ -30,8 +31,9 @@ from finetune.training.loop import train_step
 from finetune.training.nonfinite import make_guard
 from finetune.training.objective import SFT
 from tests.conftest import make_model, make_tokenizer
+from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
-from tests.models.families import documents, packed
+from tests.models.families import build, documents, packed
 
 HEAD_SIZE = 12  # 8 does not divide it
 # Tokens of the documents of each step. The first step's packed length, its one document and the hidden size are all 64.
@@ -101,11 +103,13 @@ def saved_bytes(loss_of: Callable[[], torch.Tensor]) -> int:
     return total
 
 
-def run(job: dict[str, Any], folder: Path, world: World) -> dict[str, Any]:
+def run(job: dict[str, Any], folder: Path, world: World, patch: pytest.MonkeyPatch) -> dict[str, Any]:
     """One model through all steps, evaluated and generating before the first and after the second."""
     torch._dynamo.reset()
     counters.clear()
     backend = CountingBackend(job["differentiates"])
+    if job["flex"]:
+        patch_flex(patch, backend)
     load.compile_layers = functools.partial(compile_layers, backend=backend)
     document_attention._can_use_varlen = takes_varlen if job["varlen"] else on_cpu
     world = replace(world, sharding=replace(world.sharding, activation_checkpointing=True))
@@ -168,11 +172,13 @@ if __name__ == "__main__":
     world = join(Sharding(layout="fsdp2", use_cpu=True))
     folder = Path(sys.argv[1])
     if world.is_main:
-        make_model(folder / "model", head_dim=HEAD_SIZE)
+        make_model(folder / "llama", head_dim=HEAD_SIZE)
+        build("gemma2", vocab_size=len(make_tokenizer())).save_pretrained(folder / "gemma2")
     world.barrier()
     results = {}
     for job in json.loads((folder / "jobs.json").read_text()):
-        results[job["name"]] = world.gather(run(job, folder / "model", world))
+        with pytest.MonkeyPatch.context() as patch:
+            results[job["name"]] = world.gather(run(job, folder / job["family"], world, patch))
     if world.is_main:
         (folder / "results.json").write_text(json.dumps(results))
     leave(world)

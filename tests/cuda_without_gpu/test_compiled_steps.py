@@ -10,20 +10,30 @@ from tests.cuda_without_gpu.steps_on_ranks import HEAD_SIZE, LONGEST, STEPS
 from tests.ranks import launch_ranks
 
 LAYERS = 2
+PLAIN = {"family": "llama", "varlen": False, "flex": False, "compile": False, "lora": False, "differentiates": False}
 # `differentiates`: see CountingBackend.
-JOBS = {
-    "cpu": {"varlen": False, "compile": False, "lora": False, "differentiates": False},
-    "compiled": {"varlen": True, "compile": True, "lora": False, "differentiates": True},
-    "lora, cpu": {"varlen": False, "compile": False, "lora": True, "differentiates": False},
-    "lora, compiled": {"varlen": True, "compile": True, "lora": True, "differentiates": False},
+JOBS: dict[str, dict[str, Any]] = {
+    "cpu": {},
+    "compiled": {"varlen": True, "compile": True, "differentiates": True},
+    "lora, cpu": {"lora": True},
+    "lora, compiled": {"varlen": True, "compile": True, "lora": True},
+}
+CAPPED: dict[str, dict[str, Any]] = {
+    "cpu": {"family": "gemma2"},
+    "flex": {"family": "gemma2", "flex": True, "differentiates": True},
+    "compiled": {"family": "gemma2", "flex": True, "compile": True, "differentiates": True},
 }
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each of JOBS found, by rank."""
+    return run_jobs(tmp_path_factory.mktemp("steps"), JOBS)
+
+
+def run_jobs(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """What each job found, by rank: FSDP2 on two ranks, activations checkpointed."""
-    folder = tmp_path_factory.mktemp("steps")
-    (folder / "jobs.json").write_text(json.dumps([{"name": name} | job for name, job in JOBS.items()]))
+    (folder / "jobs.json").write_text(json.dumps([{"name": name} | PLAIN | job for name, job in jobs.items()]))
     launch_ranks(Path(__file__).with_name("steps_on_ranks.py"), [str(folder)], timeout=300).check()
     results: dict[str, list[dict[str, Any]]] = json.loads((folder / "results.json").read_text())
     return results
@@ -61,3 +71,19 @@ def test_compiled_layers_under_fsdp2_keep_no_more_activations_for_backward(found
     rotary = 2 * LONGEST * HEAD_SIZE * 4
     for rank in (0, 1):
         assert found["compiled"][rank]["saved_bytes"] <= found["cpu"][rank]["saved_bytes"] + rotary
+
+
+@pytest.mark.slow
+def test_capped_scores_train_to_the_losses_of_the_cpus_by_masks_that_layers_share(tmp_path: Path) -> None:
+    """By flex_attention, compiled by itself or within its layer: one graph for all lengths."""
+    found = run_jobs(tmp_path, CAPPED)
+    for name in ("flex", "compiled"):
+        for rank in (0, 1):
+            each, expected = found[name][rank], found["cpu"][rank]
+            for what in ("losses", "norms", "held_out"):
+                assert each[what] == pytest.approx(expected[what], rel=1e-5), (name, what)
+            # Compiled layers that slide are another graph than those that do not, and the loss is one.
+            assert sum(each["graphs"][:2]) == (3 if name == "compiled" else 1), f"{name}: {each['graphs']}"
+            assert each["graphs"][2:] == [0, 0, 0], f"{name}: {each['graphs']}: recompiled"
+            assert each["evaluation_graphs"] == [3 if name == "compiled" else 1, 0]
+            assert each["graphs_of_generation"] == [0, 0]

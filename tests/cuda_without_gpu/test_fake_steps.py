@@ -22,7 +22,6 @@ ALLOWED = {
     "update_in_backward.py:_mark_unless": "as the host's guard, for the loss",
     "gradients.py:update": "fp16: the run ends where the scale has sunk to its floor",
     "expert_parallelism.py:forward": "the host must know how many tokens come from each rank before it can receive them",
-    "document_attention.py:_attend_each_document": "capped scores and sinks: no kernel takes all documents at once",
 }
 
 
@@ -55,7 +54,6 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
         "update_in_backward.py:_update": optimization.optim_in_backward and not (reads_flag or offloads),
         "update_in_backward.py:_mark_unless": optimization.optim_in_backward and offloads,
         "expert_parallelism.py:forward": "expert_parallel_size" in case.sharding,
-        "document_attention.py:_attend_each_document": case.family in ("gemma2", "gpt_oss"),
     }
     return {place for place, is_expected in waits.items() if is_expected}
 

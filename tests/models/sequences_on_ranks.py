@@ -4,16 +4,22 @@ Attention whose tokens the ranks divide between them is that of one rank; and a 
 """
 
 import sys
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from finetune.models import block_attention
 from finetune.models.attention import install_attention, packed_attention
+from finetune.models.attention_inputs import RowDocuments, ScoreOptions
+from finetune.models.block_attention import make_masks
 from finetune.models.layers import checkpoint_activations, compile_layers
 from finetune.models.loss import install_loss
+from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 
 NO_MASK = torch.empty((0, 0, 0, 0), dtype=torch.bool)
 DOCUMENTS = (7, 1, 12, 4)  # tokens; their ends are not those of any rank's part
@@ -47,16 +53,37 @@ def check_attention(
     sink = torch.randn(HEADS, generator=generator).requires_grad_() if sinks else None
     if rows == 1:
         ends = torch.tensor([0, *DOCUMENTS]).cumsum(0).to(torch.int32)
-        options |= {"cu_seq_lens": ends, "max_document_length": max(DOCUMENTS)}
-    module = torch.nn.Module()
-    expected, _ = packed_attention(module, *whole, NO_MASK, s_aux=sink, **options)
+        options["documents"] = RowDocuments(ends, max(DOCUMENTS), DOCUMENTS)
+    expected, _ = packed_attention(torch.nn.Module(), *whole, NO_MASK, s_aux=sink, **options)
     (expected * weight).sum().backward()
 
-    group, part = dist.group.WORLD, tokens // dist.get_world_size()
+    documents = options.pop("documents", RowDocuments())
+    check_parts(name, whole, sink, expected, weight, documents, options)
+    if not ScoreOptions(softcap=options.get("softcap"), sinks=sink).is_fusible:
+        with pytest.MonkeyPatch.context() as patch:
+            patch_flex(patch)
+            patch.setattr(block_attention, "SMALLEST_HEAD", SIZE)
+            masks = make_masks(frozenset([None]), documents.boundaries, tokens, weight.device)
+            check_parts(name, whole, sink, expected, weight, replace(documents, masks=masks), options)
+    print("attention as on one rank:", name, flush=True)
+
+
+def check_parts(
+    name: str,
+    whole: list[torch.Tensor],
+    sink: torch.Tensor | None,
+    expected: torch.Tensor,
+    weight: torch.Tensor,
+    documents: RowDocuments,
+    options: dict[str, Any],
+) -> None:
+    """The same by ranks that each have a part of the tokens."""
+    group, part = dist.group.WORLD, weight.shape[1] // dist.get_world_size()
     mine = slice(dist.get_rank() * part, (dist.get_rank() + 1) * part)
     states = [each.detach()[:, :, mine].requires_grad_() for each in whole]
     own_sink = None if sink is None else sink.detach().clone().requires_grad_()
-    found, _ = packed_attention(module, *states, NO_MASK, s_aux=own_sink, sequence_group=group, **options)
+    options = options | {"documents": documents, "sequence_group": group}
+    found, _ = packed_attention(torch.nn.Module(), *states, NO_MASK, s_aux=own_sink, **options)
     (found * weight[:, mine]).sum().backward()
     torch.testing.assert_close(found, expected[:, mine], msg=lambda text: f"{name}: {text}")
     for state, each in zip(states, whole, strict=True):
@@ -65,7 +92,6 @@ def check_attention(
         assert own_sink.grad is not None and sink.grad is not None
         dist.all_reduce(own_sink.grad)
         torch.testing.assert_close(own_sink.grad, sink.grad)
-    print("attention as on one rank:", name, flush=True)
 
 
 def check_real_model(folder: str) -> None:
