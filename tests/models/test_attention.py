@@ -199,7 +199,7 @@ def test_the_varlen_kernel_is_called_as_its_documentation_says(family: str, monk
             assert abs(model(**batch).item() - true_loss.item()) <= EXACT * true_loss.item()
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "gemma3_text"])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])  # which slides, as Mistral does
 def test_a_layer_with_the_varlen_kernel_compiles_into_one_graph_for_all_lengths(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,8 +132,8 @@ def make_counting(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_mask_a_forward_for_each_kind_of_layer_and_graphs_for_all_lengths(
     compiles_layers: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = ROWS[1:4]
-    model = ours(build("gemma2", num_hidden_layers=4))
+    rows = ROWS[1], ROWS[3]
+    model = ours(build("gemma2", num_hidden_layers=3))
     batches = [packed(documents(lengths)) for lengths in rows]
     expected = [gradients(model, model(**batch)) for batch in batches]  # by documents
 
@@ -142,7 +142,7 @@ def test_a_mask_a_forward_for_each_kind_of_layer_and_graphs_for_all_lengths(
     patch_flex(monkeypatch, counter)
     made = make_counting(monkeypatch)
     torch._dynamo.reset()
-    model, graphs = ours(build("gemma2", num_hidden_layers=4)), []
+    model, graphs = ours(build("gemma2", num_hidden_layers=3)), []
     if compiles_layers:
         compile_layers(model, counter)
     else:
