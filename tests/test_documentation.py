@@ -182,7 +182,8 @@ def hub_cache() -> Iterator[None]:
         (repository / "snapshots" / "0").mkdir(parents=True)
         (repository / "refs").mkdir()
         (repository / "refs" / "main").write_text("0")
-        config = LLAMA_31_8B | {"torch_dtype": "bfloat16", "max_position_embeddings": 131072}
+        rope = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 8192}
+        config = LLAMA_31_8B | {"torch_dtype": "bfloat16", "max_position_embeddings": 131072, "rope_scaling": rope}
         (repository / "snapshots" / "0" / "config.json").write_text(json.dumps(config))
     yield
     for repository in repositories:

@@ -72,7 +72,7 @@ def _interpret(settings: Settings) -> Sharding:
         problems.append(
             f"{settings.source}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16, fp16 or fp8"
         )
-    sizes = {key: read.integer(key, settings.mesh) for key in MESH_KEYS}
+    sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
     problems += _find_mesh_problems(settings, layout, sizes)
     classes = settings.fsdp.get("transformer_layer_cls_to_wrap") or ""
     classes = classes.split(",") if isinstance(classes, str) else classes
@@ -118,7 +118,7 @@ def _find_mesh_problems(settings: Settings, layout: Layout, sizes: Mapping[str, 
         return [
             f"{settings.source}: {' and '.join(divided[-2:])} both divide the tokens of a row; set one of them to 1"
         ]
-    return [f"{settings.source}: {key}: 0 does not fit; at least 1" for key, size in sizes.items() if size == 0]
+    return []
 
 
 def _strategy(layout: Layout, settings: Settings, read: "_SettingsReader", problems: list[str]) -> Strategy:
@@ -163,14 +163,14 @@ class _SettingsReader:
         self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} does not fit; true or false")
         return default
 
-    def integer(self, key: str, section: Mapping[str, Any]) -> int | None:
+    def integer(self, key: str, section: Mapping[str, Any], at_least: int = 0) -> int | None:
         value = section.get(key)
         if value is None:
             return None
-        if not isinstance(value, bool) and str(value).isdigit():
+        if not isinstance(value, bool) and str(value).isdigit() and int(value) >= at_least:
             return int(value)
         self.problems.append(
-            f"{self.settings.source}: {key}: {value} does not fit; a whole number of at least 0 is expected"
+            f"{self.settings.source}: {key}: {value} does not fit; a whole number of at least {at_least} is expected"
         )
         return None
 
@@ -206,7 +206,7 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
         "activation_checkpointing",
     )
     problems = [
-        f"{config.source}: {name} is {_show(getattr(config, name))}, but the launcher's --config_file says "
+        f"{config.source}: {name} is {_show(getattr(config, name))}, but {launched.source} say "
         f"{_show(getattr(launched, name))}; "
         "remove --config, or give both the same file"
         for name in compared

@@ -4,12 +4,13 @@ Accelerate itself ignores a mistyped key inside fsdp_config; here it is an error
 """
 
 import difflib
-from collections.abc import Mapping
+import json
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.deepspeed import VARIABLES, Translation, translate_deepspeed
+from finetune.distributed.deepspeed import JSON_KEYS, VARIABLES, Translation, translate_deepspeed
 from finetune.distributed.fp8 import FP8_KEYS, OTHER_BACKEND_KEYS, read_fp8_environment
 from finetune.errors import UserError
 from finetune.recipe.hints import ACCELERATE_KEYS
@@ -63,6 +64,9 @@ OTHER_MESH_KEYS = frozenset(
 )
 
 
+DEFAULT_COMM_STRATEGY = "allgather"  # of cp_comm_strategy
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What a file or the launcher's environment states, before it is interpreted; keys of `fsdp` and `mesh` without prefixes."""
@@ -75,19 +79,21 @@ class Settings:
     mesh: dict[str, Any]
     num_machines: int = 1
     fp8: dict[str, Any] = field(default_factory=dict)  # keys without prefixes
-    translated: tuple[str, ...] = ()  # what was another engine's, and what became of it
+    translated: tuple[str, ...] = ()  # what was another engine's, and what became of it; what has no effect
     asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that the file gives for it)
 
 
 def read_file(path: Path) -> Settings:
     """The settings of a file; raises one `UserError` for all mistakes in its keys."""
+    if path.suffix == ".json":
+        _refuse_broken_json(path)
     entries, problems = read_entries(path)
     values = {entry.key: entry.value for entry in entries}
     where = {entry.key: entry.where for entry in entries}
     where |= {f"{entry.key}.{key}": place for entry in entries for key, place in entry.places.items()}
     if values.keys() & {"model_name_or_path", "model_config", "datasets"} and not values.keys() & {"distributed_type"}:
         raise UserError(f"{path}: this is a recipe; pass it as --recipe, and an Accelerate config as --config")
-    if "zero_optimization" in values:  # DeepSpeed's own file
+    if "zero_optimization" in values or (values and not values.keys() - JSON_KEYS):  # DeepSpeed's own file
         return _read_deepspeed_file(path)
     if values.get("compute_environment") == "AMAZON_SAGEMAKER":
         raise UserError(f"{where['compute_environment']}: SageMaker is not supported; use a file for LOCAL_MACHINE")
@@ -134,8 +140,30 @@ def read_file(path: Path) -> Settings:
         mesh=mesh,
         num_machines=int(machines),
         fp8=fp8,
+        translated=tuple(_list_ignored(mesh, fp8)),
     )
     return settings if translation is None else _with_translation(settings, translation)
+
+
+def _refuse_broken_json(path: Path) -> None:
+    try:
+        json.loads(path.read_text(encoding="utf-8-sig"))
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
+    except (OSError, UnicodeDecodeError):  # reported where the file is read
+        return
+
+
+def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[str]:
+    """What a file asks for and has no effect, a line each."""
+    if str(mesh.get("cp_comm_strategy", DEFAULT_COMM_STRATEGY)).lower() != DEFAULT_COMM_STRATEGY:
+        yield f"without effect here: cp_comm_strategy: {mesh['cp_comm_strategy']}, as ranks trade tokens for heads"
+    others = sorted(key for key in fp8.keys() & OTHER_BACKEND_KEYS if fp8[key] is not None)
+    if others:
+        yield f"without effect here: {', '.join(others)} of fp8_config: not torchao's"
+    recipe_name, gathers = fp8.get("recipe_name"), fp8.get("enable_fsdp_float8_all_gather")
+    if recipe_name not in (None, "tensorwise") and str(gathers).lower() == "true":
+        yield f"without effect here: enable_fsdp_float8_all_gather, as torchao gathers in bf16 under recipe_name: {recipe_name}"
 
 
 def _read_deepspeed_file(path: Path) -> Settings:
@@ -153,7 +181,7 @@ def _with_translation(settings: Settings, translation: Translation) -> Settings:
         distributed_type=translation.distributed_type,
         mixed_precision=translation.mixed_precision or settings.mixed_precision,
         fsdp=settings.fsdp | translation.fsdp,
-        translated=translation.lines,
+        translated=(*settings.translated, *translation.lines),
         asked=translation.asked,
     )
 
@@ -191,7 +219,7 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
 
     Raises `UserError` where it asks for what is not supported: planned as something else, that would be ignored.
     """
-    source = "the launcher's --config_file"
+    source = "the launcher's settings"  # of its --config_file, its options, or variables that were set before
 
     def asks_for(name: str) -> bool:
         return environ.get(f"ACCELERATE_USE_{name}", "false").lower() == "true"

@@ -52,6 +52,9 @@ IN_RECIPE = {  # a number in DeepSpeed's JSON -> the recipe's key for it
     "train_batch_size": "global_batch_size",
     "gradient_clipping": "max_grad_norm",
 }
+JSON_KEYS = frozenset(
+    ["zero_optimization", "bf16", "bfloat16", "fp16", "optimizer", "scheduler", *IN_RECIPE, *WITHOUT_EFFECT]
+)
 NO_COUNTERPART = "this part of DeepSpeed has no counterpart here; remove it"
 OTHERS = {
     "sequence_parallel_size": "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens over ranks",
@@ -154,6 +157,8 @@ class _DeepspeedReader:
                 self._read_number(key, value, IN_RECIPE)
             elif key == "deepspeed_multinode_launcher" and value in (None, "standard"):
                 continue
+            elif key in WITHOUT_EFFECT and value not in (None, False, "none"):
+                self._ignored.append(key)
             elif key.startswith("deepspeed_") and key not in WITHOUT_EFFECT and value:
                 self._refuse(key, "the ranks are started by accelerate launch on each machine; remove it")
             elif key not in WITHOUT_EFFECT and not key.startswith("deepspeed_"):
@@ -174,6 +179,8 @@ class _DeepspeedReader:
         if not isinstance(content, dict):
             self._refuse("deepspeed_config_file", f"{path}: an object with DeepSpeed's keys is expected")
             return
+        if "zero_optimization" not in content:
+            self._stage = 0  # DeepSpeed's own default
         before, self._where = self._where, str(path)
         self._read_content(content)
         self._where = before

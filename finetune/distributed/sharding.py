@@ -42,7 +42,9 @@ class Sharding:
     use_cpu: bool = False
     num_machines: int = 1
     source: str = PLAIN_LAUNCH
-    translated: tuple[str, ...] = ()  # lines: what a DeepSpeed file asks for, and what does the same here
+    translated: tuple[
+        str, ...
+    ] = ()  # lines: what a DeepSpeed file asks for, and what does the same here; what has no effect
     asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that a DeepSpeed file gives for it)
 
     @property

@@ -50,7 +50,11 @@ def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
 
 def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
     """Raises `UserError` where `folder`, which may be missing yet, cannot be written, is in host memory, or has not `needed` bytes
-    free for the files of `ranks` ranks. Leaves nothing there."""
+    free for the files of `ranks` ranks; and where the folder above it is missing too, as by a typing error. Leaves nothing there."""
+    if not folder.exists() and not folder.absolute().parent.exists():
+        raise UserError(
+            f"offload_dir: {folder}: no such folder, nor one to make it in; make {folder.parent}, or correct the path"
+        )
     existing = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
     try:
         with tempfile.TemporaryFile(dir=existing):

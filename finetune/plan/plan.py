@@ -1,6 +1,7 @@
 """The plan of a run: its memory by phase, disk, host memory and time in one value, as text and as JSON."""
 
 import re
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from math import lcm
@@ -35,6 +36,7 @@ class Plan:
     disk: Disk
     host: Host
     speed: Speed
+    remarks: tuple[str, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -85,6 +87,20 @@ def make_plan(
         disk=plan_disk(spec, base_dtype),
         host=plan_host(spec),
         speed=estimate_speed(spec, mfu, read, links),
+        remarks=tuple(_find_remarks(config, recipe.data.max_length)),
+    )
+
+
+def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
+    positions = config.get("max_position_embeddings")
+    if not isinstance(positions, int) or max_length <= positions:
+        return
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    scaled = "" if kind == "default" else f" with its {kind} RoPE"
+    yield (
+        f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made for{scaled} (max_position_embeddings "
+        "of its config); a document longer than these trains positions that it has not seen"
     )
 
 
@@ -118,7 +134,8 @@ def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
     needs = [format_storage(plan.disk, plan.host)]
     if spec.device != "cpu":  # a CPU's MFU is unknown
         needs.append(format_speed(plan.speed, spec.ranks))
-    return "\n\n".join([format_header(spec, ranks_assumed), format_memory(plan.phases), "\n".join(needs)])
+    header = "\n".join([format_header(spec, ranks_assumed), *(f"remark     {remark}" for remark in plan.remarks)])
+    return "\n\n".join([header, format_memory(plan.phases), "\n".join(needs)])
 
 
 def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
@@ -141,6 +158,7 @@ def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
         "disk_bytes": asdict(plan.disk) | {"total": plan.disk.total},
         "host_bytes": asdict(plan.host) | {"total": plan.host.total},
         "time": asdict(plan.speed),
+        "remarks": list(plan.remarks),
         "peak_bytes_by_ranks": {
             name: dict(zip(map(str, TABLE_RANKS), values, strict=True)) for name, values in compare_layouts(spec)
         },

@@ -1,5 +1,6 @@
 """What tensor parallelism asks of a recipe, of a model's sizes and of the rest of the layout. Imports no torch."""
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +82,15 @@ def check_divisible(model_type: str, sizes: dict[str, Any], sharding: "Sharding"
         divided["num_key_value_heads x head_dim"] = key_value_heads * sizes["head_dim"]
     else:
         divided |= {"num_attention_heads": heads, "num_key_value_heads": key_value_heads}
-    for key, size in divided.items():
-        if size % ranks:
-            raise UserError(
-                f"{where}: {name} has {key} {size}, and {size} / {ranks} leaves a rest of {size % ranks}; set tp_size to a "
-                "number that divides it"
-            )
+    uneven = [
+        f"{key} {size}, and {size} / {ranks} leaves a rest of {size % ranks}"
+        for key, size in divided.items()
+        if size % ranks
+    ]
+    if uneven:
+        common = math.gcd(*divided.values())
+        sizes_that_fit = ", ".join(str(size) for size in range(1, ranks) if common % size == 0)
+        raise UserError(f"{where}: {name} has {'; '.join(uneven)}; set tp_size to one of {sizes_that_fit}")
     rows = sizes["vocab_size"]
     largest = -(-rows // ranks)
     if (ranks - 1) * largest >= rows:

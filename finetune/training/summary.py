@@ -59,6 +59,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
         f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
     ]
+    if recipe.optimization.optim_in_backward:
+        lines.append("update  each parameter in the backward, its gradient freed at once")
     lines += describe_offload(run.optimizer)
     lines += describe_quantized(model, recipe.quantization)
     lines += describe_teacher(run.objectives.training, run.data.report.longest)

@@ -107,7 +107,7 @@ def test_single_under_two_processes() -> None:
 def test_the_launchers_settings_and_config_disagree(write: Write) -> None:
     launched = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "ACCELERATE_MIXED_PRECISION": "no"}
     said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
-    assert "mixed_precision is 'bf16', but the launcher's --config_file says 'no'" in said
+    assert "mixed_precision is 'bf16', but the launcher's settings say 'no'" in said
 
 
 def test_the_launchers_settings_alone() -> None:
@@ -174,7 +174,24 @@ def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None
     plain = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", "WORLD_SIZE": "2"}
     assert (read_sharding(None, None, plain).layout, read_sharding(None, None, plain).fp8) == ("ddp", Fp8())
     said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
-    assert "fp8 is none, but the launcher's --config_file says Fp8(recipe_name='rowwise'" in said
+    assert "fp8 is none, but the launcher's settings say Fp8(recipe_name='rowwise'" in said
+
+
+def test_what_has_no_effect_is_listed(write: Write) -> None:
+    fp8 = {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True, "margin": 0}
+    mesh = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_comm_strategy": "alltoall"}
+    path = write(mixed_precision="fp8", fsdp_config=FSDP2, fp8_config=fp8, parallelism_config=mesh)
+    assert [
+        line.removeprefix("without effect here: ") for line in read_sharding(path, None, {"WORLD_SIZE": "2"}).translated
+    ] == [
+        "cp_comm_strategy: alltoall, as ranks trade tokens for heads",
+        "margin of fp8_config: not torchao's",
+        "enable_fsdp_float8_all_gather, as torchao gathers in bf16 under recipe_name: rowwise",
+    ]
+    mesh["parallelism_config_dp_shard_size"] = -2
+    assert "dp_shard_size: -2 does not fit; a whole number of at least 1" in refusal(
+        write(fsdp_config=FSDP2, parallelism_config=mesh)
+    )
 
 
 @pytest.mark.parametrize(
@@ -217,7 +234,7 @@ def test_a_rows_tokens_are_divided_by_one_key(write: Write) -> None:
     assert "cp_size: 2 and sp_size: 2 both divide the tokens of a row; set one of them to 1" in said
     del sizes["parallelism_config_sp_size"]
     said = refusal(write(fsdp_config=FSDP2, parallelism_config=sizes), FOUR)
-    assert "tp_size: 0 does not fit; at least 1" in said
+    assert "tp_size: 0 does not fit; a whole number of at least 1 is expected" in said
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,14 @@ def test_its_own_file_in_place_of_an_accelerate_file(write: Write, tmp_path: Pat
     sharding = read(str(tmp_path / "ds.json"))
     assert (sharding.strategy, sharding.mixed_precision) == ("FULL_SHARD", "no")
     assert "set bf16.enabled: true in it for bf16" in sharding.translated[-1]
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8}')
+    sharding = read(str(tmp_path / "ds.json"))
+    assert (sharding.layout, sharding.asked) == ("ddp", (("global_batch_size", 8.0),)), (
+        "stage 0 is DeepSpeed's own default"
+    )
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 8,\n "zero_optimization": {}')
+    with pytest.raises(UserError, match=r"ds\.json:2: not JSON: Expecting ',' delimiter"):
+        read(str(tmp_path / "ds.json"))
 
 
 def test_the_launchers_environment() -> None:

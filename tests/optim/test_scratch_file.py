@@ -37,7 +37,11 @@ def test_what_is_written_is_read_whatever_the_requests(
 def test_a_disk_that_is_too_small_is_one_sentence_before_a_byte_is_written(tmp_path: Path) -> None:
     sentence = r"the optimizer's state of 2 ranks takes 1,200,000 TB, but .* are free there; make room"
     with pytest.raises(UserError, match=sentence):
-        check_scratch_folder(tmp_path / "missing" / "folder", 12 * 10**17, 2)
+        check_scratch_folder(tmp_path / "missing", 12 * 10**17, 2)
+    with pytest.raises(
+        UserError, match=r"missing/folder: no such folder, nor one to make it in; make .*missing, or correct the path"
+    ):
+        check_scratch_folder(tmp_path / "missing" / "folder", 0, 2)
     assert not (tmp_path / "missing").exists()
     with pytest.raises(UserError, match=r"takes .* free there; make room"):
         open_scratch_file(tmp_path, 12 * 10**17)

@@ -77,6 +77,9 @@ def test_what_is_assumed_or_guessed_says_so(tiny_recipe: Callable[..., Path], tm
     recipe = str(tiny_recipe(accelerate_config="fsdp_full_shard", max_steps=None, num_train_epochs=2))
     _, shown, _ = _plan("--recipe", recipe)
     assert "\nranks      8 assumed; --num-processes N plans for N" in shown
+    assert "\nremark " not in shown
+    _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8", "max_length=1048576")
+    assert "\nremark     max_length 1,048,576 is beyond the " in shown
     _, shown, _ = _plan("--recipe", recipe, "--num-processes", "8")
     assert "\nranks " not in shown
     assert "\ntime       no estimate: " in shown  # so small a model is not a matter of FLOP

@@ -74,6 +74,12 @@ def test_layouts_that_do_not_work_with_it(keys: dict[str, Any], named: str, tiny
     ("family", "sizes", "named"),
     [
         ("llama", {"num_attention_heads": 6}, "num_attention_heads 6, and 6 / 4 leaves a rest of 2"),
+        (
+            "llama",
+            {"num_attention_heads": 6, "intermediate_size": 102},
+            "intermediate_size 102, and 102 / 4 leaves a rest of 2; num_att",
+        ),
+        ("llama", {"num_attention_heads": 6}, "; set tp_size to one of 1, 2"),
         ("llama", {"num_key_value_heads": 2}, "num_key_value_heads 2, and 2 / 4 leaves a rest of 2"),
         ("qwen3", {"intermediate_size": 99}, "intermediate_size 99, and 99 / 4 leaves a rest of 3"),
         ("phi3", {"head_dim": 3, "num_key_value_heads": 2}, "num_key_value_heads x head_dim 6, and 6 / 4 leaves"),
