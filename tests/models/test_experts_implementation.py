@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM
 
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.sharding import Layout, MixedPrecision, Sharding
-from finetune.models.expert_parallelism import DividedExperts
+from finetune.models.expert_parallelism import DividedExperts, divide_layer
 from finetune.models.experts import choose_experts_implementation, expert_modules
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.recipe.schema import Lora
+from finetune.training.reference import adapters_off
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CHOICES = [
@@ -44,34 +45,63 @@ def test_the_choice(layout: str, precision: str, dtype: torch.dtype, device: str
     assert choose_experts_implementation(sharding, dtype, device) == expected
 
 
+def make_model(family: str, implementation: str, *, adapted: bool) -> Any:
+    """A model of random weights, the same for each implementation, with adapters on its experts if asked for."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    model: Any = build_on_meta(CONFIG_MAPPING[family](**CONFIG), FP32)
+    assert model.config._experts_implementation == "eager"  # until the loading knows better
+    if adapted:
+        targets = ("experts.gate_up_proj", "experts.down_proj")
+        add_adapters(model, Lora(use_peft=True, lora_r=4, lora_target_modules=(), lora_target_parameters=targets), FP32)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.2, generator=generator)
+    for name, buffer in model.named_buffers():
+        buffer.copy_(buffers[name])
+    model.set_experts_implementation(implementation)
+    return model
+
+
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 @pytest.mark.parametrize("adapted", [False, True], ids=["full", "adapters"])
 def test_grouped_products_compute_what_the_loop_computes(family: str, adapted: bool) -> None:
     """On a CPU torch has them too, so that the way of a GPU is walked: forward and gradients, adapters on experts as well."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     found = {}
     for implementation in ("eager", "grouped_mm"):
-        model: Any = build_on_meta(CONFIG_MAPPING[family](**CONFIG), FP32)
-        assert model.config._experts_implementation == "eager"  # until the loading knows better
-        if adapted:
-            targets = ("experts.gate_up_proj", "experts.down_proj")
-            add_adapters(
-                model, Lora(use_peft=True, lora_r=4, lora_target_modules=(), lora_target_parameters=targets), FP32
-            )
-        buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        model.to_empty(device="cpu")
-        generator = torch.Generator().manual_seed(0)
-        for parameter in model.parameters():
-            parameter.data.normal_(0, 0.2, generator=generator)
-        for name, buffer in model.named_buffers():
-            buffer.copy_(buffers[name])
-        model.set_experts_implementation(implementation)
+        model = make_model(family, implementation, adapted=adapted)
         loss = model(input_ids=torch.arange(3, 43)[None], use_cache=False).logits.square().mean()
         loss.backward()
         found[implementation] = [loss, *(p.grad for p in model.parameters() if p.requires_grad)]
     for one, other in zip(found["eager"], found["grouped_mm"], strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_divided_experts_add_the_adapters_that_peft_adds(family: str) -> None:
+    """And none where they are off, as for a reference."""
+    model, ids = make_model(family, "eager", adapted=True), torch.arange(3, 43)[None]
+
+    def compute() -> list[torch.Tensor]:
+        with torch.no_grad():
+            on = model(input_ids=ids, use_cache=False).logits
+            with adapters_off(model):
+                return [on, model(input_ids=ids, use_cache=False).logits]
+
+    on, off = compute()
+    assert (on - off).norm() > 0.1 * off.norm()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        for module in expert_modules(model):
+            weights = [parameter.detach().clone() for parameter in module.parameters()]
+            divide_layer(model, module, init_device_mesh("cpu", (1,)))
+            for parameter, whole in zip(module.parameters(), weights, strict=True):
+                local_part(parameter).data.copy_(whole)
+        torch.testing.assert_close(compute(), [on, off])
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
