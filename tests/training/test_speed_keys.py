@@ -26,7 +26,8 @@ def test_bf16_moments_updated_in_backward_resume_exactly_and_profiled_steps_leav
     text = recipe.read_text() + "max_grad_norm: null\n"  # tiny_recipe leaves out what is None
     recipe.write_text(text)
     arguments = ["--config", "fsdp_full_shard.yaml", "--recipe", str(recipe)]
-    launch_ranks(ROOT / "finetune" / "run.py", arguments, timeout=180).check()
+    first = launch_ranks(ROOT / "finetune" / "run.py", arguments, timeout=180).check()
+    assert "\nupdate  each parameter in the backward, its gradient freed at once\n" in first.outputs[0]
     run = tmp_path / "run"
     whole = losses(run)
     assert len(whole) == 4
