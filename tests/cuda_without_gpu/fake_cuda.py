@@ -9,6 +9,7 @@ import ctypes
 import importlib
 import shutil
 import subprocess
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -62,11 +63,15 @@ class DeviceWaits(TorchDispatchMode):
 
     def add(self, what: str) -> None:
         """Records that the host waits here."""
-        frames = [f for f in traceback.extract_stack() if Path(f.filename) != Path(__file__)]
-        ours = [f for f in frames if Path(f.filename).is_relative_to(PACKAGE)]
-        outside = [f for f in frames if not Path(f.filename).is_relative_to(TORCH)]
-        place = f"{Path(ours[-1].filename).name}:{ours[-1].name}" if ours else "nowhere in finetune"
-        self.found.append(Wait(what, place, f"{outside[-1].filename}:{outside[-1].lineno}"))
+        place = by = ""
+        for frame, line in traceback.walk_stack(sys._getframe()):  # from here outwards
+            code = frame.f_code
+            if not by and not code.co_filename.startswith((str(TORCH), __file__)):
+                by = f"{code.co_filename}:{line}"
+            if code.co_filename.startswith(str(PACKAGE)):
+                place = f"{Path(code.co_filename).name}:{code.co_name}"
+                break
+        self.found.append(Wait(what, place or "nowhere in finetune", by))
 
     def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
