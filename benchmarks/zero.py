@@ -21,7 +21,7 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 STAGES = (1, 2, 3)
-BUCKET_NUMBERS = 500_000
+BUCKET_NUMBERS = 500_000  # DeepSpeed's own buckets would be 2 GB
 ROWS_PER_RANK, CLIP, LEARNING_RATE = 2, 1.0, 1e-3
 
 
@@ -98,7 +98,6 @@ def train_with_deepspeed(stage: int, recipe: Any, batches: Any, steps: int, begi
         "train_micro_batch_size_per_gpu": ROWS_PER_RANK,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": CLIP,
-        # DeepSpeed's own buckets would be 2 GB.
         "zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET_NUMBERS},
         "zero_allow_untested_optimizer": True,
     }
@@ -203,30 +202,21 @@ def run_ranks(contestant: str, stage: int, steps: int, ranks: int, folder: Path)
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    processes = [
-        subprocess.Popen(
-            [
-                sys.executable,
-                __file__,
-                "--rank",
-                contestant,
-                "--stages",
-                str(stage),
-                "--steps",
-                str(steps),
-                "--output",
-                folder,
-            ],
-            env=os.environ | {k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    written = [process.communicate()[0] for process in processes]
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{contestant}, stage {stage}:\n" + "\n".join(text[-3000:] for text in written))
+    # Files: a pipe that nobody reads would stop a rank, and with it all.
+    logs = [folder / f"rank-{rank}.log" for rank in range(ranks)]
+    processes = []
+    for rank, log in enumerate(logs):
+        command = [sys.executable, __file__, "--rank", contestant, "--stages", str(stage), "--steps", str(steps)]
+        environment = os.environ | {k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+        with log.open("w") as output:
+            processes.append(
+                subprocess.Popen(
+                    [*command, "--output", folder], env=environment, stdout=output, stderr=subprocess.STDOUT
+                )
+            )
+    codes = [process.wait() for process in processes]
+    if any(codes):
+        raise RuntimeError(f"{contestant}, stage {stage}:\n" + "\n".join(log.read_text()[-3000:] for log in logs))
     return Result(**json.loads((folder / "result.json").read_text()))
 
 
