@@ -1,7 +1,7 @@
 """The layout of a run as one value: what an Accelerate file says, interpreted. Torch-free."""
 
 from dataclasses import asdict, dataclass
-from math import prod
+from math import lcm, prod
 from typing import Any, Literal
 
 from finetune.distributed.fp8 import Fp8
@@ -56,6 +56,13 @@ class Sharding:
         """Ranks that train on the same rows: they divide their tokens or the layers' matrices between them."""
         return self.sequence_parallel_size * self.tensor_parallel_size
 
+    def count_replica_ranks(self, ranks: int, ranks_per_node: int) -> int:
+        """How many of `ranks` hold one replica of the model between them: all of them, one, or under hybrid sharding a group."""
+        if self.strategy == "HYBRID_SHARD":
+            replicas = self.replicate_size if self.layout == "fsdp2" else None
+            return ranks // replicas if replicas else min(ranks, ranks_per_node)
+        return ranks if self.is_fsdp and self.strategy != "NO_SHARD" else 1
+
     def describe_sequences(self, ranks: int) -> str | None:
         """How the tokens of a row are divided, as a line for people; None where they are not."""
         size = self.sequence_parallel_size
@@ -77,6 +84,12 @@ class Sharding:
         }
         is_divided = self.layout == "fsdp2" and (self.shard_size is not None or prod(sizes.values()) > 1)
         return sizes if is_divided else None
+
+    @property
+    def smallest_world(self) -> int:
+        """The number of ranks that the layout's replicas and groups need at least; it works on multiples of it."""
+        replicas = (self.mesh_sizes or {}).get("dp_replicate_size", 1)
+        return replicas * lcm(self.ranks_per_batch, self.expert_parallel_size)
 
 
 def refuse_impossible(sharding: Sharding, ranks: int) -> None:

@@ -64,11 +64,8 @@ class World:
 
     @property
     def shard_group_size(self) -> int:
-        """How many ranks hold one replica of the model between them: all of them, one, or under hybrid sharding a group."""
-        if self.sharding.strategy == "HYBRID_SHARD":
-            replicas = self.sharding.replicate_size if self.sharding.layout == "fsdp2" else None
-            return self.size // replicas if replicas else self.local_size
-        return self.size if self.sharding.is_fsdp and self.sharding.strategy != "NO_SHARD" else 1
+        """How many ranks hold one replica of the model between them."""
+        return self.sharding.count_replica_ranks(self.size, self.local_size)
 
     @property
     def shard_rank(self) -> int:

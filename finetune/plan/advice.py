@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import lcm
 
 from finetune.plan.changes import Change, apply_changes, list_changes
 from finetune.plan.memory import find_peak
@@ -43,8 +42,7 @@ def advise(spec: RunSpec, device_bytes: int, *, in_recipe: bool = False) -> Advi
     if best is not None:
         return Advice(False, best, _peak_after(spec, best))
     changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)
-    together = lcm(changed.sharding.ranks_per_batch, changed.sharding.expert_parallel_size)
-    wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % together == 0)
+    wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % changed.sharding.smallest_world == 0)
     more_ranks = (replace(changed, ranks=ranks) for ranks in wider)
     ranks = next((each.ranks for each in more_ranks if find_peak(each).total <= device_bytes), None)
     return Advice(False, None, find_peak(changed).total, ranks, tuple(changes))

@@ -4,7 +4,6 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from math import lcm
 from types import SimpleNamespace
 from typing import Any
 
@@ -211,8 +210,7 @@ def _compare_own_layout(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
     named = ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     if not named:
         return []
-    replica = (sharding.shard_size or 1) if sharding.strategy == "HYBRID_SHARD" else 1
-    group = lcm(replica * sharding.ranks_per_batch, sharding.expert_parallel_size)
+    group = sharding.smallest_world
     values = [find_peak(replace(spec, ranks=each)).total if each % group == 0 else None for each in TABLE_RANKS]
     return [(f"this run's: {named}", values)]
 

@@ -12,7 +12,7 @@ from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
 from finetune.plan.offload import Files, count_files, keep_in_files
-from finetune.plan.state import State, StateTensor, count_shards, count_state, list_frozen_tensors, list_state_tensors
+from finetune.plan.state import State, StateTensor, count_state, list_frozen_tensors, list_state_tensors
 from finetune.recipe.schema import Quantization, Recipe
 from finetune.recipe.tensor_division import GATHERED_FAMILIES
 
@@ -107,7 +107,8 @@ class RunSpec:
     @property
     def shards(self) -> int:
         """The number of ranks that FSDP splits a parameter over, or one rank's part of it under tensor parallelism."""
-        return count_shards(self.sharding, self.ranks, self.ranks_per_node)
+        replica = self.sharding.count_replica_ranks(self.ranks, self.ranks_per_node)
+        return replica // self.sharding.tensor_parallel_size
 
     @property
     def state_ranks(self) -> int:

@@ -178,15 +178,6 @@ def _list_expert_adapters(
         yield StateTensor(f"{place}.lora_B.default.weight", (width_out, width), unit, FP32, True)
 
 
-def count_shards(sharding: Sharding, ranks: int, ranks_per_node: int) -> int:
-    """The number of ranks that FSDP or FSDP1 splits a parameter over."""
-    if not sharding.is_fsdp or sharding.strategy == "NO_SHARD":
-        return 1
-    if sharding.strategy == "HYBRID_SHARD":
-        return min(ranks, sharding.shard_size or ranks_per_node)
-    return ranks // sharding.tensor_parallel_size
-
-
 def count_state(tensors: Sequence[StateTensor], sharding: Sharding, shards: int, optim: str, rank: int = 0) -> State:
     """Bytes that `rank` holds of parameters split into `shards`. Rank 0 holds the most.
 

@@ -1,11 +1,16 @@
 """Llama 3.1 8B and 70B by hand, against the plan: each number below is derived where it stands."""
 
 from dataclasses import replace
+from math import prod
+from pathlib import Path
 
 import pytest
+import yaml
 
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.plan.memory import plan_phases
 from finetune.plan.plan import compare_layouts
+from finetune.plan.table import name_layout
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
 
 GIB = 2**30
@@ -91,3 +96,34 @@ def test_what_is_gathered_is_a_layer_under_full_shard_and_the_model_under_shard_
         "steady step"
     ]
     assert whole.gathered - full.gathered == pytest.approx(2 * (HAND_70B - 2 * 128256 * 8192), rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "named", "shards"),
+    [
+        ({"tp_size": 8, "dp_replicate_size": 2}, "(2 x 1), tensor parallel over 8", 1),
+        ({"tp_size": 8, "cp_size": 2, "dp_replicate_size": 2}, "(2 x 2), tensor parallel over 8", 2),
+        ({"cp_size": 8, "dp_replicate_size": 2}, "(2 x 8)", 8),
+        ({"dp_replicate_size": 16}, "(16 x 1)", 1),
+        ({"dp_replicate_size": 4}, "(4 x 1)", 1),
+    ],
+)
+def test_replicas_without_a_size_of_their_shards_are_those_of_size_one(
+    tmp_path: Path, sizes: dict[str, int], named: str, shards: int
+) -> None:
+    """FSDP shards over the ranks of a replica that do not divide matrices, those that divide a row's tokens included."""
+    ranks = prod(sizes.values())
+    specs = []
+    for written in (sizes, {**sizes, "dp_shard_size": 1}):
+        mesh = {f"parallelism_config_{key}": size for key, size in written.items()}
+        fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
+        file = {"distributed_type": "FSDP", "mixed_precision": "bf16", "fsdp_config": fsdp, "parallelism_config": mesh}
+        (tmp_path / "file.yaml").write_text(yaml.safe_dump(file))
+        sharding = read_sharding(str(tmp_path / "file.yaml"), None, {"WORLD_SIZE": str(ranks)})
+        specs.append(make_spec(LLAMA_31_8B, ranks=ranks, sharding=sharding))
+    assert [name_layout(spec) for spec in specs] == [f"fsdp2 HYBRID_SHARD {named}"] * 2
+    tensors = sizes.get("tp_size", 1)
+    for spec in specs:
+        assert spec.state().trained == pytest.approx(4 * HAND_8B / (shards * tensors), rel=1e-3)  # norms are whole
+    assert plan_phases(specs[0]) == plan_phases(specs[1])
+    assert compare_layouts(specs[0]) == compare_layouts(specs[1])
