@@ -82,11 +82,11 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
         _refuse_length_dependent_rope(config, data.max_length)
 
 
-def check_division(config: Any, recipe: Recipe, sharding: "Sharding") -> None:
+def check_division(config: Any, recipe: Recipe, sharding: "Sharding", ranks: int) -> None:
     """Raises `UserError` where the model of `config` or its rows cannot be divided over the layout's groups: its experts, its
-    matrices, the heads of its attention."""
+    matrices, the heads of its attention. ranks: of the run."""
     name = recipe.model.model_name_or_path or "model_config"
-    refuse_undivided(sharding, config.model_type, count_experts(config), name)
+    refuse_undivided(sharding, config.model_type, count_experts(config), name, ranks)
     if sharding.tensor_parallel_size > 1:
         _check_matrices(config, recipe, sharding, name)
     check_sequence_parallel(config, recipe.model, recipe.data, sharding)

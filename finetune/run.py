@@ -77,7 +77,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     vocabulary = plan_vocabulary(tokenizer, recipe.model)
     config = load_config(recipe.model, vocabulary)
     check_config(config, recipe.model, recipe.data, len(tokenizer))
-    check_division(config, recipe, sharding)
+    check_division(config, recipe, sharding, world.size)
     check_teacher(recipe, tokenizer, sharding)
     recipe = complete_quantization(recipe, config, sharding)
     check_offload_dir(recipe, world)

@@ -54,7 +54,7 @@ def find_contradictions(
     for problem in find_schedule_problems(values):
         key = "lr_scheduler_kwargs" if has("lr_scheduler_kwargs") else "lr_scheduler_type"
         yield f"{at(key)}: {problem}"
-    for key, problem in [] if "optim_offload" in unusable else find_offload_problems(values):
+    for key, problem in [] if "optim_offload" in unusable else find_offload_problems(values, has("offload_dir")):
         if key not in unusable:
             yield f"{at(key)}: {problem}"
     if values.get("streaming") and not has("max_steps"):

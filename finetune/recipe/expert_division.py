@@ -1,6 +1,7 @@
 """Whether the experts of a mixture can be divided over ranks: what the layout, the recipe and the model must be. Torch-free."""
 
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from finetune.errors import UserError
@@ -33,7 +34,8 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
     if shards % size:
         run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {sharding.source}"
         raise UserError(
-            f"{recipe.place_of(KEY)}: {KEY}: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is no whole number; {_advise(shards)}"
+            f"{recipe.place_of(KEY)}: {KEY}: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is no whole number; "
+            f"{_advise(shards, ' (it must divide the experts of a layer too)')}"
         )
     if sharding.ranks_per_batch > 1:
         raise UserError(
@@ -52,10 +54,10 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
     return replace(sharding, expert_parallel_size=size)
 
 
-def refuse_undivided(sharding: "Sharding", model_type: str, experts: int, name: str) -> None:
+def refuse_undivided(sharding: "Sharding", model_type: str, experts: int, name: str, ranks: int = 0) -> None:
     """Raises `UserError` where the experts of the model `name` cannot be divided as `sharding` asks.
 
-    experts: of a layer; 0 for a dense model.
+    experts: of a layer; 0 for a dense model. ranks: of the run, which other sizes must divide too; 0: not known.
     """
     size = sharding.expert_parallel_size
     if size == 1:
@@ -69,7 +71,8 @@ def refuse_undivided(sharding: "Sharding", model_type: str, experts: int, name: 
         )
     if experts % size:
         raise UserError(
-            f"{KEY}: {size}: a layer of {name} has {experts} experts, and {experts} / {size} is no whole number; {_advise(experts)}"
+            f"{KEY}: {size}: a layer of {name} has {experts} experts, and {experts} / {size} is no whole number; "
+            f"{_advise(gcd(experts, ranks // (sharding.replicate_size or 1)))}"
         )
 
 
@@ -86,12 +89,14 @@ def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, 
     return (own, shape[1] // shards, *shape[2:]) if shape[1] % shards == 0 else None
 
 
-def _advise(number: int) -> str:
-    """
-    >>> _advise(6), _advise(7), _advise(1)
-    ('set it to 2, 3 or 6', 'set it to 7', 'leave the key out')
+def _advise(number: int, condition: str = "") -> str:
+    """What to do where the size must divide `number`; `condition`: what else it must do, in brackets.
+
+    >>> _advise(6), _advise(7, " (and 14)"), _advise(1)
+    ('set it to 2, 3 or 6', 'set it to 7 (and 14)', 'leave the key out')
     """
     sizes = [str(size) for size in range(2, number + 1) if number % size == 0]
     if not sizes:
         return "leave the key out"
-    return f"set it to {' or '.join([', '.join(sizes[:-1]), sizes[-1]] if len(sizes) > 1 else sizes)}"
+    listed = f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else sizes[0]
+    return f"set it to {listed}{condition}"

@@ -13,19 +13,23 @@ if TYPE_CHECKING:
 OFFLOADED_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adamw_bf16_moments")
 
 
-def find_offload_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+def find_offload_problems(values: Mapping[str, Any], has_folder: bool) -> Iterator[tuple[str, str]]:
     """(key, what is wrong) with the offload of a recipe with these `values`.
 
-    >>> list(find_offload_problems({"offload_dir": "/nvme"}))
+    has_folder: whether `offload_dir` is given, if only with a value that does not fit and is not in `values`.
+
+    >>> list(find_offload_problems({"offload_dir": "/nvme"}, True))
     [('offload_dir', 'offload_dir has no effect without optim_offload: nvme; set it, or leave offload_dir out')]
     """
     if values.get("optim_offload", "none") == "none":
-        if values.get("offload_dir") is not None:
+        if has_folder:
             key = "offload_dir"
             yield key, f"{key} has no effect without optim_offload: nvme; set it, or leave {key} out"
         return
-    if values.get("offload_dir") is None:
+    if not has_folder:
         yield "optim_offload", "optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node"
+    elif not values.get("offload_dir", "/").strip():
+        yield "offload_dir", "offload_dir: empty text is no folder; name one on the NVMe disk of each node"
     optim = values.get("optim", OFFLOADED_OPTIMIZERS[0])
     if optim not in OFFLOADED_OPTIMIZERS:
         known = ", ".join(OFFLOADED_OPTIMIZERS)

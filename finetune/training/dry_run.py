@@ -29,7 +29,7 @@ def print_dry_run(recipe: Recipe, world: World) -> None:
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     check_config(config, recipe.model, recipe.data, len(tokenizer))
-    check_division(config, recipe, world.sharding)
+    check_division(config, recipe, world.sharding, world.size)
     check_teacher(recipe, tokenizer, world.sharding)
     recipe = complete_quantization(recipe, config, world.sharding)
     check_offload_dir(recipe, world)

@@ -237,7 +237,6 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
     terminal, inner = pty.openpty()
     command = [sys.executable, "-m", "finetune", "init", "--output", str(tmp_path / "r.yaml")]
     process = subprocess.Popen(command, cwd=ROOT, env=environment(), stdin=inner, stdout=inner, stderr=inner)
-    os.close(inner)
     shown = ""
     try:
         for question, typed in (
@@ -256,6 +255,9 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
     finally:
         process.kill()
         process.wait()
+        os.close(
+            inner
+        )  # not before: reading a terminal that nobody else has open fails, with what it still holds unread
         os.close(terminal)
     assert "fits 2 GPUs of 80GiB: " in shown
     entry = yaml.safe_load((tmp_path / "r.yaml").read_text())["datasets"][0]

@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Sharding, int, dict[str, Any], str]] = {
     "tokens divided": (Sharding(layout="fsdp2", sequence_parallel_size=2), 4, {}, "cp_size, sp_size and tp_size to 1"),
     "fp16": (Sharding(layout="fsdp2", mixed_precision="fp16"), 2, {}, "mixed_precision: fp16 is not supported"),
     "fp8": (Sharding(layout="fsdp2", fp8=Fp8()), 2, {}, "mixed_precision: fp8 is not supported with it; use bf16"),
-    "ranks": (FSDP2, 6, {"expert_parallel_size": 4}, "6 ranks, and 6 / 4 is no whole number; set it to 2, 3 or 6"),
+    "ranks": (FSDP2, 6, {"expert_parallel_size": 4}, "6 / 4 is no whole number; set it to 2, 3 or 6 (it must divide the experts of a layer too)"),
     "adafactor": (FSDP2, 2, {"optim": "adafactor"}, "optim: adafactor is not supported with expert_parallel_size"),
 }  # fmt: skip
 
@@ -306,6 +306,7 @@ def test_what_does_not_go_with_divided_experts_is_refused(name: str, tmp_path: P
 @pytest.mark.parametrize(
     ("model_type", "experts", "size", "sentence"),
     [
+        ("mixtral", 12, 5, "12 experts, and 12 / 5 is no whole number; set it to 2, 3 or 6"),  # of 18 ranks
         ("llama", 0, 2, "M is a dense model (llama); leave the key out"),
         ("mixtral", 6, 4, "a layer of M has 6 experts, and 6 / 4 is no whole number; set it to 2, 3 or 6"),
         ("longcat_flash", 6, 2, "a family whose experts have not been divided yet (longcat_flash; tested are mixtral"),
@@ -315,5 +316,5 @@ def test_a_model_whose_experts_cannot_be_divided_is_refused(
     model_type: str, experts: int, size: int, sentence: str
 ) -> None:
     with pytest.raises(UserError) as error:
-        refuse_undivided(replace(FSDP2, expert_parallel_size=size), model_type, experts, "M")
+        refuse_undivided(replace(FSDP2, expert_parallel_size=size), model_type, experts, "M", 18)
     assert sentence in str(error.value)

@@ -82,6 +82,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
     ("keys", "sentence"),
     [
         (["optim_offload=nvme"], "optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node"),
+        (["optim_offload=nvme", "offload_dir=''"], "command line: offload_dir: empty text is no folder"),
+        (["optim_offload=nvme", "offload_dir=off"], "command line: offload_dir: false does not fit; text is expected"),
         (["offload_dir=/nvme"], "offload_dir has no effect without optim_offload: nvme"),
         (["optim_offload=nvme", "offload_dir=/nvme", "optim=adamw_8bit"], "adamw_8bit cannot have its state in files"),
         (["optim_offload=nvme", "offload_dir=/nvme", "async_save=true"], "async_save copies the state to host memory"),
@@ -89,8 +91,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
 )
 def test_keys_that_contradict_each_other_are_named(tmp_path: Path, keys: list[str], sentence: str) -> None:
     recipe = write_recipe(tmp_path / "recipe.yaml", Path("some/model"), Path("some/data"))
-    with pytest.raises(UserError, match=re.escape(sentence)):
+    with pytest.raises(UserError, match=re.escape(sentence)) as error:
         read_recipe(str(recipe), keys)
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(
