@@ -1,7 +1,7 @@
 """Reads the layout of a run from an Accelerate config or from the launcher's environment. Torch-free."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, get_args
 
 from finetune.distributed.accelerate_settings import MESH_KEYS, Settings, read_environment, read_file
@@ -14,6 +14,7 @@ from finetune.distributed.sharding import (
     Sharding,
     Strategy,
     Wrapping,
+    describe_sizes,
     refuse_impossible,
 )
 from finetune.errors import UserError
@@ -22,6 +23,19 @@ from finetune.recipe.reader import find_file, shipped_folder
 ACCELERATE_CONFIGS = shipped_folder("accelerate_configs")
 
 LAYOUTS: dict[str, Layout] = {"NO": "single", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "FSDP": "fsdp2"}
+
+# What a file and the launcher's settings must agree on: by `Sharding`, and by the keys that state it.
+COMPARED = {
+    "layout": "the layout",
+    "strategy": "the sharding strategy",
+    "mesh_sizes": "parallelism_config",
+    "mixed_precision": "mixed_precision",
+    "fp8": "fp8_config",
+    "wrapping": "fsdp_auto_wrap_policy",
+    "wrap_classes": "fsdp_transformer_layer_cls_to_wrap",
+    "cpu_offload": "fsdp_offload_params",
+    "activation_checkpointing": "fsdp_activation_checkpointing",
+}
 
 
 def read_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
@@ -41,8 +55,11 @@ def find_sharding(config: str | None, accelerate_config: str | None, environ: Ma
     """As `read_sharding`, without a check against the number of ranks."""
     launched = read_environment(environ)
     if config is not None:
-        sharding = _interpret(read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config")))
+        stated = read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config"))
+        sharding = _interpret(stated)
         if launched is not None:
+            if launched.has_sizes_alone:
+                launched = replace(stated, mesh=launched.mesh, source=launched.source, places={})
             _refuse_disagreement(sharding, _interpret(launched))
     elif launched is not None:
         sharding = _interpret(launched)
@@ -64,13 +81,13 @@ def _interpret(settings: Settings) -> Sharding:
     version = str(settings.fsdp.get("version", 1))
     if layout == "fsdp2":
         if version not in ("1", "2"):
-            problems.append(f"{settings.source}: fsdp_version: {version} is not a version; 1 or 2")
+            problems.append(f"{settings.place_of('version')}: fsdp_version: {version} is not a version; 1 or 2")
         layout = "fsdp1" if version == "1" else "fsdp2"
     is_fp8 = settings.mixed_precision == "fp8"
     precision = "bf16" if is_fp8 else settings.mixed_precision
     if precision not in get_args(MixedPrecision):
         problems.append(
-            f"{settings.source}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16, fp16 or fp8"
+            f"{settings.place_of('mixed_precision')}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16, fp16 or fp8"
         )
     sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
     problems += _find_mesh_problems(settings, layout, sizes)
@@ -80,7 +97,7 @@ def _interpret(settings: Settings) -> Sharding:
         layout=layout,
         mixed_precision=cast(MixedPrecision, precision),
         fp8=read_fp8(settings.fp8, settings.source, problems) if is_fp8 else None,
-        strategy=_strategy(layout, settings, read, problems),
+        strategy=_strategy(layout, settings, sizes["dp_replicate_size"], read, problems),
         replicate_size=sizes["dp_replicate_size"],
         shard_size=sizes["dp_shard_size"],
         sequence_parallel_size=(sizes["cp_size"] or 1) * (sizes["sp_size"] or 1),
@@ -99,29 +116,34 @@ def _interpret(settings: Settings) -> Sharding:
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
         problems.append(
-            f"{settings.source}: fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
+            f"{settings.place_of('forward_prefetch')}: fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
         )
     if layout == "fsdp1" and "use_orig_params" in settings.fsdp and not read.boolean("use_orig_params"):
-        problems.append(f"{settings.source}: fsdp_use_orig_params: always true here; remove the key")
+        problems.append(
+            f"{settings.place_of('use_orig_params')}: fsdp_use_orig_params: always true here; remove the key"
+        )
     if problems:
         raise UserError.of(problems)
     return sharding
 
 
 def _find_mesh_problems(settings: Settings, layout: Layout, sizes: Mapping[str, int | None]) -> list[str]:
-    divided = [f"{key}: {sizes[key]}" for key in ("tp_size", "cp_size", "sp_size") if (sizes[key] or 1) > 1]
-    if divided and layout != "fsdp2":
+    divided = {key: sizes[key] for key in ("tp_size", "cp_size", "sp_size") if (sizes[key] or 1) > 1}
+    if layout != "fsdp2":
         return [
-            f"{settings.source}: {divided[0]} needs FSDP2; set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
+            f"{settings.place_of(key)}: {key}: {size} needs FSDP2; set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
+            for key, size in divided.items()
         ]
     if (sizes["cp_size"] or 1) > 1 and (sizes["sp_size"] or 1) > 1:
         return [
-            f"{settings.source}: {' and '.join(divided[-2:])} both divide the tokens of a row; set one of them to 1"
+            f"{settings.place_of('sp_size')}: cp_size: {sizes['cp_size']} and sp_size: {sizes['sp_size']} both divide the tokens of a row; set one of them to 1"
         ]
     return []
 
 
-def _strategy(layout: Layout, settings: Settings, read: "_SettingsReader", problems: list[str]) -> Strategy:
+def _strategy(
+    layout: Layout, settings: Settings, replicas: int | None, read: "_SettingsReader", problems: list[str]
+) -> Strategy:
     if layout == "fsdp1":
         numbered = {
             str(number): name
@@ -130,7 +152,7 @@ def _strategy(layout: Layout, settings: Settings, read: "_SettingsReader", probl
         # Accelerate's version 1 takes a strategy's name under either key, true or false under neither.
         if isinstance(settings.fsdp.get("reshard_after_forward"), bool):
             problems.append(
-                f"{settings.source}: fsdp_reshard_after_forward: version 1 takes no true or false; use fsdp_sharding_strategy"
+                f"{settings.place_of('reshard_after_forward')}: fsdp_reshard_after_forward: version 1 takes no true or false; use fsdp_sharding_strategy"
             )
             return "FULL_SHARD"
         key = "sharding_strategy" if "sharding_strategy" in settings.fsdp else "reshard_after_forward"
@@ -138,10 +160,10 @@ def _strategy(layout: Layout, settings: Settings, read: "_SettingsReader", probl
     if layout == "fsdp2":
         if "sharding_strategy" in settings.fsdp:
             problems.append(
-                f"{settings.source}: fsdp_sharding_strategy: version 1's key; version 2 takes fsdp_reshard_after_forward "
+                f"{settings.place_of('sharding_strategy')}: fsdp_sharding_strategy: version 1's key; version 2 takes fsdp_reshard_after_forward "
                 "(true: FULL_SHARD, false: SHARD_GRAD_OP) and parallelism_config for hybrid sharding"
             )
-        if (read.integer("dp_replicate_size", settings.mesh) or 1) > 1:
+        if (replicas or 1) > 1:
             return "HYBRID_SHARD"
         return "FULL_SHARD" if read.boolean("reshard_after_forward", default=True) else "SHARD_GRAD_OP"
     return "FULL_SHARD"
@@ -160,7 +182,7 @@ class _SettingsReader:
             return value
         if str(value).lower() in ("true", "false"):
             return str(value).lower() == "true"
-        self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} does not fit; true or false")
+        self.problems.append(f"{self.settings.place_of(key)}: fsdp_{key}: {value} does not fit; true or false")
         return default
 
     def integer(self, key: str, section: Mapping[str, Any], at_least: int = 0) -> int | None:
@@ -170,7 +192,7 @@ class _SettingsReader:
         if not isinstance(value, bool) and str(value).isdigit() and int(value) >= at_least:
             return int(value)
         self.problems.append(
-            f"{self.settings.source}: {key}: {value} does not fit; a whole number of at least {at_least} is expected"
+            f"{self.settings.place_of(key)}: {key}: {value} does not fit; a whole number of at least {at_least} is expected"
         )
         return None
 
@@ -179,14 +201,16 @@ class _SettingsReader:
         value = (also or {}).get(value, value)
         if value in known:
             return value
-        self.problems.append(f"{self.settings.source}: fsdp_{key}: {value} is not known; use one of {', '.join(known)}")
+        self.problems.append(
+            f"{self.settings.place_of(key)}: fsdp_{key}: {value} is not known; use one of {', '.join(known)}"
+        )
         return default
 
 
 def _show(value: Any) -> str:
     """A value of `Sharding` as a sentence names it."""
     if isinstance(value, Mapping):
-        return " x ".join(f"{key} {size}" for key, size in value.items())
+        return describe_sizes(value)
     if isinstance(value, tuple):
         return ", ".join(map(str, value)) or "none"
     return "none" if value is None else repr(value)
@@ -194,22 +218,10 @@ def _show(value: Any) -> str:
 
 def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
     """Raises `UserError` naming both values where the config and the launcher's settings differ."""
-    compared = (
-        "layout",
-        "strategy",
-        "mesh_sizes",
-        "mixed_precision",
-        "fp8",
-        "wrapping",
-        "wrap_classes",
-        "cpu_offload",
-        "activation_checkpointing",
-    )
     problems = [
-        f"{config.source}: {name} is {_show(getattr(config, name))}, but {launched.source} say "
-        f"{_show(getattr(launched, name))}; "
-        "remove --config, or give both the same file"
-        for name in compared
+        f"{config.source}: {shown} is {_show(getattr(config, name))}, but {launched.source} say "
+        f"{_show(getattr(launched, name))}; remove --config, give both the same file, or unset the variables that say so"
+        for name, shown in COMPARED.items()
         if getattr(config, name) != getattr(launched, name)
     ]
     if problems:

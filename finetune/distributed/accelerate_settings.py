@@ -51,20 +51,15 @@ MESH_KEYS = {
     key: f"PARALLELISM_CONFIG_{key.upper()}"
     for key in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
 }
-# Accepted without effect: sequences are divided by one method here, whatever the backend that a file names.
-OTHER_MESH_KEYS = frozenset(
-    [
-        "cp_backend",
-        "cp_comm_strategy",
-        "sp_backend",
-        "sp_seq_length",
-        "sp_seq_length_is_variable",
-        "sp_attn_implementation",
-    ]
-)
-
-
-DEFAULT_COMM_STRATEGY = "allgather"  # of cp_comm_strategy
+# Accepted without effect, with Accelerate's defaults: sequences are divided by one method here, whatever a file names.
+OTHER_MESH_KEYS = {
+    "cp_backend": "torch",
+    "cp_comm_strategy": "allgather",
+    "sp_backend": "deepspeed",
+    "sp_seq_length": None,
+    "sp_seq_length_is_variable": True,
+    "sp_attn_implementation": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +76,16 @@ class Settings:
     fp8: dict[str, Any] = field(default_factory=dict)  # keys without prefixes
     translated: tuple[str, ...] = ()  # what was another engine's, and what became of it; what has no effect
     asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that the file gives for it)
+    places: Mapping[str, str] = field(default_factory=dict)  # of keys without prefixes, with their lines
+
+    def place_of(self, key: str) -> str:
+        """Where `key` is stated, to begin a message with: the file and its line, or the source alone."""
+        return self.places.get(key, self.source)
+
+    @property
+    def has_sizes_alone(self) -> bool:
+        """Whether the launcher states the sizes of a mesh and no layout, as variables do that a person has set."""
+        return self.distributed_type == "MULTI_GPU" and bool(self.mesh) and not self.translated
 
 
 def read_file(path: Path) -> Settings:
@@ -141,13 +146,29 @@ def read_file(path: Path) -> Settings:
         num_machines=int(machines),
         fp8=fp8,
         translated=tuple(_list_ignored(mesh, fp8)),
+        places=_plain_places(where),
     )
     return settings if translation is None else _with_translation(settings, translation)
 
 
+def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
+    """The places of keys by their names without section and prefix.
+
+    >>> _plain_places({"parallelism_config.parallelism_config_tp_size": "a.yaml:3", "fsdp_config.fsdp_version": "a.yaml:1"})
+    {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
+    """
+    plain = {}
+    for name, place in where.items():
+        section, _, key = name.rpartition(".")
+        prefix = "parallelism_config_" if section == "parallelism_config" else section.removesuffix("config")
+        plain[key.removeprefix(prefix)] = place
+    return plain
+
+
 def _refuse_broken_json(path: Path) -> None:
     try:
-        json.loads(path.read_text(encoding="utf-8-sig"))
+        if json.loads(path.read_text(encoding="utf-8-sig")) == {}:
+            raise UserError(f"{path}: an empty object; DeepSpeed's keys or Accelerate's are expected")
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
     except (OSError, UnicodeDecodeError):  # reported where the file is read
@@ -156,8 +177,13 @@ def _refuse_broken_json(path: Path) -> None:
 
 def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[str]:
     """What a file asks for and has no effect, a line each."""
-    if str(mesh.get("cp_comm_strategy", DEFAULT_COMM_STRATEGY)).lower() != DEFAULT_COMM_STRATEGY:
-        yield f"without effect here: cp_comm_strategy: {mesh['cp_comm_strategy']}, as ranks trade tokens for heads"
+    sequences = [
+        f"{key}: {mesh[key]}"
+        for key, default in OTHER_MESH_KEYS.items()
+        if mesh.get(key) is not None and str(mesh[key]).lower() != str(default).lower()
+    ]
+    if sequences:
+        yield f"without effect here: {', '.join(sequences)}, as ranks trade tokens for heads"
     others = sorted(key for key in fp8.keys() & OTHER_BACKEND_KEYS if fp8[key] is not None)
     if others:
         yield f"without effect here: {', '.join(others)} of fp8_config: not torchao's"

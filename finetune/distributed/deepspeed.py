@@ -10,6 +10,7 @@ from finetune.constants import compute_global_batch_size
 from finetune.errors import UserError
 from finetune.recipe.overrides import COMMAND_LINE
 from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_file import read_entries
 
 STAGES = {
     0: "DDP, as every rank holds everything",
@@ -178,6 +179,9 @@ class _DeepspeedReader:
             return
         if not isinstance(content, dict):
             self._refuse("deepspeed_config_file", f"{path}: an object with DeepSpeed's keys is expected")
+            return
+        if twice := read_entries(path)[1]:
+            self.problems += twice
             return
         if "zero_optimization" not in content:
             self._stage = 0  # DeepSpeed's own default

@@ -1,5 +1,6 @@
 """The layout of a run as one value: what an Accelerate file says, interpreted. Torch-free."""
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import lcm, prod
 from typing import Any, Literal
@@ -103,16 +104,24 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
         raise UserError(f"{where}: hybrid sharding needs at least 2 ranks, but 1 was launched; use fsdp_full_shard")
     sizes = sharding.mesh_sizes
     if sizes is not None and prod(sizes.values()) != ranks:
-        # Either key divides the tokens of a row; which of them the file has is not kept.
-        names = {"sp_size": "cp_size (or sp_size)"}
-        shown = {names.get(key, key): size for key, size in sizes.items() if size > 1 or key == "dp_shard_size"}
-        named = " x ".join(f"{key} {size}" for key, size in shown.items())
         raise UserError(
-            f"{where}: {named} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
+            f"{where}: {describe_sizes(sizes)} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
             f"set the sizes so that their product is {ranks}"
         )
     if sharding.sequence_parallel_size > 1 and sharding.fp8 is not None:
         raise UserError(f"{where}: sequence parallelism with mixed_precision: fp8 is not supported; set it to bf16")
+
+
+def describe_sizes(sizes: Mapping[str, int]) -> str:
+    """The product of `Sharding.mesh_sizes`, without factors of 1.
+
+    >>> describe_sizes({"dp_replicate_size": 1, "dp_shard_size": 1, "sp_size": 2, "tp_size": 2})
+    'dp_shard_size 1 x cp_size (or sp_size) 2 x tp_size 2'
+    """
+    # Either key divides the tokens of a row; which of them the file has is not kept.
+    names = {"sp_size": "cp_size (or sp_size)"}
+    shown = {names.get(key, key): size for key, size in sizes.items() if size > 1 or key == "dp_shard_size"}
+    return " x ".join(f"{key} {size}" for key, size in shown.items())
 
 
 def to_accelerate_config(sharding: Sharding, ranks: int) -> dict[str, Any]:

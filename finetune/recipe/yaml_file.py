@@ -80,6 +80,8 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
         raise UserError(f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if path.suffix == ".json":
+        text = text.replace("\t", " ")  # JSON has tabs between its tokens only, where PyYAML takes none
     try:
         node = yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
         if node is None:

@@ -174,24 +174,38 @@ def test_fp8_of_a_file_and_of_the_launcher(write: Write, tmp_path: Path) -> None
     plain = {"ACCELERATE_MIXED_PRECISION": "fp8", "ACCELERATE_FP8_BACKEND": "AO", "WORLD_SIZE": "2"}
     assert (read_sharding(None, None, plain).layout, read_sharding(None, None, plain).fp8) == ("ddp", Fp8())
     said = refusal(write(mixed_precision="bf16", fsdp_config=FSDP2), launched)
-    assert "fp8 is none, but the launcher's settings say Fp8(recipe_name='rowwise'" in said
+    assert "fp8_config is none, but the launcher's settings say Fp8(recipe_name='rowwise'" in said
 
 
 def test_what_has_no_effect_is_listed(write: Write) -> None:
     fp8 = {"recipe_name": "rowwise", "enable_fsdp_float8_all_gather": True, "margin": 0}
-    mesh = {"parallelism_config_dp_shard_size": 2, "parallelism_config_cp_comm_strategy": "alltoall"}
+    mesh: dict[str, Any] = {
+        "dp_shard_size": 2,
+        "cp_comm_strategy": "alltoall",
+        "sp_seq_length": 64,
+        "sp_backend": "deepspeed",
+    }
+    mesh = {f"parallelism_config_{key}": value for key, value in mesh.items()}
     path = write(mixed_precision="fp8", fsdp_config=FSDP2, fp8_config=fp8, parallelism_config=mesh)
     assert [
         line.removeprefix("without effect here: ") for line in read_sharding(path, None, {"WORLD_SIZE": "2"}).translated
     ] == [
-        "cp_comm_strategy: alltoall, as ranks trade tokens for heads",
+        "cp_comm_strategy: alltoall, sp_seq_length: 64, as ranks trade tokens for heads",
         "margin of fp8_config: not torchao's",
         "enable_fsdp_float8_all_gather, as torchao gathers in bf16 under recipe_name: rowwise",
     ]
-    mesh["parallelism_config_dp_shard_size"] = -2
-    assert "dp_shard_size: -2 does not fit; a whole number of at least 1" in refusal(
-        write(fsdp_config=FSDP2, parallelism_config=mesh)
-    )
+
+
+def test_a_size_that_does_not_fit_is_named_once_with_its_line(write: Write) -> None:
+    mesh = {"parallelism_config_dp_replicate_size": -2, "parallelism_config_tp_size": 0}
+    path = write(fsdp_config=FSDP2, parallelism_config=mesh)
+    lines = [
+        number for number, line in enumerate(Path(path).read_text().splitlines(), 1) if line.endswith(("-2", " 0"))
+    ]
+    assert refusal(path).splitlines() == [
+        f"{path}:{line}: {key} does not fit; a whole number of at least 1 is expected"
+        for line, key in zip(lines, ("dp_replicate_size: -2", "tp_size: 0"), strict=True)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -245,16 +259,24 @@ def test_a_rows_tokens_are_divided_by_one_key(write: Write) -> None:
             "offload_param: nvme: parameters on NVMe are not supported",
         ),
         ({"ACCELERATE_USE_MEGATRON_LM": "true"}, "Megatron-LM is not supported"),
-        (
-            {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"},
-            "cp_size: 2 needs FSDP2",
-        ),
-        ({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_TP_SIZE": "2"}, "tp_size: 2 needs FSDP2"),
     ],
 )
 def test_what_only_the_launchers_environment_asks_for_is_refused(environ: dict[str, str], named: str) -> None:
     assert named in refusal(None, environ, recipe="fsdp_full_shard")
     assert named in refusal("fsdp_full_shard", environ)
+
+
+@pytest.mark.parametrize(("key", "shown"), [("cp_size", "cp_size (or sp_size)"), ("tp_size", "tp_size")])
+def test_sizes_in_variables_alone(key: str, shown: str) -> None:
+    """Without a file they divide a layout that there is not; beside one it is the file that does not say so."""
+    environ = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", f"PARALLELISM_CONFIG_{key.upper()}": "2"}
+    assert f"{key}: 2 needs FSDP2" in refusal(None, environ, recipe="fsdp_full_shard")
+    said = refusal("fsdp_full_shard", environ)
+    assert said.endswith(
+        f"fsdp_full_shard.yaml: parallelism_config is none, but the launcher's settings say dp_shard_size 1 x {shown} 2; "
+        "remove --config, give both the same file, or unset the variables that say so"
+    )
+    assert f"{key}: 2 needs FSDP2" in refusal("ddp", environ)
 
 
 def test_more_machines_than_processes(write: Write, tmp_path: Path) -> None:

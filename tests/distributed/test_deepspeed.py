@@ -96,8 +96,12 @@ def test_its_own_file_in_place_of_an_accelerate_file(write: Write, tmp_path: Pat
         "stage 0 is DeepSpeed's own default"
     )
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8,\n "zero_optimization": {}')
-    with pytest.raises(UserError, match=r"ds\.json:2: not JSON: Expecting ',' delimiter"):
-        read(str(tmp_path / "ds.json"))
+    assert "ds.json:2: not JSON: Expecting ',' delimiter" in refusal(str(tmp_path / "ds.json"))
+    (tmp_path / "ds.json").write_text('{\n\t"zero_optimization": {"stage": 3,\n\t"stage": 2}}')
+    assert refusal(str(tmp_path / "ds.json")).endswith("ds.json:3: stage: given twice; keep one")
+    for empty, named in (("", "ds.json:1: not JSON"), ("{}", "ds.json: an empty object")):
+        (tmp_path / "ds.json").write_text(empty)
+        assert named in refusal(str(tmp_path / "ds.json"))
 
 
 def test_the_launchers_environment() -> None:
