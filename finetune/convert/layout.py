@@ -77,6 +77,7 @@ def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
         checkpointing = False
     pure = bool(theirs.get("pure_bf16")) or (tool == "Axolotl" and bool(half) and sharding == "none")
     tensors, sequences = (_size(theirs.get(f"{kind}_parallel_size")) for kind in ("tensor", "context"))
+    sequences = max(sequences, _size(theirs.get("sequence_parallel_degree")))  # Axolotl's older name
     precision: Precision = "bf16" if half else "fp16" if asks_fp16 else "no"
     return Layout(sharding, precision, checkpointing, pure, tensors, sequences)
 

@@ -19,6 +19,7 @@ MOE_MODEL = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|v4|r1)(?!.*distill)|jamba-1\.5|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|kimi-k2|"
     r"ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|nemotron-3|nemotron[-_](ultra|super)[-_]?v?3|grok|step-3|mimo"
 )
+MOE_CAUSE = "mixtures of experts whose weights are quantized, or not tried yet"
 MIXTURE = re.compile(
     r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|dots\.?1"
 )
@@ -185,7 +186,7 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
     if {"early_exit_loss", "layer_dropout"} & theirs.keys():
         yield "early_exit_loss", "early exit", True
     if "llama4" in components or "moe" in components:
-        yield "model", "mixtures of experts", True
+        yield "model", MOE_CAUSE, True
     if "dataset" not in theirs:
         yield "no dataset", "a file of another purpose", False
 
@@ -229,7 +230,7 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
     for key in MOE_KEYS:
         value = theirs.get(key)
         if value not in (None, False, 1, ""):
-            yield f"{key}: {value}", "mixtures of experts", True
+            yield f"{key}: {value}", MOE_CAUSE, True
     name = (
         theirs.get("base_model")
         or theirs.get("model_name_or_path")
@@ -242,7 +243,7 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in (
         (MULTIMODAL_MODEL, "multimodal"),
-        (MOE_MODEL, "mixtures of experts"),
+        (MOE_MODEL, MOE_CAUSE),
         (HYBRID_MODEL, "hybrid or linear attention"),
         (QUANTIZED_MODEL, "quantized weights"),
     ):

@@ -13,7 +13,7 @@ from typing import Any
 from finetune.distributed.deepspeed import JSON_KEYS, VARIABLES, Translation, translate_deepspeed
 from finetune.distributed.fp8 import FP8_KEYS, OTHER_BACKEND_KEYS, read_fp8_environment
 from finetune.errors import UserError
-from finetune.recipe.hints import ACCELERATE_KEYS
+from finetune.recipe.hints import ACCELERATE_KEYS, IN_RECIPE
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.yaml_file import read_entries
 
@@ -226,6 +226,8 @@ def _read_section(
         hint = (
             f"did you mean {prefix}{close[0]}?" if close else f"known: {', '.join(sorted(prefix + k for k in known))}"
         )
+        if key in IN_RECIPE:
+            hint = f"it is {IN_RECIPE[key]} of the recipe; move it there"
         problems.append(f"{places[key]}: {name}.{prefix}{key}: no such key; {hint}")
     for key in plain.keys() & UNSUPPORTED.keys():
         if plain[key]:

@@ -44,6 +44,18 @@ ACCELERATE_KEYS = frozenset(
         "monitor_interval",
     ]
 )
+# What many call what a key of an Accelerate file says: name -> that key.
+IN_ACCELERATE_FILE: Mapping[str, str] = {
+    "tp_size": "parallelism_config_tp_size",
+    "tp_config": "parallelism_config_tp_size",
+    "cp_size": "parallelism_config_cp_size",
+    "sp_size": "parallelism_config_sp_size",
+    "sequence_parallel_size": "parallelism_config_sp_size",
+    "cpu_offload": "fsdp_offload_params",
+    "offload_params": "fsdp_offload_params",
+}
+# What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
+IN_RECIPE: Mapping[str, str] = {"ep_size": "expert_parallel_size", "expert_parallel_degree": "expert_parallel_size"}
 
 # Other tools' values of keys that are the same here: key -> their name -> ours.
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
@@ -100,7 +112,11 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
     if top_level and key in (unneeded := keys_without_counterpart()):
         whose, note = unneeded[key]
         return key, f"{key}: {whose} name; no such key: {note}"
-    if top_level and (key in ACCELERATE_KEYS or key.startswith("fsdp_")):
+    if top_level and (plain := key.removeprefix("parallelism_config_")) in IN_RECIPE:
+        return IN_RECIPE[plain], f"{key}: no such key; here it is {IN_RECIPE[plain]}"
+    if top_level and key in IN_ACCELERATE_FILE:
+        return key, f"{key}: no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
+    if top_level and (key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_"))):
         return (
             key,
             f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",

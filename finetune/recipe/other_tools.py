@@ -167,7 +167,7 @@ AXOLOTL = (
     *unsupported("another loss", *LOSSES),
     *unsupported("FP8", "fp8", note=FP8),
     *in_accelerate_file("parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file",
-             "tensor_parallel_size", "context_parallel_size"),
+             "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     *unsupported("resuming from an adapter", "lora_model_dir"),
     *unsupported("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
     *unsupported("LoRA on some layers", "peft_layers_to_transform"),

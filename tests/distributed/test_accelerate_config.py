@@ -43,6 +43,13 @@ def test_a_mistyped_key_inside_fsdp_config(write: Write) -> None:
     assert "fsdp_activation_checkpointng: no such key; did you mean fsdp_activation_checkpointing?" in said
 
 
+def test_a_recipes_size_in_a_mesh(write: Write) -> None:
+    said = refusal(write(fsdp_config=FSDP2, parallelism_config={"parallelism_config_ep_size": 2}))
+    assert said.endswith(
+        "parallelism_config_ep_size: no such key; it is expert_parallel_size of the recipe; move it there"
+    )
+
+
 def test_all_mistakes_at_once(write: Write) -> None:
     said = refusal(write(mixed_precison="bf16", fsdp_config=FSDP2 | {"fsdp_ofload_params": True}))
     assert "did you mean mixed_precision?" in said

@@ -106,6 +106,14 @@ MISTAKES = {
         "torch_compile"
     ],
     "chat_template_date: today": ["F:4: chat_template_date: today: no day; write it as 2026-01-31"],
+    "ep_size: 2": ["F:4: ep_size: no such key; here it is expert_parallel_size"],
+    "sequence_parallel_size: 2": [
+        "F:4: sequence_parallel_size: no such key; write parallelism_config_sp_size in a copy of the Accelerate file"
+    ],
+    "tp_config: {size: 2}": [
+        "F:4: tp_config: no such key; write parallelism_config_tp_size in a copy of the Accelerate file"
+    ],
+    "cpu_offload: true": ["F:4: cpu_offload: no such key; write fsdp_offload_params in a copy of the Accelerate file"],
     "zzz: 1": ["F:4: zzz: no such key; docs/recipes.md lists them"],
     "sequence_len: 9": ["F:4: sequence_len: Axolotl's name; here it is max_length"],
     "max_prompt_length: 9": [
