@@ -1,18 +1,19 @@
 """What can be changed of a run that does not fit: each change with its cost, the cheapest first."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from math import gcd
+from math import gcd, prod
 from typing import Any
 
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.support import is_supported
 
+CONFIG_KEY = "accelerate_config="
+A_FOLDER = "A_FOLDER_ON_NVME"  # for the user to fill in
 FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
 MIN_ROW_TOKENS = 512  # rows are not halved below this
-GROUP_SIZES = (8, 4, 2)  # ranks of a node that divide what one rank had, the most first
+GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # ranks that divide what one rank had
 DIVISIONS = {  # a key of an Accelerate file -> what it is here, and what it divides
     "cp_size": ("sequence_parallel_size", "the tokens of a row"),
     "tp_size": ("tensor_parallel_size", "the matrices of each layer"),
@@ -22,17 +23,23 @@ ROW_DIVIDING_RANKS = 8  # in accelerate_configs/fsdp_sequence_parallel.yaml
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One change: `text` is appended to the command, or set in the Accelerate file where it reads `fsdp_...: ...` or
-    `parallelism_config: ...`."""
+    """One change: `text` is appended to the command, or set in the Accelerate file."""
 
     text: str
     cost: str
     apply: Callable[[RunSpec], RunSpec]
+    is_in_file: bool = False
 
     @property
     def is_in_recipe(self) -> bool:
-        """Whether the change is of keys of the recipe alone."""
-        return ": " not in self.text
+        """Whether the change is of keys of the recipe alone, with values that suit every machine."""
+        return not self.is_in_file and A_FOLDER not in self.text
+
+    @property
+    def accelerate_config(self) -> str | None:
+        """The shipped Accelerate file that it takes instead of the run's own."""
+        words = self.text.split()
+        return next((word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None)
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
@@ -50,6 +57,18 @@ def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, li
         else:
             left_out.append(change)
     return spec, left_out
+
+
+def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool) -> list[str]:
+    """Each change as it is made: appended to the command, or in an Accelerate file: that of one of the `changes`, else `source`.
+
+    has_config: the command names its Accelerate file by --config, which decides against the recipe's key.
+    """
+    file = next((change.accelerate_config for change in reversed(changes) if change.accelerate_config), source)
+    key = "--config " if has_config else CONFIG_KEY
+    return [
+        f"in {file}: {change.text}" if change.is_in_file else change.text.replace(CONFIG_KEY, key) for change in changes
+    ]
 
 
 def _list_candidates(spec: RunSpec) -> Iterator[Change]:
@@ -83,14 +102,11 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
     if recipe.lora.use_peft:
         yield from _list_quantizations(spec)
     yield from _list_divisions(spec)
-    if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
-        half = recipe.data.max_length // 2
-        yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
     if recipe.optimization.optim_offload == "none" and not spec.sharding.cpu_offload:
         yield Change(
-            "optim_offload=nvme offload_dir=A_FOLDER_ON_NVME",
+            f"optim_offload=nvme offload_dir={A_FOLDER}",
             "moments and master weights are read from and written to a disk in every step",
-            _set_keys("optimization", optim_offload="nvme", offload_dir="A_FOLDER_ON_NVME"),
+            _set_keys("optimization", optim_offload="nvme", offload_dir=A_FOLDER),
         )
     if not spec.sharding.cpu_offload:
         is_own = spec.sharding.ranks_per_batch > 1  # by a file that no shipped one replaces
@@ -98,7 +114,11 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
             "fsdp_offload_params: true" if is_own else "accelerate_config=fsdp_cpu_offload",
             "several times the time",
             _offload if is_own else partial(_shard_fully, cpu_offload=True),
+            is_in_file=is_own,
         )
+    if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
+        half = recipe.data.max_length // 2
+        yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
     if not recipe.lora.use_peft:
         yield Change("use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True))
         yield from _list_quantizations(spec)
@@ -112,6 +132,7 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
             "fsdp_activation_checkpointing: true" if sharding.is_fsdp else "accelerate_config=fsdp_full_shard",
             "about 30% more time",
             lambda spec: replace(spec, sharding=replace(spec.sharding, activation_checkpointing=True)),
+            is_in_file=sharding.is_fsdp,
         )
     if sharding.ranks_per_batch == 1 and (spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"):
         yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
@@ -131,16 +152,23 @@ def _divide_experts(spec: RunSpec, size: int) -> RunSpec:
 
 
 def _list_divisions(spec: RunSpec) -> Iterator[Change]:
-    """Ranks of a node that divide a row's tokens between them, or a layer's matrices, where nothing is divided yet: as many as
-    can. An Accelerate file has sizes of a mesh for FSDP2 only."""
+    """More ranks that divide a row's tokens between them, or a layer's matrices: the most of a node, then for tokens more than a
+    node's. An Accelerate file has sizes of a mesh for FSDP2 only."""
     sharding = spec.sharding
-    if sharding.ranks_per_batch > 1 or sharding.strategy == "HYBRID_SHARD":
+    if sharding.strategy == "HYBRID_SHARD":
         return
-    sizes = [size for size in GROUP_SIZES if gcd(spec.ranks, spec.ranks_per_node) % size == 0]
-    for key in ("cp_size", "tp_size"):
-        usable = [size for size in sizes if sharding.layout == "fsdp2" or _is_shipped(key, size, spec)]
-        changes = (_divide(spec, key, size) for size in usable)
-        yield from islice((change for change in changes if is_supported(change.apply(spec), spec)), 1)
+    wide: list[Change] = []
+    for key, (field, _) in DIVISIONS.items():
+        size = getattr(sharding, field)
+        others = sharding.ranks_per_batch // size  # of a group already, by the other key
+        larger = [each for each in GROUP_SIZES if each > size and spec.ranks % (each * others) == 0]
+        usable = [each for each in larger if sharding.layout == "fsdp2" or _is_shipped(key, each, spec)]
+        changes = {each: _divide(spec, key, each) for each in usable}
+        supported = [each for each, change in changes.items() if is_supported(change.apply(spec), spec)]
+        of_node = [each for each in supported if spec.ranks_per_node % (each * others) == 0]
+        yield from (changes[each] for each in of_node[-1:])
+        wide += (changes[each] for each in supported if each not in of_node and key == "cp_size")
+    yield from wide
 
 
 def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
@@ -149,19 +177,27 @@ def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
 
 
 def _divide(spec: RunSpec, key: str, size: int) -> Change:
-    """Groups of `size` ranks by this key of an Accelerate file; the rows of a step stay."""
-    rows, groups = spec.global_batch_size, spec.ranks // size
+    """Groups of `size` ranks by this key of an Accelerate file, whose other key keeps its size; the rows of a step stay."""
+    rows, sharding = spec.global_batch_size, spec.sharding
     keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
     field, what = DIVISIONS[key]
+    group = {name: getattr(sharding, other) for name, (other, _) in DIVISIONS.items()} | {key: size}
+    groups = spec.ranks // prod(group.values())
     sizes: dict[str, Any] = {field: size, "shard_size": groups}
-    cost = f"{size} ranks divide {what}; more communication"
+    is_wide = spec.ranks_per_node % prod(group.values()) != 0
+    cost = f"{size} ranks divide {what}; more communication{', between nodes too' if is_wide else ''}"
     if _is_shipped(key, size, spec):
         text = f"accelerate_config=fsdp_sequence_parallel {keep}".rstrip()
         return Change(text, cost, lambda spec: _shard_fully(keep_rows(spec), **sizes))
-    text = f"parallelism_config: {{parallelism_config_{key}: {size}, parallelism_config_dp_shard_size: {groups}}}"
+    mesh = {name: size for name, size in group.items() if size > 1} | {"dp_shard_size": groups}
+    text = f"parallelism_config: {{{', '.join(f'parallelism_config_{name}: {size}' for name, size in mesh.items())}}}"
     cost += f"; {keep} keeps the step" if keep else ""
-    return Change(text, cost, lambda spec: replace(keep_rows(spec), sharding=replace(spec.sharding, **sizes)))
+
+    def divide(spec: RunSpec) -> RunSpec:
+        return replace(keep_rows(spec), sharding=replace(spec.sharding, **sizes))
+
+    return Change(text, cost, divide, is_in_file=True)
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:

@@ -35,14 +35,15 @@ def plan_command(arguments: argparse.Namespace) -> int:
     refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks // sharding.ranks_per_batch)
     plan = make_plan(recipe, sharding, ranks, mfu=mfu, links=_read_links(arguments))
     advice = None if limit is None else advise(plan.spec, limit)
+    has_config = arguments.config is not None
     if arguments.json:
-        print(json.dumps(to_dict(plan, limit), indent=2))
+        print(json.dumps(to_dict(plan, advice, has_config=has_config), indent=2))
     else:
         print(format_plan(plan, ranks_assumed=arguments.num_processes is None))
         if arguments.num_processes is None:
             print("\n" + format_layouts(compare_layouts(plan.spec), TABLE_RANKS, limit))
         if advice is not None and limit is not None:
-            print("\n" + format_advice(advice, limit))
+            print("\n" + format_advice(advice, limit, sharding.source, has_config=has_config))
     return 0 if advice is None or advice.fits else 1
 
 

@@ -10,8 +10,9 @@ from typing import Any
 from finetune.constants import grow_rows
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
-from finetune.plan.advice import advise
+from finetune.plan.advice import Advice
 from finetune.plan.architecture import Architecture, find_config, read_architecture
+from finetune.plan.changes import describe_changes
 from finetune.plan.communication import Links
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.memory import Phase, find_peak, plan_phases
@@ -137,8 +138,8 @@ def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
     return "\n\n".join([header, format_memory(plan.phases), "\n".join(needs)])
 
 
-def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
-    """The plan as JSON: bytes and seconds."""
+def to_dict(plan: Plan, advice: Advice | None = None, *, has_config: bool = False) -> dict[str, Any]:
+    """The plan as JSON: bytes and seconds; `has_config` as in `describe_changes`."""
     spec = plan.spec
     found: dict[str, Any] = {
         "parameters": spec.architecture.parameters,
@@ -162,10 +163,9 @@ def to_dict(plan: Plan, limit: int | None = None) -> dict[str, Any]:
             name: dict(zip(map(str, TABLE_RANKS), values, strict=True)) for name, values in compare_layouts(spec)
         },
     }
-    if limit is not None:
-        advice = advise(spec, limit)
-        found["fits"] = advice.fits
-        found["changes"] = None if advice.changes is None else [change.text for change in advice.changes]
+    if advice is not None:
+        found["fits"], changes = advice.fits, advice.changes
+        found["changes"] = changes and describe_changes(changes, spec.sharding.source, has_config=has_config)
     return found
 
 

@@ -7,6 +7,7 @@ from dataclasses import fields
 from finetune.constants import frozen_dtype
 from finetune.flops import FORMULA
 from finetune.plan.advice import Advice
+from finetune.plan.changes import describe_changes
 from finetune.plan.disk import Disk, Host
 from finetune.plan.memory import Phase
 from finetune.plan.memory_snapshot import Snapshot
@@ -260,19 +261,22 @@ def format_storage(room: Disk, node: Host) -> str:
     )
 
 
-def format_advice(advice: Advice, device_bytes: int) -> str:
-    """Whether it fits, and if not, what to change."""
+def format_advice(advice: Advice, device_bytes: int, source: str, *, has_config: bool) -> str:
+    """Whether it fits, and if not, what to change; `source` and `has_config` as in `describe_changes`."""
     limit = gib(device_bytes)
     if advice.fits:
         return f"fits       {gib(advice.peak)} of {limit} GiB"
     if advice.changes is None:
         ranks = f"; {advice.ranks} ranks would be enough" if advice.ranks else ""
+        tried = [text for each in advice.tried for text in describe_changes([each], source, has_config=has_config)]
         return (
-            f"too large  even with all changes it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
-            f"           tried: {', '.join(change.text for change in advice.tried)}"
+            f"too large  even with all changes that go together it takes {gib(advice.peak)} of {limit} GiB{ranks}\n"
+            f"           tried: {', '.join(tried)}"
         )
-    lines = [f"too large  for {limit} GiB; with this it takes {gib(advice.peak)} GiB:"]
-    lines += [f"           {change.text}   ({change.cost})" for change in advice.changes]
+    takes = f"{gib(advice.peak)} GiB, and {gib(advice.host)} GiB of a node's memory"
+    lines = [f"too large  for {limit} GiB; with this it takes {takes}:"]
+    texts = describe_changes(advice.changes, source, has_config=has_config)
+    lines += [f"           {text}   ({change.cost})" for text, change in zip(texts, advice.changes, strict=True)]
     return "\n".join(lines)
 
 

@@ -1,5 +1,6 @@
 """What the plan suggests: the cheapest change first, and what offload to the host costs in time."""
 
+import re
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
@@ -8,7 +9,7 @@ import yaml
 
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.plan.advice import advise
-from finetune.plan.changes import apply_changes, list_changes
+from finetune.plan.changes import apply_changes, describe_changes, list_changes
 from finetune.plan.disk import plan_host
 from finetune.plan.memory import find_peak, plan_phases
 from finetune.plan.support import refuse_unsupported
@@ -19,12 +20,16 @@ from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, QWEN3_23
 GIB = 2**30
 
 
-def test_smaller_moments_and_a_shorter_row_are_suggested_before_offload() -> None:
+def test_smaller_moments_are_suggested_first_and_a_shorter_row_after_all_that_keeps_what_is_trained() -> None:
     planned = make_spec(LLAMA_31_8B, ranks=1)
     texts = [change.text for change in list_changes(planned)]
     cheap = ["optim=adamw_bf16_moments", "optim=adamw_8bit", "max_length=4096"]
     assert [text for text in texts if text in cheap] == cheap
-    assert texts.index("max_length=4096") < texts.index("accelerate_config=fsdp_cpu_offload")
+    assert (
+        texts.index("accelerate_config=fsdp_cpu_offload")
+        < texts.index("max_length=4096")
+        < texts.index("use_peft=true")
+    )
     needed = find_peak(planned).total
     for limit, first in ((needed - GIB, cheap[0]), (needed - 40 * GIB, cheap[1])):
         advice = advise(planned, limit)
@@ -111,12 +116,12 @@ def test_dividing_experts_is_suggested_where_a_mixture_is_gathered_whole() -> No
 
 def test_rows_and_matrices_are_divided_by_a_file_that_reads_back_as_planned(tmp_path: Path) -> None:
     """Over the ranks of a node; the shipped file for 8 of them is tested with sequence parallelism."""
-    for ranks, size in ((2, 2), (12, 4), (16, 8)):
+    for ranks, divisions in ((2, ["cp 2", "tp 2"]), (12, ["cp 4", "tp 4"]), (16, ["cp 8", "tp 8", "cp 16"])):
         planned = make_spec(LLAMA_31_8B, ranks=ranks, max_length=65536, global_batch_size=48)
         found = [change for change in list_changes(planned) if change.text.startswith("parallelism_config")]
-        assert [f"{key}_size: {size}," in change.text for key, change in zip(("cp", "tp"), found, strict=True)] == [
-            True
-        ] * 2
+        assert [re.findall(r"([ct]p)_size: (\d+),", change.text) for change in found] == [
+            [tuple(each.split())] for each in divisions
+        ]
         for change in found:
             file = {"distributed_type": "FSDP", "mixed_precision": "bf16"} | yaml.safe_load(change.text)
             file["fsdp_config"] = {"fsdp_version": 2, "fsdp_activation_checkpointing": True}
@@ -143,6 +148,41 @@ def test_what_is_suggested_together_is_supported_together() -> None:
         change for change in list_changes(planned) if change.text.startswith(("optim_in_backward", "optim_offload"))
     ]
     assert [change.text.split("=")[0] for change in apply_changes(planned, together)[1]] == ["optim_offload"]
+
+
+def test_rows_are_cut_only_where_nothing_else_is_enough() -> None:
+    """Ranks of several nodes may divide a row, and two changes that others keep out may go together."""
+    long = make_spec(LLAMA_31_70B, ranks=16, max_length=131_072, global_batch_size=16)
+    mixture = make_spec(QWEN3_235B, ranks=32, max_length=8192, global_batch_size=32)
+    for planned, limit, expected in ((long, 80, "cp_size: 16"), (mixture, 80, "expert_parallel_size=8")):
+        advice = advise(planned, limit * GIB)
+        texts = [change.text for change in advice.changes or ()]
+        assert any(expected in text for text in texts) and not any("max_length" in text for text in texts), texts
+
+
+def test_a_file_that_divides_matrices_is_advised_to_divide_rows_too() -> None:
+    """In one mapping, which replaces that of the file."""
+    divided = replace(FULL_SHARD, tensor_parallel_size=4, shard_size=4, source="tp.yaml")
+    planned = make_spec(LLAMA_31_70B, ranks=16, sharding=divided, max_length=65536, global_batch_size=16)
+    found = [change for change in list_changes(planned) if "cp_size" in change.text]
+    mesh = "parallelism_config: {{parallelism_config_cp_size: {}, parallelism_config_tp_size: 4, parallelism_config_dp_shard_size: {}}}"
+    assert [change.text for change in found] == [mesh.format(2, 2), mesh.format(4, 1)]
+    for change in found:
+        assert find_peak(change.apply(planned)).total < find_peak(planned).total
+    assert describe_changes(found[:1], "tp.yaml", has_config=True) == ["in tp.yaml: " + mesh.format(2, 2)]
+
+
+def test_a_change_says_where_it_is_made() -> None:
+    """Beside --config, which decides, the recipe's key would have no effect; and what init writes has nothing to fill in."""
+    changes = list(list_changes(make_spec(LLAMA_31_8B, ranks=16)))
+    divided = next(change for change in changes if change.is_in_file)
+    offloaded = next(change for change in changes if change.accelerate_config == "fsdp_cpu_offload")
+    assert describe_changes([offloaded], "own.yaml", has_config=True) == ["--config fsdp_cpu_offload"]
+    assert describe_changes([offloaded], "own.yaml", has_config=False) == ["accelerate_config=fsdp_cpu_offload"]
+    both = describe_changes([divided, offloaded], "own.yaml", has_config=True)
+    assert both == [f"in fsdp_cpu_offload: {divided.text}", "--config fsdp_cpu_offload"]
+    in_recipe = [change.text for change in changes if change.is_in_recipe]
+    assert offloaded.text in in_recipe and not any("NVME" in text or ": " in text for text in in_recipe)
 
 
 def test_offload_is_in_the_time_of_a_step() -> None:

@@ -51,6 +51,10 @@ def test_what_does_not_fit_is_answered_with_settings_that_do(tiny_recipe: Callab
     pasted = [change for change in changes if "=" in change]
     again, shown, errors = _plan(*arguments, str(needed - (1 << 20)), *" ".join(pasted).split())
     assert (again, errors) == (0, ""), shown
+    less = str(1 << 20)  # than any run needs: what was tried is listed
+    _, shown, _ = _plan(*arguments[:-2], "--gpu-memory", less, "--config", "fsdp_shard_grad_op")
+    assert "even with all changes that go together" in shown
+    assert "--config fsdp_cpu_offload" in shown and "accelerate_config=" not in shown
 
 
 def test_a_model_that_cannot_be_had_is_one_sentence(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
