@@ -16,6 +16,8 @@ EXIT_INTERRUPTED = 130  # Ctrl-C where there is nothing to save
 EXIT_PREEMPTED = 75  # EX_TEMPFAIL of sysexits.h: stopped by a signal after saving; start again to resume
 SECONDS_FOR_RANK_0 = 5.0
 SECONDS_FOR_CAUSE = 2.0  # a rank that only lost another waits before it reports, so that the cause is printed first
+# In the messages of gloo and NCCL where the process at the other end has ended.
+CONNECTION_CLOSED = ("closed by peer", "reset by peer", "Broken pipe", "remote process exited")
 
 
 class UserError(Exception):
@@ -90,6 +92,13 @@ def _print_fault(fault: Exception, rank: str) -> None:
         return
     time.sleep(SECONDS_FOR_CAUSE)
     reason = str(fault).splitlines()[0]
+    if any(mark in str(fault) for mark in CONNECTION_CLOSED):  # then where this one was says nothing
+        print(
+            f"rank {rank}: another rank ended; that rank's own error is the cause ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+        return
     stack = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
     print(
         f"rank {rank}: another rank ended, or did not answer within timeout_seconds; that rank's own error is the cause "

@@ -80,4 +80,4 @@ def test_the_rank_that_fell_behind_reports_first_where_it_was(ended: Case) -> No
 def test_a_rank_that_cannot_speak_is_missed_by_the_other(fault: str, ended: Case) -> None:
     end, output = ended("full_shard", fault)
     assert end["codes"] == [1, 3 if fault == "exits" else -9]
-    assert "rank 0: another rank ended" in output
+    assert "rank 0: another rank ended; " in output and "This one waited at" not in output, "no stack: one sentence"
