@@ -46,13 +46,20 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
     Raises `UserError` where a file is wrong, where the launcher's settings and `config` disagree, or where the layout is
     impossible on the launched ranks.
     """
-    sharding = find_sharding(config, accelerate_config, environ)
-    refuse_impossible(sharding, int(environ.get("WORLD_SIZE", "1")))
+    sharding, stated = _find_layout(config, accelerate_config, environ)
+    refuse_impossible(sharding, int(environ.get("WORLD_SIZE", "1")), stated.place_of("parallelism_config"))
     return sharding
 
 
 def find_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
     """As `read_sharding`, without a check against the number of ranks."""
+    return _find_layout(config, accelerate_config, environ)[0]
+
+
+def _find_layout(
+    config: str | None, accelerate_config: str | None, environ: Mapping[str, str]
+) -> tuple[Sharding, Settings]:
+    """The layout, and the settings that it is read from."""
     launched = read_environment(environ)
     if config is not None:
         stated = read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config"))
@@ -61,16 +68,16 @@ def find_sharding(config: str | None, accelerate_config: str | None, environ: Ma
             if launched.has_sizes_alone:
                 launched = replace(stated, mesh=launched.mesh, source=launched.source, places={})
             _refuse_disagreement(sharding, _interpret(launched))
-    elif launched is not None:
-        sharding = _interpret(launched)
+        return sharding, stated
+    if launched is not None:
+        stated = launched
     elif accelerate_config is not None:
-        sharding = _interpret(read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config")))
+        stated = read_file(find_file(accelerate_config, ACCELERATE_CONFIGS, "Accelerate config"))
     else:
         processes = int(environ.get("WORLD_SIZE", "1"))
         precision, fp8 = environ.get("ACCELERATE_MIXED_PRECISION", "no"), read_fp8_environment(environ)
-        plain = Settings(PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8)
-        sharding = _interpret(plain)
-    return sharding
+        stated = Settings(PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8)
+    return _interpret(stated), stated
 
 
 def _interpret(settings: Settings) -> Sharding:

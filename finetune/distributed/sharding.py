@@ -93,8 +93,8 @@ class Sharding:
         return replicas * lcm(self.ranks_per_batch, self.expert_parallel_size)
 
 
-def refuse_impossible(sharding: Sharding, ranks: int) -> None:
-    """Raises `UserError` for a layout that is impossible on `ranks` processes."""
+def refuse_impossible(sharding: Sharding, ranks: int, sizes_at: str | None = None) -> None:
+    """Raises `UserError` for a layout that is impossible on `ranks` processes; `sizes_at`: the place of its sizes, where known."""
     where = sharding.source
     if sharding.layout == "single" and ranks > 1:
         raise UserError(
@@ -105,7 +105,7 @@ def refuse_impossible(sharding: Sharding, ranks: int) -> None:
     sizes = sharding.mesh_sizes
     if sizes is not None and prod(sizes.values()) != ranks:
         raise UserError(
-            f"{where}: {describe_sizes(sizes)} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
+            f"{sizes_at or where}: {describe_sizes(sizes)} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
             f"set the sizes so that their product is {ranks}"
         )
     if sharding.sequence_parallel_size > 1 and sharding.fp8 is not None:

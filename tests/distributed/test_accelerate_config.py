@@ -99,7 +99,7 @@ def test_version_2_has_no_sharding_strategy(write: Write) -> None:
 def test_mesh_whose_product_is_not_the_world(write: Write) -> None:
     mesh = {"parallelism_config_dp_replicate_size": 2, "parallelism_config_dp_shard_size": 4}
     said = refusal(write(fsdp_config=FSDP2, parallelism_config=mesh))
-    assert "2 x dp_shard_size 4 = 8, but 2 ranks were launched" in said
+    assert ".yaml:5: dp_replicate_size 2 x dp_shard_size 4 = 8, but 2 ranks were launched" in said
 
 
 def test_hybrid_sharding_on_one_rank(write: Write) -> None:
