@@ -29,7 +29,7 @@ def refuse_unsupported(spec: RunSpec) -> None:
     with_expert_parallelism(sharding, recipe, spec.ranks)
     check_memory_keys(recipe, sharding, spec.ranks)
     check_offload_layout(recipe.optimization, sharding)
-    refuse_undivided(sharding, a.model_type, experts, name)
+    refuse_undivided(sharding, a.model_type, experts, name, spec.ranks)
     sizes = {
         "num_attention_heads": a.heads,
         "num_key_value_heads": a.key_value_heads,

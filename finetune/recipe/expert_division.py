@@ -54,10 +54,10 @@ def with_expert_parallelism(sharding: "Sharding", recipe: Recipe, ranks: int) ->
     return replace(sharding, expert_parallel_size=size)
 
 
-def refuse_undivided(sharding: "Sharding", model_type: str, experts: int, name: str, ranks: int = 0) -> None:
+def refuse_undivided(sharding: "Sharding", model_type: str, experts: int, name: str, ranks: int) -> None:
     """Raises `UserError` where the experts of the model `name` cannot be divided as `sharding` asks.
 
-    experts: of a layer; 0 for a dense model. ranks: of the run, which other sizes must divide too; 0: not known.
+    experts: of a layer; 0 for a dense model. ranks: of the run, which other sizes must divide too.
     """
     size = sharding.expert_parallel_size
     if size == 1:
