@@ -125,6 +125,10 @@ def main() -> None:
 
     results = [in_process_of_its_own(0, "device", sys.argv[1:], options)]
     others = [who for who in CONTESTANTS if who != OURS and who.startswith(options.only or "")]
+    if not others:
+        parser.error(
+            f"--only {options.only}: the contestants are {', '.join(who for who in CONTESTANTS if who != OURS)}"
+        )
     for who in [OURS, *([] if options.without_others else others)]:
         for number, case in enumerate(CASES):
             if who != OURS and not case.torch_compile and number and CASES[number - 1].model == case.model:

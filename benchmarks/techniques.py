@@ -10,7 +10,6 @@ its own at a vocabulary of 128,256.
 
 import argparse
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -61,7 +60,7 @@ def _whole_logits(model: Any) -> None:
     """The loss as transformers computes it."""
     import torch.nn.functional as F
 
-    def forward(hidden: Any, labels: Any, _: Any) -> Any:
+    def forward(hidden: Any, labels: Any, *_: Any) -> Any:
         logits = F.linear(hidden, head.weight).float()
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 
@@ -88,18 +87,19 @@ def loss_memory(kind: str, vocabulary: int = 128_256, hidden: int = 512, tokens:
     import torch
     import torch.nn.functional as F
 
+    from benchmarks.layouts import peak, reset_peak
     from finetune.models.loss import linear_cross_entropy
 
     torch.set_num_threads(1)
     states = torch.randn(tokens, hidden, requires_grad=True)
     weight = torch.empty(vocabulary, hidden).normal_(std=0.02).requires_grad_()  # in place: a copy would be the peak
     labels = torch.randint(0, vocabulary, (tokens,))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = reset_peak(states.device)
     if kind == "chunked":
         linear_cross_entropy(states, weight, labels).backward()
     else:
         F.cross_entropy(F.linear(states, weight), labels, reduction="sum").backward()
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024)
+    print(peak(states.device) - before)
 
 
 def checkpointing(rounds: int, tokens: int = 4096) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from finetune.errors import UserError
 from finetune.hub import download_file
 from finetune.recipe.expert_division import refuse_undivided
+from finetune.recipe.memory_keys import refuse_unsuited_keys
 from finetune.recipe.quantization import (
     check_quantization,
     describe_quantization,
@@ -83,10 +84,11 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
 
 
 def check_division(config: Any, recipe: Recipe, sharding: "Sharding", ranks: int) -> None:
-    """Raises `UserError` where the model of `config` or its rows cannot be divided over the layout's groups: its experts, its
-    matrices, the heads of its attention. ranks: of the run."""
-    name = recipe.model.model_name_or_path or "model_config"
-    refuse_undivided(sharding, config.model_type, count_experts(config), name, ranks)
+    """Raises `UserError` where the model of `config` or its rows cannot be divided over the layout's groups, its experts, its
+    matrices, the heads of its attention, or a key is not for its kind. ranks: of the run."""
+    name, experts = recipe.model.model_name_or_path or "model_config", count_experts(config)
+    refuse_undivided(sharding, config.model_type, experts, name, ranks)
+    refuse_unsuited_keys(recipe.model, recipe.lora, experts, name)
     if sharding.tensor_parallel_size > 1:
         _check_matrices(config, recipe, sharding, name)
     check_sequence_parallel(config, recipe.model, recipe.data, sharding)

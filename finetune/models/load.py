@@ -28,6 +28,7 @@ from finetune.models.vocabulary import refuse_frozen_tokens, train_new_tokens
 from finetune.models.weight_conversions import convert_to_parameters
 from finetune.models.weights import load_buffers, seeded_values, stored_values
 from finetune.pretrained_config import Vocabulary, load_config
+from finetune.recipe.memory_keys import refuse_unsuited_keys
 from finetune.recipe.module_patterns import find_trained
 from finetune.recipe.schema import Lora, Model, Optimization, Quantization
 from finetune.safetensors_io.tensors import read_folder
@@ -79,7 +80,7 @@ def load_model(
     install_loss(built, optimization.label_smoothing if optimization else 0.0)
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)
-    _refuse_unsuited_keys(built, model, lora)
+    refuse_unsuited_keys(model, lora, len(expert_modules(built)), type(built).__name__)
     install_experts(built, world, frozen if lora.use_peft else DTYPES[model.dtype])
     install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
@@ -116,20 +117,6 @@ def load_model(
     if model.torch_compile:
         compile_layers(unwrap(sharded))
     return sharded, size
-
-
-def _refuse_unsuited_keys(built: nn.Module, model: Model, lora: Lora) -> None:
-    if model.torch_compile and expert_modules(built):
-        raise UserError(
-            f"torch_compile: {type(built).__name__} is a mixture of experts, whose tokens for each expert differ from step to "
-            "step; leave the key out"
-        )
-    if model.activation_checkpointing_keeps == "attention_and_projections" and (expert_modules(built) or lora.use_dora):
-        what = "DoRA's adapters" if lora.use_dora else f"the experts of {type(built).__name__}"
-        raise UserError(
-            f"activation_checkpointing_keeps: attention_and_projections: {what} multiply matrices of the sizes of "
-            "attention's; set it to attention"
-        )
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:

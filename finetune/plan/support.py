@@ -6,7 +6,7 @@ from finetune.errors import UserError
 from finetune.plan.run_spec import RunSpec
 from finetune.recipe.expert_division import refuse_undivided, with_expert_parallelism
 from finetune.recipe.lora_schema import check_lora_layout
-from finetune.recipe.memory_keys import check_memory_keys
+from finetune.recipe.memory_keys import check_memory_keys, refuse_unsuited_keys
 from finetune.recipe.method_schema import refuse_layout
 from finetune.recipe.optim_offload import check_offload_layout
 from finetune.recipe.quantization import check_quantization, refuse_quantized_experts
@@ -28,6 +28,7 @@ def refuse_unsupported(spec: RunSpec) -> None:
     check_tensor_parallel_recipe(recipe, sharding)
     with_expert_parallelism(sharding, recipe, spec.ranks)
     check_memory_keys(recipe, sharding, spec.ranks)
+    refuse_unsuited_keys(recipe.model, recipe.lora, experts, name)
     check_offload_layout(recipe.optimization, sharding)
     refuse_undivided(sharding, a.model_type, experts, name, spec.ranks)
     sizes = {

@@ -60,7 +60,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     checkpointing = "off"
     if sharding.activation_checkpointing:
         every = recipe.model.activation_checkpointing_every
-        checkpointing = "every layer" if every == 1 else f"every {every}th layer"
+        checkpointing = "every layer" if every == 1 else f"one layer in {every}"
         kept = recipe.model.activation_checkpointing_keeps
         checkpointing += ", offloaded" if recipe.model.activation_offload else ""
         checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"

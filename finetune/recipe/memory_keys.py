@@ -9,7 +9,8 @@ from finetune.units import counted
 
 if TYPE_CHECKING:
     from finetune.distributed.sharding import Sharding
-    from finetune.recipe.schema import Recipe
+    from finetune.recipe.lora_schema import Lora
+    from finetune.recipe.schema import Model, Recipe
 
 
 def check_memory_keys(recipe: "Recipe", sharding: "Sharding", ranks: int) -> None:
@@ -37,6 +38,21 @@ def _check_checkpointing_keys(recipe: "Recipe", sharding: "Sharding") -> None:
     if sharding.ranks_per_batch > 1 or sharding.expert_parallel_size > 1:
         what = "sequence, tensor or expert parallelism"
         raise UserError(f"{where}: it does not work with {what} ({sharding.source}); remove the key")
+
+
+def refuse_unsuited_keys(model: "Model", lora: "Lora", experts: int, name: str) -> None:
+    """Raises `UserError` for `torch_compile` and `activation_checkpointing_keeps` where they do not work with a mixture of experts, or
+    with DoRA. experts: of the model `name`; 0 for a dense one."""
+    if model.torch_compile and experts:
+        raise UserError(
+            f"torch_compile: {name} is a mixture of experts, whose tokens for each expert differ from step to step; leave the key out"
+        )
+    if model.activation_checkpointing_keeps == "attention_and_projections" and (experts or lora.use_dora):
+        what = "DoRA's adapters" if lora.use_dora else f"the experts of {name}"
+        raise UserError(
+            f"activation_checkpointing_keeps: attention_and_projections: {what} multiply matrices of the sizes of attention's; set it "
+            "to attention"
+        )
 
 
 def find_in_backward_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
