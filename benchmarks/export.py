@@ -132,7 +132,10 @@ def memory_bytes(pid: int) -> int:
     """The proportional sets of a process and its children, added up. 0 where it has ended."""
     try:
         process = psutil.Process(pid)
-        return sum(one.memory_full_info().pss for one in (process, *process.children(recursive=True)))
+        command = process.cmdline()
+        # A child that has not begun its own program yet (vfork) has the very memory of its parent.
+        children = [child for child in process.children(recursive=True) if child.cmdline() != command]
+        return sum(one.memory_full_info().pss for one in (process, *children))
     except psutil.NoSuchProcess:
         return 0
 
