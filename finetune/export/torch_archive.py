@@ -35,6 +35,11 @@ class MappedFile:
             self.storage = torch.frombuffer(self._map, dtype=torch.uint8).untyped_storage()
         self.view = memoryview(self._map)[: self.size]
 
+    def release(self) -> None:
+        """Gives back the pages that have been touched; touched again, they are read again. One byte can make 2 MiB resident."""
+        if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
 
 class Archive:
     """The zip archive that `torch.save` wrote into some part of a file."""

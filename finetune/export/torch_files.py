@@ -167,7 +167,9 @@ def _dcp_part(folder: Path, index: Any, info: Any, opened: dict[Path, MappedFile
     content = archive.load()
     if not isinstance(content, torch.Tensor) or content.dim() != len(index.offset):
         raise UserError(f"{path}: {name}: holds no tensor of {len(index.offset)} dimensions")
-    return _place(path, name, content, archive, index.offset)
+    place = _place(path, name, content, archive, index.offset)
+    opened[path].release()
+    return place
 
 
 def _torch_file(path: Path) -> list[Place]:
