@@ -40,7 +40,7 @@ def test_no_file_name_is_used_twice() -> None:
 
 def test_no_file_is_a_maze() -> None:
     long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {path: lines for path, lines in long.items() if lines > 300} == {}
+    assert {path: lines for path, lines in long.items() if lines > 450} == {}
 
 
 def test_every_file_says_what_it_is() -> None:
