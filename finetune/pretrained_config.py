@@ -79,8 +79,6 @@ def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None
             f"{name}: its embedding has {config.vocab_size} rows, but the tokenizer has {vocabulary} tokens; "
             "use the model's own tokenizer (added_tokens adds tokens to it), or set vocab_size in model_config"
         )
-    if data.packing:
-        _refuse_length_dependent_rope(config, data.max_length)
 
 
 def check_division(config: Any, recipe: Recipe, sharding: "Sharding", ranks: int) -> None:
@@ -116,7 +114,6 @@ def check_sequence_parallel(config: Any, model: Model, data: Data, sharding: "Sh
     if sharding.sequence_parallel_size > 1:
         heads = config.get_text_config().num_attention_heads
         refuse_undivided_attention(config.model_type, heads, model.attn_implementation, sharding)
-        _refuse_length_dependent_rope(config, data.max_length, f"set the sequence size of {sharding.source} to 1")
 
 
 def count_experts(config: Any) -> int:
@@ -161,21 +158,6 @@ def _adopt_stored_quantization(recipe: Recipe, config: Any) -> Recipe:
                 f"{key.name} out, or name the unquantized model"
             )
     return replace(recipe, quantization=stored)
-
-
-def _refuse_length_dependent_rope(config: Any, max_length: int, advice: str = "set packing: false") -> None:
-    """longrope and dynamic RoPE choose their frequencies by the largest position in a row, for all documents in it."""
-    parameters = getattr(config, "rope_parameters", None) or {}
-    by_layer_type = [each for each in parameters.values() if isinstance(each, dict)]
-    for rope in by_layer_type or [parameters]:
-        if rope.get("rope_type") not in ("longrope", "dynamic"):
-            continue
-        original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        if max_length > original:
-            raise UserError(
-                f"max_length: {max_length}: {rope['rope_type']} RoPE changes its frequencies beyond {original} tokens, by the "
-                f"longest document in a row and for all of them; {advice}, or set max_length: {original} at most"
-            )
 
 
 def refuse_other_folder(folder: Path) -> None:

@@ -59,6 +59,8 @@ class MicroBatch:
         if self.cu_seq_lens is not None:
             inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
             inputs["packed_lengths"] = self.packed_lengths
+        else:
+            inputs["document_lengths"] = self.document_lengths
         return inputs
 
     def to(self, device: torch.device) -> "MicroBatch":

@@ -26,9 +26,11 @@ from finetune.errors import UserError
 from finetune.models.attention_inputs import RowDocuments, ScoreOptions
 from finetune.models.block_attention import find_windows, make_masks
 from finetune.models.document_attention import attend_documents, attend_with_mask
+from finetune.models.rotary import install_document_rotary
 
 NAME = "packed"
-BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths")  # of the documents of a packed row
+# Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.
+BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths")
 WHOLE_ROWS = RowDocuments()
 UNSUPPORTED = (
     "position_bias",
@@ -62,6 +64,7 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
             f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
             f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
         ) from error
+    install_document_rotary(model, sequence_group)
     rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
         "auto": partial(_prepare_for_packed, find_windows(model), sequence_group),
         "flash_attention_2": _prepare_for_flash,
@@ -113,7 +116,7 @@ def _refuse_stateful_layers(config: Any) -> None:
 def _prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    kwargs, (boundaries, longest, lengths) = _split_boundaries(kwargs)
+    kwargs, (boundaries, longest, lengths, _) = _split_boundaries(kwargs)
     if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not False:
         return kwargs
     masks: dict[int | None, BlockMask] = {}
@@ -137,7 +140,7 @@ def _split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]
 
 
 def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
-    kwargs, (boundaries, longest, _) = _split_boundaries(kwargs)
+    kwargs, (boundaries, longest, *_) = _split_boundaries(kwargs)
     if boundaries is None:
         return kwargs
     names = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}

@@ -96,6 +96,32 @@ OWN_ATTENTION: dict[str, dict[str, Any]] = {
     "codegen": {"n_embd": 48, "n_layer": 2, "n_head": 4, "rotary_dim": 8},
     "xglm": {"d_model": 48, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64},
 }
+# RoPE whose frequencies depend on the length of a document, beyond LONG tokens.
+LONG = 7
+LONG_CONTEXT: dict[str, dict[str, Any]] = {
+    "phi3": {
+        "original_max_position_embeddings": LONG,
+        "max_position_embeddings": 4 * LONG,
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0] * 6,  # one for each frequency: half of a head
+            "long_factor": [3.0] * 6,
+            "rope_theta": 1e4,
+            "original_max_position_embeddings": LONG,
+        },
+    },
+    "llama": {
+        "max_position_embeddings": LONG,
+        "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+    },
+    "gemma3_text": {
+        "max_position_embeddings": LONG,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    },
+}
 EVERY = FAMILIES | OTHERS | HYBRIDS | LEAKY | OWN_ATTENTION
 
 
@@ -150,7 +176,12 @@ def padded(examples: list[tuple[Tensor, Tensor]]) -> dict[str, Any]:
     ids, labels = (list(column) for column in zip(*examples, strict=True))
     rows = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     targets = torch.nn.utils.rnn.pad_sequence(labels, batch_first=True, padding_value=-100)
-    return {"input_ids": rows, "labels": targets, "position_ids": torch.arange(rows.shape[1]).expand(rows.shape)}
+    return {
+        "input_ids": rows,
+        "labels": targets,
+        "position_ids": torch.arange(rows.shape[1]).expand(rows.shape),
+        "document_lengths": tuple(len(each) for each in ids),
+    }
 
 
 def plain_loss(model: Any, examples: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -160,6 +191,18 @@ def plain_loss(model: Any, examples: list[tuple[Tensor, Tensor]]) -> Tensor:
         logits = model(input_ids=ids[None], use_cache=False).logits[0].float()
         losses.append(F.cross_entropy(logits, labels, ignore_index=-100, reduction="sum"))
     return torch.stack(losses).sum()
+
+
+def forget_lengths(model: Any) -> None:
+    """Makes transformers' dynamic RoPE treat every text as its first: it would keep the largest length that it has seen."""
+
+    def forget(module: Any, *_: Any) -> None:
+        for name in [name for name in vars(module) if name.endswith("max_seq_len_cached")]:
+            setattr(module, name, 0)
+
+    for module in model.modules():
+        if hasattr(module, "max_seq_len_cached"):
+            module.register_forward_pre_hook(forget)
 
 
 def gradients(model: Any, loss: Tensor) -> dict[str, Tensor]:

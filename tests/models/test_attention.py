@@ -18,8 +18,10 @@ from finetune.models.layers import decoder_layers
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import (
     FAMILIES,
+    LONG_CONTEXT,
     build,
     documents,
+    forget_lengths,
     gradients,
     ours,
     packed,
@@ -32,9 +34,16 @@ EXACT = 1e-6  # of the largest value, in fp32
 GRADIENT_EXACT = 2e-5  # through two layers of fp32 products, summed in another order
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_every_family_packed_and_padded_gives_the_loss_and_gradients_of_one_document_at_a_time(family: str) -> None:
-    model = build(family)
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [pytest.param(family, {}, id=family) for family in FAMILIES]
+    + [pytest.param(family, config, id=f"{family} long") for family, config in LONG_CONTEXT.items()],
+)
+def test_every_family_packed_and_padded_gives_the_loss_and_gradients_of_one_document_at_a_time(
+    family: str, config: dict[str, Any]
+) -> None:
+    model = build(family, **config)
+    forget_lengths(model)
     examples = documents()
     true_loss = plain_loss(model, examples)
     true_gradients = gradients(model, true_loss)

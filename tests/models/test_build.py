@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,9 +12,9 @@ from finetune.distributed.world import join, leave
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.models.layers import use_liger_kernels
 from finetune.models.load import build_on_meta, load_model
-from finetune.pretrained_config import check_config, load_config
+from finetune.pretrained_config import load_config
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Data, Lora, Model
+from finetune.recipe.schema import Lora, Model
 from tests.ranks import run_python
 
 CODE = """
@@ -58,47 +57,16 @@ def test_use_liger_kernel_is_refused_in_a_sentence_on_a_cpu(tiny_recipe: Callabl
         use_liger_kernels(built, torch.device("cpu"))
 
 
-SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-HALF = 6  # of the head size: a factor for each frequency
-LENGTH_DEPENDENT: dict[str, dict[str, Any]] = {
-    "longrope": SIZES
-    | {
-        "model_type": "phi3",
-        "intermediate_size": 64,
-        "pad_token_id": 0,
-        "original_max_position_embeddings": 48,
-        "rope_parameters": {
-            "rope_type": "longrope",
-            "short_factor": [1.0] * HALF,
-            "long_factor": [2.0] * HALF,
-            "rope_theta": 10000.0,
-            "original_max_position_embeddings": 48,
-        },
-    },
-    "dynamic": SIZES
-    | {
-        "model_type": "llama",
-        "intermediate_size": 64,
-        "max_position_embeddings": 48,
-        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0},
-    },
-}
-
-
-@pytest.mark.parametrize("rope", LENGTH_DEPENDENT)
-def test_rope_that_depends_on_the_longest_document_is_refused_where_a_packed_row_may_hold_one(rope: str) -> None:
-    model = Model(model_config=LENGTH_DEPENDENT[rope])
-    config = load_config(model)
-    with pytest.raises(UserError, match=f"{rope} RoPE changes its frequencies beyond 48 tokens.*set packing: false"):
-        check_config(config, model, Data(max_length=64), 64)
-    check_config(config, model, Data(max_length=64, packing=False), 64)
-    check_config(config, model, Data(max_length=48), 64)
-
-
 def test_a_config_that_cannot_be_trained_is_refused_before_data_and_weights_are_read(
     tiny_recipe: Callable[..., Path], tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
-    deep = LENGTH_DEPENDENT["dynamic"] | {"num_hidden_layers": 9999}
+    deep = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 48,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 9999,
+    }
     tokenizer = str(tiny_llama())
     recipe = tiny_recipe(model_config=deep, tokenizer_name_or_path=tokenizer, packing=False)
     finished = run_python(["finetune/run.py", "--recipe", str(recipe)], timeout=60)

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from finetune.export.export import export
 from tests.conftest import make_chat, make_model
+from tests.models.families import forget_lengths
 from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
@@ -36,12 +37,19 @@ MODES: dict[str, dict[str, Any]] = {
     "noise": {**THREE, **FEW, "neftune_noise_alpha": 5.0},
     "distill": {**THREE, **FEW, "method": "distill", "distill_alpha": 0.5},
     "masks": {**THREE, **LORA, **FEW, "lora_dropout": 0.1, "attention_dropout": 0.1},
+    "longrope": {**THREE, **FEW},
+    "longrope-padded": {"global_batch_size": 4, **FEW},
+    "dynamic": {**THREE, **FEW},
+    "dynamic-padded": {"global_batch_size": 4, **FEW},
     "in memory": {**THREE, **FEW},
     "in files": {**THREE, **FEW, "optim_offload": "nvme"},
 }
+LONG_CONTEXT = ("longrope", "longrope-padded", "dynamic", "dynamic-padded")  # the documents have 36 to 80 tokens
+LONG = 48
 CORE = ("padded", "padded-lora", "alone", "three", "three-lora")
 PLAIN = (
     *CORE,
+    *LONG_CONTEXT,
     "short",
     "kept attention",
     "nf4",
@@ -53,8 +61,8 @@ PLAIN = (
 ALIKE = ("noise", "distill", "streamed")  # what is compared with whole rows
 # name -> ranks, the sizes of its Accelerate file, whether activations are checkpointed, and what is trained under it.
 LAYOUTS: dict[str, tuple[int, dict[str, int], bool, tuple[str, ...]]] = {
-    "full_shard": (2, {}, False, ("three", *ALIKE)),
-    "sp 2": (2, {"cp_size": 2}, False, (*CORE, "nf4", "experts", "dpo", "kto", *ALIKE)),
+    "full_shard": (2, {}, False, ("three", *LONG_CONTEXT, *ALIKE)),
+    "sp 2": (2, {"cp_size": 2}, False, (*CORE, "nf4", "experts", "dpo", "kto", *LONG_CONTEXT, *ALIKE)),
     "sp 2 offload": (2, {"sp_size": 2}, False, ("short",)),
     "sp 2 bf16": (2, {"sp_size": 2}, False, ("in memory", "in files")),
     "sp 4": (4, {"sp_size": 4}, True, (*CORE, "kept attention", "experts")),
@@ -103,6 +111,12 @@ def recipes(folder: Path) -> dict[str, Path]:
     teacher = make_model(folder / "teacher", vocab_size=509, num_hidden_layers=1, seed=1)
     experts = make_model(folder / "experts", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2,
                          moe_intermediate_size=32, initializer_range=0.3)  # fmt: skip
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "rope_theta": 1e4}
+    longrope = make_model(folder / "longrope", model_type="phi3", original_max_position_embeddings=LONG,
+                          rope_parameters=rope | {"original_max_position_embeddings": LONG})  # fmt: skip
+    dynamic = make_model(folder / "dynamic", max_position_embeddings=LONG,
+                         rope_parameters={"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4})  # fmt: skip
+    models = {"experts": experts, "longrope": longrope, "dynamic": dynamic}
     chat, pairs = make_chat(folder / "chat.jsonl", rows=26), make_pairs(folder / "pairs.jsonl", rows=14)
     own = {
         "distill": {"teacher_model_name_or_path": str(teacher)},
@@ -111,7 +125,7 @@ def recipes(folder: Path) -> dict[str, Path]:
     return {
         mode: write_recipe(
             folder / f"{mode}.yaml",
-            experts if mode == "experts" else model,
+            models.get(mode.removesuffix("-padded"), model),
             pairs if keys.get("method") in ("dpo", "kto") else chat,
             **{"max_steps": STEPS} | keys | own.get(mode, {}),
         )
@@ -175,7 +189,7 @@ def run(folder: Path, recipes: dict[str, Path]) -> Run:
 @pytest.fixture(scope="module")
 def expected(recipes: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
     """The plain loop's loss and gradient norm of every step, for each mode."""
-    return {mode: reference.train(recipes[mode]) for mode in PLAIN}
+    return {mode: reference.train(recipes[mode], prepare=forget_lengths) for mode in PLAIN}
 
 
 @pytest.mark.parametrize(("layout", "mode"), CASES)

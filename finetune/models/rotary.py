@@ -1,0 +1,146 @@
+"""Long-context RoPE whose frequencies follow the length of each document, packed or padded, on one rank or many.
+
+`longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes the largest position of a
+batch for all of its rows, and its dynamic RoPE keeps the largest length that it has seen. The loss of a document would then
+depend on what lies beside it, so the frequencies are chosen here, for every token by the length of its own document.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from finetune.errors import UserError
+
+LENGTH_DEPENDENT = ("longrope", "dynamic")
+DEFAULT = None  # the layer type where all layers have the same RoPE
+
+
+def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = None) -> None:
+    """Makes `model` compute each document's rotary embedding as transformers does for that document alone.
+
+    Models with other kinds of RoPE stay as they are. In training the lengths come from `cu_seq_lens` or `document_lengths`.
+    Elsewhere, as in generation, a row is one document that ends at its largest position.
+
+    Args:
+        model: a `...ForCausalLM`, before sharding and before its attention is installed.
+        sequence_group: the ranks that shard the tokens of a row.
+    Raises:
+        UserError: the config has such a RoPE, but the model's own code computes it in another way than transformers.
+    """
+    modules = [module for module in model.modules() if _length_dependent_layers(getattr(module, "rope_type", None))]
+    if not modules:
+        if _length_dependent_layers(_configured_types(model.config)):
+            raise UserError(
+                f"{type(model).__name__}: the RoPE of its own code depends on the length of a row; "
+                "set trust_remote_code: false, or name another model"
+            )
+        return
+    current = _Lengths()
+    trunk = getattr(model, model.base_model_prefix)
+    trunk.register_forward_pre_hook(partial(_read_lengths, current, sequence_group), with_kwargs=True)
+    for module in modules:
+        # transformers' own forward updates the frequencies first, in a wrapper; what it wraps only applies them.
+        apply = inspect.unwrap(type(module).forward)
+        module.forward = MethodType(partial(_embed_positions, apply, current), module)
+
+
+@dataclass(slots=True)
+class _Lengths:
+    """The lengths of the documents of the forward that is running."""
+
+    of_tokens: Tensor | None = None  # int64[rows, tokens] or [rows, 1]: of the document of each token; None: not given
+    on_host: tuple[int, ...] | None = None  # of all documents; None: the device has to be asked
+
+
+def _configured_types(config: Any) -> Any:
+    parameters = getattr(config, "rope_parameters", None) or {}
+    by_layer = {key: value.get("rope_type") for key, value in parameters.items() if isinstance(value, dict)}
+    return by_layer or parameters.get("rope_type")
+
+
+def _length_dependent_layers(rope_type: Any) -> list[str | None]:
+    """The layer types whose RoPE depends on the length; [DEFAULT] where it is that of all layers."""
+    by_layer = rope_type if isinstance(rope_type, dict) else {DEFAULT: rope_type}
+    return [layer for layer, kind in by_layer.items() if kind in LENGTH_DEPENDENT]
+
+
+def _read_lengths(
+    current: _Lengths, sequence_group: ProcessGroup | None, _trunk: nn.Module, _args: Any, kwargs: dict[str, Any]
+) -> None:
+    """Sets `current` from the arguments of a forward: its packed row's boundaries, or the lengths of its padded rows."""
+    current.of_tokens = current.on_host = None
+    if (boundaries := kwargs.get("cu_seq_lens")) is not None:
+        rank, ranks = (0, 1) if sequence_group is None else (sequence_group.rank(), sequence_group.size())
+        tokens = kwargs["position_ids"].shape[1]
+        lengths = boundaries.diff().long()
+        whole = lengths.repeat_interleave(lengths, output_size=tokens * ranks)
+        current.of_tokens = whole[None, rank * tokens : (rank + 1) * tokens]
+        current.on_host = kwargs.get("packed_lengths")
+    elif lengths := kwargs.get("document_lengths"):
+        current.of_tokens = torch.tensor(lengths, device=kwargs["position_ids"].device)[:, None]
+        current.on_host = lengths
+
+
+@torch.no_grad()
+def _embed_positions(
+    apply: Callable[..., Any],
+    current: _Lengths,
+    module: Any,
+    x: Tensor,
+    position_ids: Tensor,
+    layer_type: str | None = None,
+) -> Any:
+    """The forward of a rotary module. `apply` computes it with one set of frequencies for all tokens.
+
+    Each set is applied to every token, and each token takes the result of its own. There are few: one beyond the original
+    length under longrope, one for each longer document under dynamic.
+    """
+    arguments = (module, x, position_ids) if layer_type is None else (module, x, position_ids, layer_type)
+    if layer_type not in _length_dependent_layers(module.rope_type):
+        return apply(*arguments)
+    lengths = position_ids.amax(-1, keepdim=True) + 1 if current.of_tokens is None else current.of_tokens
+    config, kind, prefix = module.config, module.rope_type, ""
+    parameters = config.rope_parameters
+    if layer_type is not None:
+        parameters, kind, prefix = parameters[layer_type], kind[layer_type], f"{layer_type}_"
+
+    def embed(frequencies: Tensor) -> Any:
+        setattr(module, f"{prefix}inv_freq", frequencies)
+        return apply(*arguments)
+
+    def longer(length: int | Tensor) -> Tensor:
+        layer = {} if layer_type is None else {"layer_type": layer_type}
+        frequencies: Tensor = ROPE_INIT_FUNCTIONS[kind](config, x.device, seq_len=length, **layer)[0]
+        return frequencies
+
+    usual = getattr(module, f"{prefix}original_inv_freq").to(x.device)
+    found = embed(usual)
+    if kind == "longrope":
+        limit = parameters["original_max_position_embeddings"]
+        if current.on_host is None or max(current.on_host) > limit:
+            found = _select(lengths > limit, embed(longer(limit + 1)), found)
+    else:
+        limit = config.max_position_embeddings
+        on_host = set(lengths.flatten().tolist() if current.on_host is None else current.on_host)
+        for length in on_host:
+            if length > limit:
+                # A tensor, as transformers has it: a number would round the base of the powers otherwise.
+                frequencies = longer(torch.full((), length, device=x.device))
+                found = _select(lengths == length, embed(frequencies), found)
+    setattr(module, f"{prefix}inv_freq", usual)
+    return found
+
+
+def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
+    """`chosen` for the tokens of is_chosen, bool[rows, tokens]. Both: cosines and sines, or one complex tensor of the two."""
+    if isinstance(chosen, tuple):
+        return tuple(_select(is_chosen, *pair) for pair in zip(chosen, others, strict=True))
+    return torch.where(is_chosen[..., None], chosen, others)
