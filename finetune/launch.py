@@ -13,6 +13,7 @@ from finetune.constants import count_cores
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
+from finetune.pretrained_adapter import complete_lora
 from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.reader import find_file, read_recipe
 
@@ -23,7 +24,7 @@ FORWARDED = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the run's own han
 
 def launch_command(options: argparse.Namespace) -> int:
     """Starts run.py on the ranks and returns its exit code. Raises `UserError` for a wrong recipe or config before torch loads."""
-    recipe = read_recipe(options.recipe, options.overrides)
+    recipe = complete_lora(read_recipe(options.recipe, options.overrides))
     if options.num_processes is not None and options.num_processes < 1:
         raise UserError(f"--num-processes {options.num_processes}: a run has at least one rank")
     ranks = options.num_processes or _default_ranks()

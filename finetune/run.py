@@ -12,6 +12,7 @@ from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.distributed.sharding import Sharding
 from finetune.errors import end_process, exit_code
+from finetune.pretrained_adapter import complete_lora
 from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.lora_schema import check_lora_layout
 from finetune.recipe.memory_keys import check_memory_keys
@@ -38,6 +39,7 @@ def main() -> None:
 
 def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
     """A run from its recipe to its export."""
+    recipe = complete_lora(recipe)
     check_lora_layout(recipe.lora, sharding)
     check_tensor_parallel_recipe(recipe, sharding)
     sharding = with_expert_parallelism(sharding, recipe, int(os.environ.get("WORLD_SIZE", "1")))

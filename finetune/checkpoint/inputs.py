@@ -12,14 +12,16 @@ from typing import Any
 import xxhash
 
 from finetune import durable
-from finetune.checkpoint.manifest import MODEL, find_checkpoint_of, find_problems
+from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
 from finetune.constants import CONFIG_FILE
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.hub import find_local_folder
+from finetune.json_lines import read_json_object
 from finetune.models.load import weights_folder
+from finetune.pretrained_adapter import find_adapter
 from finetune.recipe.schema import Model, Recipe
 from finetune.safetensors_io.tensors import read_folder
 
@@ -50,6 +52,10 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "base": (
         ("model_name_or_path", "model_revision"),
         "model_name_or_path: the same name is given, but its weights, from which the training started, have changed",
+    ),
+    "adapter": (
+        ("adapter_name_or_path",),
+        "adapter_name_or_path: the same name is given, but its weights, from which the training started, have changed",
     ),
     "teacher": (
         ("teacher_model_name_or_path", "teacher_model_revision"),
@@ -117,9 +123,24 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> di
         found["config"] = _hash_config(base)
         if recipe.lora.use_peft or recipe.method_facts.needs_reference:
             found["base"] = hash_base(base)
+    if recipe.lora.adapter_name_or_path is not None:
+        found["adapter"] = hash_base(find_adapter(recipe.lora.adapter_name_or_path))
     if teacher is not None:
         found["teacher"] = _hash([_hash_config(teacher), hash_base(teacher)])
+    if recipe.lora.adapter_name_or_path is not None:
+        _refuse_other_base(find_adapter(recipe.lora.adapter_name_or_path), found.get("base"), recipe)
     return {name: text for name, text in found.items() if text is not None}
+
+
+def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
+    """Raises `UserError` if the run that made `adapter` had a base with other weights than the hash `base`."""
+    states = [adapter.parent / STATE, *sorted(adapter.parent.glob(f"checkpoints/*/{STATE}"))]
+    trained_on = {read_json_object(state).get("inputs", {}).get("base") for state in states} - {None}
+    if base is not None and trained_on and base not in trained_on:
+        raise UserError(
+            f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was trained on other weights than those of "
+            f"{recipe.model.model_name_or_path}; name its own base in model_name_or_path"
+        )
 
 
 def _find_folder(model: Model | None) -> Path | None:

@@ -208,9 +208,10 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
     for key, value in given.items():
         if key not in recipe and ours[key].default != value:
             recipe[key] = value
-    if not recipe.get("use_peft"):
-        for key in keys_of(Lora):
-            recipe.pop(key, None)
+    # An adapter that is trained further decides the other keys of LoRA, there as here.
+    kept = {"use_peft", "adapter_name_or_path"} if recipe.get("adapter_name_or_path") else set(keys_of(Lora))
+    for key in keys_of(Lora).keys() - (kept if recipe.get("use_peft") else set()):
+        recipe.pop(key, None)
 
 
 def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:

@@ -19,23 +19,10 @@ from finetune.export.source import Adapter
 from finetune.export.target import TargetModel
 from finetune.models.expert_adapters import AdaptedParameter, find_adapted_parameters
 from finetune.models.weight_conversions import Slices
+from finetune.pretrained_adapter import why_unsupported
 from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 
 BASE_LAYER = ".base_layer."
-# Settings under which B A is not what is added to W, or something else is.
-UNMERGEABLE = (
-    "fan_in_fan_out",
-    "megatron_config",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "layer_replication",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
-INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, CorDA … change it
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,20 +112,9 @@ def _match_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any,
     return default
 
 
-def why_unmergeable(config: Mapping[str, Any]) -> str | None:
-    """Why adding B A to the original base is not what was trained, by the adapter's config; None where it is."""
-    for key in UNMERGEABLE:
-        if config.get(key):
-            return f"{key}: this kind of LoRA cannot be merged"
-    start = config.get("init_lora_weights", True)
-    if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
-        return f"init_lora_weights: {start} changes the base model, so that this adapter does not fit the original"
-    return None
-
-
 def check_mergeable(adapter: Adapter, updates: Mapping[str, Update], target: TargetModel, where: str) -> None:
     """Raises `UserError` where the base with its updates would not be the model that was trained."""
-    reason = why_unmergeable(adapter.config)
+    reason = why_unsupported(adapter.config)
     firsts = {name for name in target.tied.values() if name in updates and not updates[name].is_whole}
     tied = sorted(firsts | (updates.keys() & target.tied.keys()))
     if reason is None and tied:

@@ -37,6 +37,7 @@ RECIPE_KEYS = (
     "trainable_modules",
     "frozen_modules",
     "use_peft",
+    "adapter_name_or_path",
     "lora_r",
     "lora_alpha",
     "lora_target_modules",
@@ -236,7 +237,10 @@ def _recipe_rows(source: Source) -> list[tuple[str, str]]:
     recipe, bits = source.recipe, source.quantization.bits
     shown = [key for key in RECIPE_KEYS if recipe.get("use_peft") or key == "use_peft" or key not in keys_of(Lora)]
     shown += FOUR_BIT_KEYS if bits == 4 else ["load_in_8bit"] if bits == 8 else []
-    return [(f"`{key}`", f"`{json.dumps(recipe[key])}`") for key in shown if recipe.get(key) not in (None, [], {})]
+    values = {key: recipe[key] for key in shown if recipe.get(key) not in (None, [], {})}
+    if isinstance(adapter := values.get("adapter_name_or_path"), str):
+        values["adapter_name_or_path"] = _shown_path(adapter)
+    return [(f"`{key}`", f"`{json.dumps(value)}`") for key, value in values.items()]
 
 
 def _use(source: Source, is_adapter: bool) -> str:

@@ -10,7 +10,6 @@
 Folders of other tools seldom say which architecture they hold; then `base_model` names it.
 """
 
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -27,7 +26,9 @@ from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
 from finetune.export.read_ahead import FSDP_FOLDER
 from finetune.hub import download_file, download_folder, find_local_folder
+from finetune.models.lora import peft_name
 from finetune.models.quantized_base import StoredQuantized, split_quantized
+from finetune.pretrained_adapter import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.recipe.quantization import read_recipe_quantization
 from finetune.recipe.schema import Quantization
 from finetune.safetensors_io.header import read_json
@@ -38,8 +39,6 @@ FSDP_FILE = "pytorch_model_fsdp.bin"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]  # of a hub repository
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"
 TORCH_FILES = (FSDP_FILE, "pytorch_model.bin", "model.pt", "model.pth")
-ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
-PEFT_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +188,7 @@ def _open_adapter(path: Path, base_model: str | None) -> Source:
 
 def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> Source:
     """`source`, whose tensors are an adapter's, with the base model under it."""
-    _check_adapter_config(config, str(source.description / ADAPTER_CONFIG))
+    check_adapter_config(config, str(source.description / ADAPTER_CONFIG))
     if source.base_model is None:
         raise UserError(f"{source.path}: a LoRA checkpoint that names no base model; name it with --base-model")
     base = find_base(source.base_model, revision, with_weights=True)
@@ -214,29 +213,6 @@ def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
         f"{path}: nothing to export: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no *.safetensors, no "
         f"{' or '.join(TORCH_FILES[:2])}"
     )
-
-
-def peft_name(name: str) -> str:
-    """PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of this project named.
-
-    >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
-    ('a.lora_magnitude_vector', 'a.lora_A.weight')
-    """
-    short = re.sub(r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX))
-    return short.replace(".modules_to_save.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
-
-
-def _check_adapter_config(config: Mapping[str, Any], where: str) -> None:
-    """Raises `UserError` unless `config` describes a LoRA adapter."""
-    if config.get("peft_type") != "LORA":
-        raise UserError(f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only kind that is exported")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(config.get(key), int | float) or not config[key] > 0:
-            raise UserError(f"{where}: {key}: a positive number is expected, not {config.get(key)!r}")
-    for key in ("rank_pattern", "alpha_pattern"):
-        pattern = config.get(key) or {}
-        if not isinstance(pattern, dict) or not all(isinstance(n, int | float) and n > 0 for n in pattern.values()):
-            raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
 
 
 def _read_json_file(path: Path) -> dict[str, Any]:

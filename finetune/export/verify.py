@@ -19,10 +19,11 @@ from finetune.export.merging import find_quantized, make_dequantizer
 from finetune.export.options import ExportOptions
 from finetune.export.read_back import WrittenFiles, read_digests
 from finetune.export.reload_process import ReloadProcess, start_reload
-from finetune.export.source import Source, peft_name
+from finetune.export.source import Source
 from finetune.export.target import TargetModel, describe_target
 from finetune.export.writing import Weights, WrittenWeights
 from finetune.models.expert_adapters import inject_adapters
+from finetune.models.lora import peft_name
 from finetune.safetensors_io.tensors import read_files
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains. Zero

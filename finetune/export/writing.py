@@ -27,9 +27,11 @@ from finetune.export.merge_choice import MergeChoice
 from finetune.export.merging import choose_written_dtype, find_stored, plan_values
 from finetune.export.options import ExportOptions
 from finetune.export.shard_files import fill_file, make_file
-from finetune.export.source import ADAPTER_WEIGHTS, PEFT_PREFIX, Adapter, Source
+from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel
+from finetune.models.lora import PEFT_PREFIX
 from finetune.models.weight_conversions import Box, Slices
+from finetune.pretrained_adapter import ADAPTER_WEIGHTS, why_unsupported
 from finetune.safetensors_io.header import header_bytes
 from finetune.safetensors_io.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, read_slice
 from finetune.terminal import progress_bar
@@ -129,7 +131,7 @@ def _plan_files(
 
 def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:
     dtype = getattr(torch, options.dtype) if options.dtype and not options.model else None
-    if lora.why_unmergeable(adapter.config) is None:
+    if why_unsupported(adapter.config) is None:
         lora.find_updates(adapter, target, where)  # raises unless it is complete and fits
     tensors = dict(adapter.tensors)
     for name, first in target.tied.items():  # peft gives each module that it replaces a copy of its own

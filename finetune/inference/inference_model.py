@@ -21,11 +21,12 @@ from finetune.export.blocks import Value, cast_rows, row_blocks
 from finetune.export.export import export_source
 from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.options import ExportOptions
-from finetune.export.source import Source, find_base, open_source, peft_name
+from finetune.export.source import Source, find_base, open_source
 from finetune.export.target import describe_target
 from finetune.export.writing import plan_weights
 from finetune.hub import hub_error
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
+from finetune.models.lora import peft_name
 from finetune.recipe.quantization import describe_quantization
 from finetune.safetensors_io.header import read_header, read_json
 from finetune.safetensors_io.tensors import read_folder

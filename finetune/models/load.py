@@ -20,13 +20,14 @@ from finetune.models.expert_parallelism import divide_experts
 from finetune.models.experts import count_active, expert_modules, install_experts, install_routing
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
-from finetune.models.lora import add_adapters, is_adapter, with_adapters
+from finetune.models.lora import add_adapters, is_adapter, read_adapter, with_adapters
 from finetune.models.loss import install_loss
 from finetune.models.quantized_base import StoredQuantized, split_quantized
 from finetune.models.quantized_layers import dequantized_values, fill_quantized_layers, quantize_layers
 from finetune.models.vocabulary import refuse_frozen_tokens, train_new_tokens
 from finetune.models.weight_conversions import convert_to_parameters
 from finetune.models.weights import load_buffers, seeded_values, stored_values
+from finetune.pretrained_adapter import find_adapter
 from finetune.pretrained_config import Vocabulary, load_config
 from finetune.recipe.memory_keys import refuse_unsuited_keys
 from finetune.recipe.module_patterns import find_trained
@@ -89,10 +90,19 @@ def load_model(
         freeze_modules(built, model)
         refuse_frozen_tokens(built, vocabulary)
     else:
-        add_adapters(built, lora, frozen)
+        try:
+            add_adapters(built, lora, frozen)
+        except UserError as error:
+            if lora.adapter_name_or_path is None:
+                raise
+            raise UserError(
+                f"adapter_name_or_path: {lora.adapter_name_or_path} does not fit the model: {error}"
+            ) from None
         shapes = {name: p.shape for name, p in built.named_parameters() if is_adapter(name)}
         used = base if quantization.bits is None else dequantized_values(base, quantization, stored, frozen)
         values = with_adapters(base, shapes, seed, used)
+        if lora.adapter_name_or_path is not None:
+            values = read_adapter(built, find_adapter(lora.adapter_name_or_path), values)
     if world.sharding.activation_checkpointing:
         offload = ActivationOffload(CudaCopies()) if model.activation_offload else None
         keys = model.activation_checkpointing_every, model.activation_checkpointing_keeps

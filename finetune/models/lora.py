@@ -5,12 +5,14 @@ import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
+from finetune.errors import UserError
 from finetune.models.expert_adapters import (
     config_for_peft,
     find_adapted_parameters,
@@ -26,8 +28,11 @@ from finetune.recipe.module_patterns import (
     refuse_unmatched,
 )
 from finetune.recipe.schema import Lora
+from finetune.safetensors_io.tensors import read_folder, read_slice
+from finetune.units import counted
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
+PEFT_PREFIX = "base_model.model."  # of every tensor's name in a PEFT folder
 
 
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
@@ -129,6 +134,37 @@ def with_adapters(
     return values
 
 
+def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
+    """The values of `model` with those of the adapter in `folder`, and `start` for whatever the adapter does not hold.
+
+    Args:
+        model: Unsharded, with its adapters. What it trains whole may be missing from the files: new tokens, for one.
+
+    Raises:
+        UserError: The adapter's tensors are not those of the model's adapters, by name and shape.
+    """
+    stored = {peft_name(name): tensor for name, tensor in read_folder(folder).items()}
+    trained = {id(p): (name, p) for name, p in model.named_parameters() if p.requires_grad}
+    names = {peft_name(name): id(p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in trained}
+    found = {trained[names[name]][0]: tensor for name, tensor in stored.items() if name in names}
+    missing = sorted(name for name, _ in trained.values() if is_adapter(name) and name not in found)
+    extra = sorted(stored.keys() - names.keys())
+    where = f"adapter_name_or_path: {folder}"
+    if missing or extra:
+        one = f"it has no {peft_name(missing[0])}" if missing else f"{extra[0]} has no place there"
+        raise UserError(
+            f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {one} ({counted(len(missing), 'tensor')} missing, "
+            f"{len(extra)} without a place); name the base model it was trained on, and leave the LoRA keys to the adapter"
+        )
+    for name, parameter in trained.values():
+        if name in found and found[name].shape != tuple(parameter.shape):
+            raise UserError(
+                f"{where}: {peft_name(name)} has the shape {list(found[name].shape)}, but {type(model).__name__} needs "
+                f"{list(parameter.shape)}; name the base model it was trained on, with the same added_tokens"
+            )
+    return lambda name, slices: read_slice(found[name], slices) if name in found else start(name, slices)
+
+
 def is_adapter(name: str) -> bool:
     return ".lora_" in name
 
@@ -140,6 +176,16 @@ def base_name(name: str) -> str:
     'layers.0.mlp.experts.down_proj'
     """
     return re.sub(r"(\.base_layer)+\.", ".", name)
+
+
+def peft_name(name: str) -> str:
+    """PEFT's name, without its prefix, of an adapter's tensor that PEFT or a checkpoint of this project named.
+
+    >>> peft_name("a.lora_magnitude_vector.default.weight"), peft_name("base_model.model.a.lora_A.weight")
+    ('a.lora_magnitude_vector', 'a.lora_A.weight')
+    """
+    short = re.sub(r"\.(lora_\w+|modules_to_save)\.default\b", r".\1", name.removeprefix(PEFT_PREFIX))
+    return short.replace(".modules_to_save.", ".").replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")
 
 
 def seed_of(seed: int, name: str) -> int:

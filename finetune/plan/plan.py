@@ -20,6 +20,7 @@ from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.support import refuse_unsupported
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
+from finetune.pretrained_adapter import complete_lora
 from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.quantization import read_stored_quantization, read_teacher_quantization
 from finetune.recipe.schema import Method, Model, Recipe
@@ -65,6 +66,7 @@ def make_plan(
     Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is not
     supported.
     """
+    recipe = complete_lora(recipe)
     config, where = find_config(recipe.model)
     stored = read_stored_quantization(SimpleNamespace(quantization_config=config.get("quantization_config")), where)
     if stored is not None:

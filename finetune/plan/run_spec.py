@@ -197,12 +197,13 @@ class RunSpec:
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:
-        """Where the method's reference comes from: the model without its adapters where these alone are trained, else numbers
+        """Where the method's reference comes from: the model without its adapters where new ones alone are trained, else numbers
         that are computed before training."""
         lora = self.recipe.lora
         if not self.recipe.method_facts.needs_reference:
             return None
-        return "adapters off" if lora.use_peft and not lora.modules_to_save else "stored"
+        is_new = lora.use_peft and lora.adapter_name_or_path is None
+        return "adapters off" if is_new and not lora.modules_to_save else "stored"
 
     @property
     def data_ranks(self) -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from annotated_types import Ge, Lt
 
 from finetune.errors import UserError
-from finetune.recipe.markers import ModulePatterns, Positive, SameOnResume
+from finetune.recipe.markers import FileOrName, ModulePatterns, Positive, SameOnResume
 
 if TYPE_CHECKING:
     from finetune.distributed.sharding import Sharding
@@ -20,6 +20,13 @@ class Lora:
     use_peft: Annotated[bool, SameOnResume, "Train LoRA adapters on a frozen bf16 base instead of all parameters."] = (
         False
     )
+    adapter_name_or_path: Annotated[
+        str | None,
+        FileOrName,
+        SameOnResume,
+        "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, targets and the rest are taken from its "
+        "adapter_config.json; what the recipe sets as well must agree.",
+    ] = None
     lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
     lora_alpha: Annotated[Positive, SameOnResume, "The adapters are scaled by lora_alpha / lora_r."] = 32
     lora_dropout: Annotated[float, Ge(0), Lt(1), SameOnResume, "Dropout on the adapters' input."] = 0.0

@@ -178,12 +178,14 @@ def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]
         )
     if method == "distill" and not values.get("teacher_model_name_or_path"):
         yield "teacher_model_name_or_path", "method: distill learns from a teacher; set teacher_model_name_or_path"
-    trains_base = not values.get("use_peft") or values.get("modules_to_save") or values.get("added_tokens")
-    if facts.needs_reference and values.get("streaming") and trains_base:
+    more = ("modules_to_save", "added_tokens", "adapter_name_or_path")
+    is_stored = not values.get("use_peft") or any(values.get(key) for key in more)
+    if facts.needs_reference and values.get("streaming") and is_stored:
         yield (
             "streaming",
             f"streaming: {method} compares with the model before training, whose log-probabilities of all the data are computed "
-            "first where more than adapters is trained; remove streaming, or set use_peft without modules_to_save and added_tokens",
+            "first unless new adapters alone are trained; remove streaming, or set use_peft without modules_to_save, added_tokens and "
+            "adapter_name_or_path",
         )
     if facts.rows != "answers" and values.get("overlength") == "split":
         yield (

@@ -1,6 +1,6 @@
 """The reference of preference training: the log-probabilities that the model before training gives to every document.
 
-There is never a second copy of the weights. Where adapters alone are trained, the model without them is the reference: a
+There is never a second copy of the weights. Where new adapters alone are trained, the model without them is the reference: a
 forward of each micro-batch. Otherwise its log-probabilities are computed once, in the run's own layout, from the weights that
 training starts with, and kept beside the token cache.
 """
@@ -119,10 +119,11 @@ def find_references(
 ) -> tuple[Reference, Reference]:
     """The reference of training, and that of held-out data. `model` still has the weights that training starts with; `inputs`:
     of `fingerprint_inputs`. All ranks call it."""
-    if trains_adapters_alone(model):
+    if recipe.lora.adapter_name_or_path is None and trains_adapters_alone(model):
         reference = partial(without_adapters, sequence_group=world.sequence_group)
         return reference, reference
-    found = _load_or_compute(model, recipe, data, inputs.get("base"), world)
+    weights = " ".join(inputs[name] for name in ("base", "adapter") if name in inputs)
+    found = _load_or_compute(model, recipe, data, weights or None, world)
     return StoredReference(found["training"]), StoredReference(found.get("held_out", np.zeros(0)))
 
 

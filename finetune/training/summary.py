@@ -7,15 +7,17 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from finetune.constants import ADAPTER_CONFIG
 from finetune.data.checks import check_longest_example
 from finetune.distributed.parallelize import count_wrapped_units, unwrap
 from finetune.distributed.world import World
-from finetune.json_lines import read_json_lines
+from finetune.json_lines import read_json_lines, read_json_object
 from finetune.metrics import DIVERGED_ADVICE, find_divergence, losses_of
 from finetune.models.load import ModelSize
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
 from finetune.optim.offloaded import OffloadedOptimizer
+from finetune.pretrained_adapter import find_adapter
 from finetune.progress import Progress
 from finetune.recipe.method_schema import describe_method
 from finetune.recipe.quantization import describe_quantization
@@ -49,6 +51,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     lines = [
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
+        *describe_adapter(recipe),
         *([] if recipe.method.method == "sft" else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}"
         + (f" {sharding.strategy}, wrapped {units}" if units else "")
@@ -103,6 +106,16 @@ def describe_trained(recipe: Recipe) -> str:
     ]
     whole = f"; whole: {', '.join(saved)}" if saved else ""
     return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+
+
+def describe_adapter(recipe: Recipe) -> list[str]:
+    """The adapter that is trained further, if any, and another base than the recipe's that it names."""
+    name, model = recipe.lora.adapter_name_or_path, recipe.model.model_name_or_path or ""
+    if name is None:
+        return []
+    base = read_json_object(find_adapter(name) / ADAPTER_CONFIG).get("base_model_name_or_path")
+    is_other = isinstance(base, str) and Path(base).name != Path(model).name
+    return [f"adapter {name}, trained further{f'; it names another base model: {base}' if is_other else ''}"]
 
 
 def describe_teacher(objective: Objective, longest: int) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
 from finetune.data.prepare import prepare_data
@@ -49,10 +50,13 @@ def train(
         attn_implementation="eager",
         quantization_config=by_bitsandbytes(recipe.quantization),
     )
+    adapter = recipe.lora.adapter_name_or_path
+    if adapter is not None:
+        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
     before = other if recipe.method_facts.rows == "answers" else copy.deepcopy(model)
     ratings = data.train.examples.find_ratings()
     model.train()  # there is no dropout; bitsandbytes rounds the inputs of 8-bit layers too outside of training
-    if recipe.lora.use_peft:
+    if recipe.lora.use_peft and adapter is None:
         model = _with_adapters(model, recipe)
     prepare(model)
     trained = [p for p in model.parameters() if p.requires_grad]

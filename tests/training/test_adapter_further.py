@@ -1,0 +1,177 @@
+"""A LoRA adapter trained further: as plain peft does it, in every form, and refused where it does not fit."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.errors import UserError
+from finetune.inference.find_model import find_model
+from finetune.plan.plan import make_plan
+from finetune.pretrained_adapter import complete_lora
+from finetune.recipe.reader import read_recipe
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
+
+STEPS, SAVED_AT = 4, 2
+MODES: dict[str, dict[str, Any]] = {
+    "lora": {},
+    "qlora": {"load_in_4bit": True},
+    "dpo": {"method": "dpo", "beta": 0.5, "datasets": [{"path": "PAIRS"}]},
+}
+
+
+def make_adapter(folder: Path, model: Path, **keys: Any) -> Path:
+    """A PEFT folder with an adapter of `model` whose factors are all random."""
+    config = {"r": 4, "lora_alpha": 12, "target_modules": ["q_proj", "v_proj", "down_proj"]} | keys
+    torch.manual_seed(5)
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    get_peft_model(base, LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **config)).save_pretrained(folder)
+    return folder
+
+
+def make_pairs(path: Path, *, rows: int) -> Path:
+    with path.open("w") as file:
+        for row in range(rows):
+            pair = {"prompt": f"What is {row} plus {row}?", "chosen": f"It is {2 * row}.", "rejected": "Who knows?"}
+            file.write(json.dumps(pair) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, its adapter, and a recipe for each mode."""
+    folder = tmp_path_factory.mktemp("further")
+    model = make_model(folder / "model", hidden_size=40, intermediate_size=75)
+    adapter = make_adapter(
+        folder / "adapter", model, rank_pattern={"layers.0.*q_proj": 6}, use_rslora=True, modules_to_save=["norm"]
+    )
+    data = make_chat(folder / "chat.jsonl", rows=24)
+    make_pairs(folder / "pairs.jsonl", rows=24)
+    for mode, keys in MODES.items():
+        keys = json.loads(json.dumps(keys).replace("PAIRS", f"{folder}/pairs.jsonl"))
+        common = {"use_peft": True, "adapter_name_or_path": str(adapter), "global_batch_size": 4, "max_steps": STEPS}
+        write_recipe(folder / f"{mode}.yaml", model, data, **common | keys)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> Path:
+    """Every mode on one rank and sharded over two; lora once more resumed from its middle, and exported."""
+    single, sharded = write_config(folder, "single"), write_config(folder, "full_shard", checkpointing=True)
+    saves = [f"save_steps={SAVED_AT}", "save_total_limit=9"]
+    wanted = [
+        (folder / f"{mode}.yaml", config, [f"output_dir={folder}/{mode}-{config.name.split('-')[0]}", *saves, *more])
+        for mode in MODES
+        for config, more in (
+            (single, ["per_device_train_batch_size=4", "export_at_end=true"]),
+            (sharded, ["per_device_train_batch_size=2"]),
+        )
+    ]
+    middle = f"resume_from_checkpoint={folder}/lora-full_shard/checkpoints/step-{SAVED_AT:08d}"
+    rows = "per_device_train_batch_size=2"
+    wanted.append((folder / "lora.yaml", sharded, [f"output_dir={folder}/resumed", middle, rows, *saves]))
+    train_all(folder, wanted[0::2][:3], ranks=1)
+    train_all(folder, [*wanted[1::2], wanted[-1]], ranks=2)
+    return folder
+
+
+@pytest.mark.parametrize("layout", ["single", "full_shard"])
+@pytest.mark.parametrize("mode", MODES)
+def test_the_losses_are_those_of_plain_peft(mode: str, layout: str, runs: Path) -> None:
+    """peft loads the adapter with is_trainable, and the reference of DPO is the model with the adapter as it was."""
+    lines = steps_of(runs / f"{mode}-{layout}")
+    expected = reference.train(runs / f"{mode}.yaml")
+    assert expected[-1][0] < expected[0][0]
+    assert [(line["loss"], line["grad_norm"]) for line in lines] == [pytest.approx(each, rel=1e-5) for each in expected]
+
+
+def test_a_resumed_run_ends_the_same(runs: Path) -> None:
+    assert_bit_equal(runs / "lora-full_shard", runs / "resumed", STEPS, SAVED_AT)
+
+
+def test_the_adapter_opens_in_peft_and_can_be_trained_further_again(runs: Path) -> None:
+    """Its export has the rank and alpha of the adapter that it began with, and the run itself is a name for it."""
+    out = runs / "lora-single" / "adapter"
+    assert find_model(str(runs / "lora-single")).kind == "adapter"
+    base = AutoModelForCausalLM.from_pretrained(runs / "model", dtype=torch.float32)
+    merged = AutoModelForCausalLM.from_pretrained(runs / "lora-single" / "export", dtype=torch.float32)
+    ids = torch.arange(12)[None]
+    torch.testing.assert_close(PeftModel.from_pretrained(base, out)(ids).logits, merged(ids).logits, rtol=0, atol=2e-5)
+    assert any(
+        (load_file(out / "adapter_model.safetensors")[n] != t).any()
+        for n, t in load_file(runs / "adapter/adapter_model.safetensors").items()
+    )
+    again = complete_lora(read_recipe(str(runs / "lora.yaml"), [f"adapter_name_or_path={runs}/lora-single"]))
+    first = complete_lora(read_recipe(str(runs / "lora.yaml")))
+    assert (again.lora.lora_r, again.lora.lora_alpha, again.lora.rank_pattern) == (4, 12, {"layers.0.*q_proj": 6})
+    assert set(again.lora.lora_target_modules) == set(first.lora.lora_target_modules)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "adapter", "expected"),
+    [
+        (
+            {"hidden_size": 48},
+            "adapter",
+            "q_proj.lora_A.weight has the shape [6, 40], but LlamaForCausalLM needs [6, 48]",
+        ),
+        (
+            {"num_hidden_layers": 1},
+            "adapter",
+            "adapter does not fit the model: modules_to_save: model.layers.1.input_layernorm",
+        ),
+        ({"seed": 1}, "lora-single", "adapter was trained on other weights than those of"),
+    ],
+)
+def test_another_base_is_refused(
+    sizes: dict[str, int], adapter: str, expected: str, runs: Path, tmp_path: Path
+) -> None:
+    model = make_model(tmp_path / "model", **{"hidden_size": 40, "intermediate_size": 75} | sizes)
+    given = [f"model_name_or_path={model}", f"adapter_name_or_path={runs / adapter}", f"output_dir={tmp_path}/run"]
+    with pytest.raises(AssertionError) as error:
+        train_all(tmp_path, [(runs / "lora.yaml", write_config(tmp_path, "single"), given)], ranks=1)
+    said = str(error.value).splitlines()[1:]
+    assert expected in said[-1] and len(said) == 1
+
+
+def test_the_plan_counts_the_adapter_that_it_finds(runs: Path) -> None:
+    recipe = read_recipe(str(runs / "dpo.yaml"))
+    spec = make_plan(recipe, read_sharding(None, None, {"WORLD_SIZE": "1"}), 1, on_cpu=True).spec
+    trained = sum(tensor.numel() for tensor in load_file(runs / "adapter" / "adapter_model.safetensors").values())
+    assert (spec.trained_numel, spec.reference) == (trained, "stored")
+
+
+Changes = Callable[[dict[str, Any]], object]
+# name -> (a change of adapter_config.json, overrides, a part of the sentence)
+REFUSED: dict[str, tuple[Changes, list[str], str]] = {
+    "another rank": (dict, ["lora_r=8"], "command line: lora_r: 8: the adapter"),
+    "another kind": (lambda c: c.update(peft_type="IA3"), [], "peft_type: 'IA3' is not LORA"),
+    "a start that changes the base": (lambda c: c.update(init_lora_weights="pissa"), [], "init_lora_weights: pissa"),
+    "trained biases": (lambda c: c.update(bias="all"), [], "bias: trained biases are not supported"),
+    "a model": (dict, ["adapter_name_or_path=MODEL"], "it is a model: name it in model_name_or_path"),
+    "no folder": (dict, ["adapter_name_or_path=./nowhere"], "adapter_name_or_path: ./nowhere: no such file or folder"),
+    "full fine-tuning": (dict, ["use_peft=false"], "adapter_name_or_path has no effect without use_peft: true"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_adapter_that_does_not_fit_is_one_sentence(case: str, folder: Path, tmp_path: Path) -> None:
+    change, overrides, expected = REFUSED[case]
+    adapter = Path(shutil.copytree(folder / "adapter", tmp_path / "adapter"))
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    change(config)
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    given = [f"adapter_name_or_path={adapter}", *(each.replace("MODEL", f"{folder}/model") for each in overrides)]
+    with pytest.raises(UserError) as error:
+        complete_lora(read_recipe(str(folder / "lora.yaml"), given))
+    assert expected in str(error.value) and "\n" not in str(error.value)
