@@ -170,10 +170,17 @@ CHECKS: dict[str, Check] = {
         "notice",
         "the tokenizer has no chat template; `plain` is used and saved with the model (chat_template sets another)",
     ),
+    "columns_recognized": Check(
+        "notice",
+        "notice",
+        "two columns are read as a user's turn and the assistant's by their names (type: messages, prompt_column and "
+        "completion_column say it; type: prompt_completion joins them without a chat template)",
+    ),
     "template_unused": Check(
-        "notice",
-        "notice",
-        "prompt and completion are plain text and do not use the tokenizer's chat template (type: messages does)",
+        "warning",
+        "warning",
+        "prompt and completion are plain text and do not use the tokenizer's chat template, in which the model will be asked; "
+        "type: messages in the entry of datasets does",
     ),
 }
 

@@ -1,7 +1,7 @@
 """Rows as conversations, prompts with completions, or plain text; the format is recognized from the columns."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from finetune.data.messages import (
@@ -24,6 +24,18 @@ KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
     "prompt + completion, text"
 )
+
+
+# Columns of a question and its answer, in any case of letters, that name themselves: a user's turn and the assistant's.
+COMMON_PAIRS = (
+    ("prompt", "response"),
+    ("input", "output"),
+    ("question", "answer"),
+    ("instruction", "response"),
+    ("instruction", "output"),
+)
+QUESTIONS = {question for question, _ in COMMON_PAIRS} | {"context", "query", "problem", "text", "messages"}
+ANSWERS = {answer for _, answer in COMMON_PAIRS} | {"completion", "solution"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +72,7 @@ class ParsedRow:
     document: Document
     format: str  # messages, sharegpt, alpaca, prompt_completion or text
     unused_columns: tuple[str, ...]  # that hold a value
+    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +119,33 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     >>> parse_row({"prompt": "2+2=", "completion": "4"}, DatasetSource(path="sums.jsonl")).document
     Completion(prompt='2+2=', completion='4')
     """
-    row_format, columns = source.type or recognize_format(row, source), Columns(row)
+    common = find_common_pair(row, source)
+    row_format, columns = source.type or ("messages" if common else recognize_format(row, source)), Columns(row)
     if row_format != "text":
         _check_preference(columns, row_format, source)
+    if common:
+        source = replace(source, prompt_column=common[0], completion_column=common[1])
     document = PARSERS[row_format](columns, source)
-    return ParsedRow(document, row_format, columns.unused)
+    return ParsedRow(document, row_format, columns.unused, ("columns_recognized",) if common else ())
+
+
+def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
+    """The columns of a question and its answer in a row of no known format, where their names leave no doubt.
+
+    >>> find_common_pair({"Prompt": "2+2?", "Response": "4"}, DatasetSource(path="sums.csv"))
+    ('Prompt', 'Response')
+    """
+    if source.type or source.messages_column or source.prompt_column or source.completion_column or source.text_column:
+        return None
+    present = [str(column) for column, value in row.items() if value is not None]
+    if {"instruction", "output"} <= set(present):
+        return None
+    questions, answers = ([name for name in present if name.lower() in names] for names in (QUESTIONS, ANSWERS))
+    if len(questions) != 1 or len(answers) != 1:
+        return None
+    question, answer = questions[0], answers[0]
+    is_known = (question.lower(), answer.lower()) in COMMON_PAIRS
+    return (question, answer) if is_known and isinstance(row[question], str) and isinstance(row[answer], str) else None
 
 
 def name_rendering(row_format: str, document: Document) -> str:

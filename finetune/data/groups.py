@@ -101,9 +101,8 @@ def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> RowGro
 
 def _read_answer(row: Row, source: DatasetSource) -> RowGroups:
     parsed = parse_row(row, source)
-    return RowGroups(
-        (Group((parsed.document,)),), name_rendering(parsed.format, parsed.document), parsed.unused_columns
-    )
+    row_format = name_rendering(parsed.format, parsed.document)
+    return RowGroups((Group((parsed.document,)),), row_format, parsed.unused_columns, parsed.findings)
 
 
 def _read_pair(row: Row, source: DatasetSource) -> RowGroups:

@@ -8,7 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from finetune.data.formats import Completion, Conversation, Document, Text, parse_row
+from finetune.data.formats import Completion, Conversation, Document, Text, find_common_pair, parse_row
 from finetune.data.messages import BadRow, describe_value, list_columns
 from finetune.data.readers import file_kind
 from finetune.data.sources import list_files, read_rows
@@ -90,6 +90,8 @@ def choose_columns(
                 raise UserError(f"{source.path}: {name_flags(str(error))}") from None
             source = _guess_columns(row, source) or _ask_columns(row, source, ask)
         else:
+            if pair := find_common_pair(row, source):  # a recipe says what was recognized
+                source = replace(source, prompt_column=pair[0], completion_column=pair[1])
             if found.format == "prompt_completion" and isinstance(found.document, Completion) and has_template:
                 completion = "completion" if row.get("completion") is not None else "chosen"
                 source = replace(source, prompt_column="prompt", completion_column=completion)

@@ -145,6 +145,33 @@ def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> Non
 
 
 @pytest.mark.parametrize(
+    ("row", "pair"),
+    [
+        ({"Prompt": "Q", "Response": "A", "id": "7"}, ("Q", "A")),
+        ({"input": "Q", "output": "A"}, ("Q", "A")),
+        ({"QUESTION": "Q", "Answer": "A", "system": "S"}, ("Q", "A")),
+        ({"instruction": "Q", "response": "A"}, ("Q", "A")),
+        ({"instruction": "Q", "context": "C", "response": "A"}, None),  # a part of the question would be lost
+        ({"question": "Q", "answer": "A", "solution": "B"}, None),
+        ({"question": "Q", "Question": "Q", "answer": "A"}, None),
+        ({"question": "Q", "answer": 4}, None),
+        ({"prompt": "Q", "response": "A", "rejected": "B"}, None),
+        ({"prompt": "Q", "response": "A", "score": 3}, None),
+    ],
+)
+def test_common_columns_are_turns_where_their_names_leave_no_doubt(
+    row: dict[str, Any], pair: tuple[str, str] | None
+) -> None:
+    if pair is None:
+        with pytest.raises(BadRow):
+            parse_row(row, SOURCE)
+        return
+    parsed = parse_row(row, SOURCE)
+    assert isinstance(parsed.document, Conversation) and parsed.findings == ("columns_recognized",)
+    assert tuple(message["content"] for message in parsed.document.messages[-2:]) == pair
+
+
+@pytest.mark.parametrize(
     ("row", "words"),
     [
         ({"a": 1, "b": 2}, "unknown format: its columns are a, b; known formats: messages"),

@@ -101,7 +101,7 @@ def test_prompt_and_completion_are_joined_as_they_stand(prepare: Prepare, tmp_pa
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": " 4"}])
     prepared = prepare([{"path": str(path)}])
     assert (text_of(prepared, 0), answer_of(prepared, 0)) == ("2+2= 4<|end|>", " 4<|end|>")
-    assert names(prepared) == {"template_unused": "notice"}
+    assert names(prepared) == {"template_unused": "warning"}
     templated = prepare(
         [{"path": str(path), "type": "messages", "prompt_column": "prompt", "completion_column": "completion"}]
     )

@@ -98,7 +98,7 @@ WRONG: dict[str, tuple[Change, str]] = {
     "PiSSA": (lambda c, _: c.update(init_lora_weights="pissa"), "init_lora_weights: pissa changes the base model"),
     "aLoRA": (
         lambda c, _: c.update(alora_invocation_tokens=[1]),
-        "alora_invocation_tokens: this kind of LoRA cannot be",
+        "alora_invocation_tokens: this kind of LoRA is not supported",
     ),
     "base gone": (lambda c, _: c.update(base_model_name_or_path="/gone"), "/gone: the base model's folder is gone"),
     "no base": (lambda c, _: c.update(base_model_name_or_path=None), "names no base model; name it with --base-model"),
