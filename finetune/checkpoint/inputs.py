@@ -30,6 +30,7 @@ BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", 
 # name -> (the recipe's keys that name it, the message where its content has changed and those keys have not)
 INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "datasets": (("datasets", "streaming"), "datasets: the same files are named, but their content has changed"),
+    "held_out": (("eval_datasets",), "eval_datasets: the same files are named, but their content has changed"),
     "chat_template": (
         ("chat_template", "tokenizer_name_or_path", "model_name_or_path"),
         "chat_template: the same name is given, but its text has changed",
@@ -115,6 +116,7 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> di
     vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
     found = {
         "datasets": data.train.fingerprint,
+        "held_out": data.evaluation.fingerprint if data.evaluation and recipe.data.eval_datasets else None,
         "chat_template": _hash(tokenizer.chat_template),
         "tokenizer": _hash([vocabulary, tokenizer.special_tokens_map]),
     }

@@ -103,10 +103,18 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """What differs between the run that saved `state` (state.json) and this one: what decides its course, then the rest."""
+    """What differs between the run that saved `state` (state.json) and this one: what decides its course, then the rest.
+
+    Held-out data decide it where their loss chooses a checkpoint or ends the run.
+    """
     deciding, other = compare_recipes(state["recipe"], to_dict(recipe))
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
-    return deciding + find_changed_inputs(inputs_then, inputs, deciding), other
+    changed = find_changed_inputs(inputs_then, inputs, deciding + other)
+    held_out = [change for change in other + changed if change.startswith("eval_datasets")]
+    deciding += [change for change in changed if change not in held_out]
+    other = [change for change in other if change not in held_out]
+    is_decided_by_them = recipe.checkpoint.keep_best_checkpoint or recipe.run.early_stopping_patience is not None
+    return (deciding + held_out, other) if is_decided_by_them else (deciding, other + held_out)
 
 
 def compare_recipes(then: dict[str, Any], now: dict[str, Any]) -> tuple[list[str], list[str]]:

@@ -1,6 +1,7 @@
 """The end of a run: the export, the last screen, and finished.json, by which a second start sees that it is done."""
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from signal import Signals
@@ -107,7 +108,7 @@ def _is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps:
 def _refuse_other_training(folder: Path, recipe: Recipe, inputs: Mapping[str, str], newest: Path) -> None:
     """Raises `UserError` where `recipe` trains otherwise than the run whose last checkpoint is `newest`."""
     deciding, other = list_changes(read_state(newest), recipe, inputs)
-    changed = [change for change in other if recipe_keys()[change.partition(":")[0]].section == "optimization"]
+    changed = [change for change in other if recipe_keys()[re.split(r"\W", change)[0]].section == "optimization"]
     if changed and not deciding:  # those are refused, or taken, by `find_start`
         raise UserError.of(
             [

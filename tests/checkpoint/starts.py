@@ -151,6 +151,21 @@ def a_stream_in_another_order_is_refused() -> None:
     assert "changed" not in succeeds(resume("stream", streaming=True))
 
 
+def an_edited_held_out_file_is_said_and_refused_where_it_chooses_the_model() -> None:
+    held_out, other = make_chat(ROOT / "held-out.jsonl", rows=5), make_chat(ROOT / "held-out-2.jsonl", rows=6)
+    changed = "eval_datasets: the same files are named, but their content has changed"
+    keys: dict[str, Any] = {"eval_datasets": [{"path": str(held_out)}], "eval_steps": 2}
+    succeeds(start("measured", **keys))
+    succeeds(start("chosen", **keys, keep_best_checkpoint=True))
+    with edited(held_out, lambda text: text.replace(b"It is", b"Isn't")):
+        assert f"resuming with a changed recipe: {changed}" in succeeds(start("measured", **keys))
+        is_refused(start("chosen", **keys, keep_best_checkpoint=True), changed)
+        is_refused(start("measured", **keys, early_stopping_patience=3), changed)
+    keys["eval_datasets"] = [{"path": str(other)}]
+    assert f'eval_datasets[0].path: "{held_out}" -> ' in succeeds(start("measured", **keys))
+    is_refused(start("chosen", **keys, keep_best_checkpoint=True), "eval_datasets[0].path: ")
+
+
 def adapters_are_neither_resumed_nor_exported_on_another_base() -> None:
     succeeds(start("lora", use_peft=True))
     checkpoint = retention.step_folder(ROOT / "lora", STEPS)
@@ -227,6 +242,7 @@ def main() -> None:
     for scenario in (
         an_edited_template_tokenizer_or_config_is_refused,
         a_stream_in_another_order_is_refused,
+        an_edited_held_out_file_is_said_and_refused_where_it_chooses_the_model,
         adapters_are_neither_resumed_nor_exported_on_another_base,
         a_damaged_checkpoint_is_no_model_and_no_export,
         metrics_that_cannot_be_written_are_a_sentence,
