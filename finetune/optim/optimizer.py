@@ -1,6 +1,7 @@
 """The optimizer of a recipe, and its parameter groups."""
 
 import importlib.util
+import re
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,10 @@ from finetune.optim.adamw_bf16 import AdamWBf16Moments
 from finetune.optim.offloaded import OffloadedOptimizer
 from finetune.recipe.optim_offload import check_offload_layout
 from finetune.recipe.schema import Optimization
+
+# Vectors by their role, whatever their shape: norms with a row for each head, biases with one for each expert, and the rates of
+# recurrent layers (Mamba's A_log, RWKV's time_mix_*).
+NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
 
 
 def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
@@ -86,13 +91,15 @@ def _make_optimizer(optimization: Optimization, groups: list[dict[str, Any]]) ->
 
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and norms do not, not even norms that have a row for each head. The parameters of a group are sharded
-    over one mesh."""
+    """Groups the trained parameters by weight decay: matrices decay, vectors do not (`NOT_DECAYED`).
+
+    The parameters of a group are sharded over one mesh.
+    """
     dims = _count_dims(model)
     groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[dims[parameter] > 1 and "norm" not in name].append(parameter)
+            groups[dims[parameter] > 1 and NOT_DECAYED.search(name) is None].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
         for decays, all_parameters in groups.items()

@@ -10,14 +10,15 @@ from typing import Any, get_args, get_type_hints
 import pytest
 import torch
 from torch import nn
-from transformers import get_scheduler
+from transformers import Trainer, get_scheduler
 
 from finetune.constants import OPTIMIZERS
 from finetune.errors import UserError
 from finetune.optim.learning_rate import build_schedule, compute_learning_rate, set_learning_rate
-from finetune.optim.optimizer import build_optimizer
+from finetune.optim.optimizer import build_optimizer, make_parameter_groups
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Optimization, Recipe
+from tests.models.families import build
 from tests.ranks import launch_ranks
 
 STEPS = 50
@@ -160,6 +161,23 @@ def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(recipe_of: Reci
     tolerance = 1e-3 if optim == "adamw_bf16_moments" else 1e-6
     for parameter, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
         torch.testing.assert_close(parameter, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3", "gpt2", "gpt_neox", "mamba", "rwkv", "gemma3n_text"])
+def test_what_decays_is_what_transformers_trainer_decays_but_for_vectors(family: str) -> None:
+    """Its rule goes by names and layer norms: biases do not decay, and gpt-oss has a row of them for each expert."""
+    model = build(family)
+    theirs = set(Trainer.get_decay_parameter_names(None, model))
+    vectors = {"sinks", "A_log", "D", "time_mix_key", "time_mix_value", "time_mix_receptance"}
+    expected = {
+        name for name, p in model.named_parameters()
+        if name in theirs and p.dim() > 1 and name.rpartition(".")[2] not in vectors
+    }  # fmt: skip
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decaying, others = make_parameter_groups(model, 0.1)
+    assert (decaying["weight_decay"], others["weight_decay"]) == (0.1, 0.0)
+    assert {names[parameter] for parameter in decaying["params"]} == expected
+    assert {names[parameter] for parameter in others["params"]} == set(names.values()) - expected
 
 
 def test_matrices_decay_whatever_the_layout_and_the_names_of_norms(tmp_path: Path) -> None:
