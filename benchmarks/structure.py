@@ -1,11 +1,13 @@
 """The size and shape of the package, before and after: `python benchmarks/structure.py [REVISION ...]`.
 
-Counts for each git revision, and for the working tree last: files and lines, files under 60 lines, file and class names used
-twice, functions with a single caller, functions over 60 lines, and how many modules of the package an import of
-`training/loop.py` loads. Reads the sources as text; nothing is imported.
+Counts for each git revision, and for the working tree last: files and lines, small files, names used twice, long lines,
+functions with a single caller, functions that refuse something, what an import of `training/loop.py` loads, the files and lines
+of a step (those that docs/design.md names in "The life of a step"), and in how many files five recipe keys are mentioned.
+Reads the sources as text; nothing is imported.
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -16,6 +18,16 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "finetune"
 SMALL_LINES = 60
 LONG_LINES = 60
+LINE_LENGTH = 120
+DESIGN = "docs/design.md"
+# A key, and the names under which its value travels.
+SPREAD = {
+    "tp_size": r"tp_size|tensor_parallel_size",
+    "load_in_4bit": r"load_in_4bit",
+    "optim": r"optimization\.optim\b|\"optim\"",
+    "packing": r"data\.packing|\"packing\"",
+    "max_length": r"\bmax_length\b",
+}
 Sources = Mapping[str, str]
 """Path from the repository's root -> text."""
 
@@ -23,16 +35,19 @@ Sources = Mapping[str, str]
 def read_revision(revision: str) -> Sources:
     """The package's Python files as git has them at `revision`."""
     listed = _git("ls-tree", "-r", "--name-only", revision, PACKAGE).splitlines()
-    return {path: _git("show", f"{revision}:{path}") for path in listed if path.endswith(".py")}
+    paths = [path for path in listed if path.endswith(".py")] + [DESIGN]
+    return {path: _git("show", f"{revision}:{path}") for path in paths}
 
 
 def read_working_tree() -> Sources:
     """The package's Python files as they are."""
-    return {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / PACKAGE).rglob("*.py"))}
+    paths = [*sorted((ROOT / PACKAGE).rglob("*.py")), ROOT / DESIGN]
+    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
 
 
-def measure(sources: Sources) -> dict[str, int]:
+def measure(read: Sources) -> dict[str, int]:
     """Every count, by its name."""
+    sources = {path: text for path, text in read.items() if path != DESIGN}
     trees = {path: ast.parse(text) for path, text in sources.items()}
     may_repeat = ("__init__.py", "/cli.py")
     file_names = Counter(PurePosixPath(path).name for path in sources if not path.endswith(may_repeat))
@@ -44,13 +59,44 @@ def measure(sources: Sources) -> dict[str, int]:
         "files": len(sources),
         "lines": sum(len(text.splitlines()) for text in sources.values()),
         f"files under {SMALL_LINES} lines": sum(len(sources[path].splitlines()) < SMALL_LINES for path in sources),
+        "  of these with one importer": count_small_with_one_importer(sources, trees),
+        f"lines over {LINE_LENGTH} characters": sum(
+            len(line) > LINE_LENGTH for t in sources.values() for line in t.splitlines()
+        ),
         "file names used twice (but cli.py)": sum(count > 1 for count in file_names.values()),
         "class names used twice": sum(count > 1 for count in classes.values()),
         "functions": len(functions),
         "functions with one caller": sum(callers[function.name] == 1 for function in functions),
         f"functions over {LONG_LINES} lines": sum(_lines(function) > LONG_LINES for function in functions),
+        "functions named check, refuse, explain": sum(
+            bool(re.match(r"_?(check|refuse|explain)_", function.name)) for function in functions
+        ),
         "modules that training/loop.py loads": len(loaded_modules(f"{PACKAGE}.training.loop", trees)),
+        "files of a step": len(step := files_of_a_step(read[DESIGN], sources)),
+        "  their lines": sum(len(sources[path].splitlines()) for path in step),
+        **{
+            f"files that mention {key}": sum(bool(re.search(names, text)) for text in sources.values())
+            for key, names in SPREAD.items()
+        },
     }
+
+
+def files_of_a_step(page: str, sources: Sources) -> set[str]:
+    """The package's files that the design page names in the life of a step."""
+    section = re.search(r"^## The life of a step$(.*?)(?=^## |\Z)", page, re.M | re.S)
+    named = re.findall(r"`([\w/]+\.py)`", section.group(1)) if section else []
+    return {f"{PACKAGE}/{name}" for name in named} & set(sources)
+
+
+def count_small_with_one_importer(sources: Sources, trees: Mapping[str, ast.Module]) -> int:
+    """Files under SMALL_LINES that exactly one other file imports."""
+    importers: Counter[str] = Counter()
+    for tree in trees.values():
+        imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+        names = {str(node.module) for node in imports}
+        importers.update(names | {f"{node.module}.{alias.name}" for node in imports for alias in node.names})
+    small = [path for path, text in sources.items() if len(text.splitlines()) < SMALL_LINES]
+    return sum(importers[_module_name(path)] == 1 for path in small if not path.endswith("__init__.py"))
 
 
 def count_callers(trees: Iterable[ast.Module]) -> Counter[str]:
