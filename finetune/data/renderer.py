@@ -6,11 +6,11 @@ from datetime import datetime
 from typing import Any
 
 import jinja2
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.data.chat_templates import PLAIN
 from finetune.data.messages import BadRow, Message, Tool
-from finetune.errors import UserError
+from finetune.data.template_sandbox import compile_template
 
 ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -51,7 +51,7 @@ class Renderer:
 def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None) -> Renderer:
     """`date`: the day, as 2026-01-31, for a template that asks for today's; None: today.
 
-    Raises `UserError` if the tokenizer's chat template is not valid Jinja.
+    Raises `UserError` if the tokenizer's chat template is not valid Jinja, or exceeds the limits of the sandbox.
     """
     template = tokenizer.chat_template or PLAIN
     if isinstance(template, dict):  # several, by name
@@ -59,10 +59,7 @@ def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None)
     words = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     longest_first = sorted(words | set(tokenizer.all_special_tokens), key=len, reverse=True)
     bare, wrapped = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
-    try:
-        compiled = _compile_jinja_template(template)
-    except jinja2.TemplateSyntaxError as error:
-        raise UserError(f"chat_template: line {error.lineno}: not valid Jinja: {error.message}") from None
+    compiled = compile_template(template)
     _fix_date(compiled, date)
     renderer = Renderer(
         template=template,

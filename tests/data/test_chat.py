@@ -235,6 +235,32 @@ def test_templates_run_in_a_sandbox(attack: str) -> None:
         render(conversation("Q", "A"), make_renderer(tokenizer_with(attack), True))
 
 
+DOUBLED = "{%% set all = namespace(s='ab') %%}{%% for i in range(60) %%}{%% set all.s = %s %%}{%% endfor %%}{{ all.s }}"
+LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
+
+
+@pytest.mark.parametrize(
+    ("endless", "message"),
+    [
+        ("{{ 'a' * 10**10 }}", "makes a text of more than"),
+        ("{{ '%10000000000d' % 1 }}", "makes a text of more than"),
+        ("{{ '{:>{w}}'.format(1, w=10**10) }}", "makes a text of more than"),
+        ("{{ 'a'|center(10000000000) }}", "makes a text of more than"),
+        (DOUBLED % "all.s + all.s", "makes a text of more than"),
+        (DOUBLED % "all.s ~ all.s", "makes a text of more than"),
+        (DOUBLED % "all.s.replace('a', all.s)", "makes a text of more than"),
+        (DOUBLED % "all.s|join(all.s)", "makes a text of more than"),
+        (DOUBLED % "[all.s, all.s]", "builds a list of more than"),
+        ("{% for a in range(99999) %}{% generation %}{{ 'a' * 10**6 }}{% endgeneration %}{% endfor %}", "makes a text"),
+        (LOOPS, "takes more than"),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+    ],
+)
+def test_a_template_that_would_take_all_time_or_memory_is_refused(endless: str, message: str) -> None:
+    with pytest.raises(UserError, match=f"chat_template: {message}"):
+        render(conversation("Q", "A"), make_renderer(tokenizer_with(endless), True))
+
+
 def test_a_template_that_is_not_jinja_is_reported_with_its_line() -> None:
     with pytest.raises(UserError, match="chat_template: line 2: not valid Jinja"):
         make_renderer(tokenizer_with("hello\n{% for %}"), True)
