@@ -107,6 +107,9 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
     marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
     messages = [{"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)]
     between, trims, starts = [], [], []
+    start_after: dict[
+        tuple[str, str], int | None
+    ] = {}  # one prefix is rendered for each kind of turn, not for each turn
     try:
         text = apply_template(renderer, messages)
         position = 0
@@ -116,12 +119,19 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
                 return None
             trimmed = text[at - 1] != " " or text[at + len(mark)] != "\n"
             content = at if trimmed else at - 1
-            start = _find_start_of_turn(text, messages[:i], (), renderer) if role == "assistant" else content
-            if start is None or not position <= start <= content:
+            before = text[position:content]
+            start: int | None = len(before)
+            if role == "assistant":
+                kind = (roles[i - 1] if i else "", before)
+                if kind not in start_after:
+                    found = _find_start_of_turn(text, messages[:i], (), renderer)
+                    start_after[kind] = None if found is None else found - position
+                start = start_after[kind]
+            if start is None or not 0 <= start <= len(before):
                 return None
-            between.append(text[position:content])
+            between.append(before)
             trims.append(trimmed)
-            starts.append(start - position)
+            starts.append(start)
             position = at + len(mark) + (not trimmed)
     except (BadRow, IndexError):
         return None

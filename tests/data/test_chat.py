@@ -1,5 +1,6 @@
 """Chat templates: the text is what transformers renders, and exactly the assistant's turns in it are trained on."""
 
+import cProfile
 from typing import Any
 
 import pytest
@@ -259,6 +260,18 @@ LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
 def test_a_template_that_would_take_all_time_or_memory_is_refused(endless: str, message: str) -> None:
     with pytest.raises(UserError, match=f"chat_template: {message}"):
         render(conversation("Q", "A"), make_renderer(tokenizer_with(endless), True))
+
+
+def test_the_work_for_a_conversation_grows_with_its_length_alone() -> None:
+    renderer = make_renderer(tokenizer_with(TEMPLATES["qwen"]), True)
+
+    def count_calls(turns: int) -> int:
+        document = conversation(*("ab" * turns))
+        profile = cProfile.Profile()
+        profile.runcall(render, document, renderer)
+        return sum(entry.callcount for entry in profile.getstats())
+
+    assert count_calls(400) < 2.2 * count_calls(200)
 
 
 def test_a_template_that_is_not_jinja_is_reported_with_its_line() -> None:
