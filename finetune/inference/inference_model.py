@@ -26,6 +26,7 @@ from finetune.export.target import describe_target
 from finetune.export.writing import plan_weights
 from finetune.hub import hub_error
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
+from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.lora import peft_name
 from finetune.recipe.quantization import describe_quantization
 from finetune.safetensors_io.header import read_header, read_json
@@ -85,6 +86,7 @@ def load_model(
         else:
             model = _load_pretrained(reference.name, reference.revision, options)
         tokenizer = _load_tokenizer(folder, reference, options)
+    multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     template = choose_template(tokenizer, reference, options, default_template, log)
     return InferenceModel(reference.name, model.eval(), tokenizer, template, has_adapter)
 

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.constants import frozen_dtype
+from finetune.constants import COMPUTE_DTYPE, frozen_dtype
 from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.hub import download_folder
 from finetune.models.activation_offload import ActivationOffload, CudaCopies
 from finetune.models.attention import install_attention
+from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.embedding_noise import install_embedding_noise
 from finetune.models.expert_parallelism import divide_experts
 from finetune.models.experts import count_active, expert_modules, install_experts, install_routing
@@ -63,6 +64,7 @@ def load_model(
     Whether such a model can be trained, `pretrained_config.check_config` answers first. Raises `UserError` for a model that cannot be
     reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
+    multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
     if model.activation_offload and world.device.type != "cuda":
         raise UserError(

@@ -13,6 +13,7 @@ from finetune.distributed.parallelize import count_wrapped_units, unwrap
 from finetune.distributed.world import World
 from finetune.json_lines import read_json_lines, read_json_object
 from finetune.metrics import DIVERGED_ADVICE, find_divergence, losses_of
+from finetune.models.cpu_products import describe_products
 from finetune.models.load import ModelSize
 from finetune.models.quantized_layers import quantized_layers
 from finetune.models.quantized_linear import CODES, SCALES
@@ -57,6 +58,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         + (f" {sharding.strategy}, wrapped {units}" if units else "")
         + f"{experts}; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
+        *describe_products(),
         *describe_tensor_groups(world),
         *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
