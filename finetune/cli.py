@@ -106,13 +106,18 @@ def _add_init(subcommands: "Subcommands") -> None:
     init.add_argument("--data", metavar="PATH", help="a file, glob, folder or hub name")
     init.add_argument("--data-name", metavar="NAME", help="the hub data set's configuration")
     init.add_argument("--split", default="train", metavar="SPLIT", help="of the data (default: train)")
-    for column in ("messages", "prompt", "completion", "text"):
+    for column in ("messages", "prompt", "completion", "text", "chosen", "rejected"):
         init.add_argument(f"--{column}-column", metavar="NAME", help=f"the column that holds the {column}")
     init.add_argument("--gpus", metavar="N", help="for the run, 0 for the CPU (default: those of this machine)")
-    init.add_argument("--gpu-memory", metavar="SIZE", help="of each, for example 80GiB (default: this machine's)")
     init.add_argument(
-        "--method", choices=("full", "lora"), help="all parameters or adapters (default: all where they fit)"
+        "--gpu-memory", metavar="SIZE", help="of each, for example 80GiB; a bare 80 is GiB (default: this machine's)"
     )
+    init.add_argument(
+        "--method",
+        choices=("full", "lora", "qlora", "dpo", "orpo", "simpo", "kto", "distill"),
+        help="what is trained, or what it learns from (default: as the data asks, all parameters where they fit)",
+    )
+    init.add_argument("--teacher", metavar="M", help="distill: the model to learn from, a folder or hub name")
     init.add_argument("--output", metavar="FILE", help="the recipe to write (default: my_recipe.yaml)")
     init.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
 

@@ -8,6 +8,9 @@ from finetune.errors import UserError
 GIB, MIB = 1 << 30, 1 << 20
 UNITS = {
     "": 1,
+    "m": 1 << 20,
+    "g": 1 << 30,
+    "t": 1 << 40,
     "kb": 10**3,
     "mb": 10**6,
     "gb": 10**9,
@@ -20,7 +23,7 @@ UNITS = {
 
 
 def read_size(text: str) -> int:
-    """Bytes from text such as 80GiB, 5 GB or a bare number; 5GB is 5·10⁹ and 5GiB is 5·2³⁰, in any case of letters.
+    """Bytes from text such as 80GiB, 5 GB or a bare number; 5GB is 5·10⁹, 5GiB and 5G are 5·2³⁰, in any case of letters.
 
     Raises `UserError` for what is no size, or none at all.
 
@@ -33,6 +36,17 @@ def read_size(text: str) -> int:
     if size <= 0:
         raise UserError(f"{text}: not a size; write a number and a unit, for example 80GiB or 500MB")
     return size
+
+
+def read_gpu_memory(text: str) -> str:
+    """The memory of a GPU with its unit: a bare number below 10,000 is GiB.
+
+    >>> read_gpu_memory("80"), read_gpu_memory("79.6 GiB")
+    ('80GiB', '79.6GiB')
+    """
+    plain = text.replace(" ", "")
+    is_bare = re.fullmatch(r"\d{1,4}(\.\d+)?", plain)
+    return f"{plain}GiB" if is_bare else plain
 
 
 def disk_size(size_bytes: int) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 
 from finetune.durable import replace_file
-from finetune.errors import UserError
+from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.hub import download_file
 from finetune.init.data_columns import DataSummary, list_unread_files, summarize_data
 from finetune.init.new_recipe import (
@@ -19,14 +19,22 @@ from finetune.init.new_recipe import (
     plan_command,
 )
 from finetune.init.questions import ask, find_gpus, is_interactive, require
-from finetune.init.sizing import Fit, Hardware, Keys, fit_recipe
+from finetune.init.sizing import Fit, Hardware, Keys, Trained, fit_recipe
 from finetune.plan.architecture import find_config
+from finetune.recipe.method_schema import METHODS, RowKind
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import DatasetSource, Model
-from finetune.units import MIB, counted, gib, read_size
+from finetune.recipe.schema import DatasetSource, Model, Recipe
+from finetune.units import MIB, counted, gib, read_gpu_memory, read_size
 
 MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
+# What the data holds -> the methods that learn from it, the default first; auto: all parameters where they fit, else LoRA.
+BY_KIND: dict[RowKind, tuple[str, ...]] = {
+    "answers": ("auto", "full", "lora", "qlora", "distill"),
+    "pairs": ("dpo", "orpo", "simpo", "kto"),
+    "ratings": ("kto",),
+}
+KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
@@ -41,6 +49,7 @@ def init_command(options: argparse.Namespace) -> int:
         "Data, a file, a folder or a hub name",
         read=lambda path: _read_data(path, options, model),
     )
+    method, trained = _choose_method(options, data)
     hardware = _find_hardware(options)
     output = require(
         options.output,
@@ -49,12 +58,63 @@ def init_command(options: argparse.Namespace) -> int:
         "my_recipe.yaml",
         read=lambda output: _check_output(output, options.overwrite),
     )
-    fit = fit_recipe(*_given_keys(model, config, data), hardware, options.method)
-    text = compose_recipe(data, fit, hardware, output)
-    _write(Path(output), text)
-    for line in _summary(output, data, fit, hardware):
+    keys, packed_rows = _given_keys(model, config, data)
+    fit = fit_recipe(keys | method, packed_rows, hardware, trained)
+    recipe = _write(Path(output), compose_recipe(data, fit, hardware, output))
+    found = check_sample(recipe, data)
+    is_fatal = any(line.startswith("fatal:") for line in found)
+    for line in _summary(output, fit, hardware, found, is_fatal=is_fatal):
         print(line)
-    return 0
+    return EXIT_USER_ERROR if is_fatal else 0
+
+
+def _choose_method(options: argparse.Namespace, data: DataSummary) -> tuple[Keys, Trained | None]:
+    """The keys of the method, and what is trained by it; None: all parameters, or adapters where these do not fit."""
+
+    def read(name: str) -> str:
+        if name not in BY_KIND[data.kind]:
+            raise UserError(f"--method: {name}: for this data it is one of {', '.join(BY_KIND[data.kind])}")
+        return name
+
+    known = BY_KIND[data.kind]
+    name = require(options.method, "--method", f"Method ({', '.join(known)})", known[0], read=read)
+    if name == "distill":
+        teacher = require(
+            options.teacher, "--teacher", "Teacher, a folder or a hub name", read=lambda text: _read_model(text)[0]
+        )
+        return {"method": name, "teacher_model_name_or_path": teacher}, None
+    if options.teacher is not None:
+        raise UserError("--teacher: is for --method distill")
+    if name in METHODS:
+        return {"method": name}, None
+    trained: dict[str, Trained | None] = {"auto": None, "full": "full", "lora": "lora", "qlora": "qlora"}
+    return {}, trained[name]
+
+
+def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
+    """What `finetune inspect` would find in the rows that were read, the most severe first."""
+    from finetune.data.checks import Finding  # below it torch-free too
+    from finetune.data.sources import RowBatch
+
+    try:
+        tokenizer = _load_tokenizer(recipe)
+        from finetune.data.tokenize import SourceStats, tokenize_rows
+
+        stats, rows = SourceStats(), data.sample
+        batch = RowBatch(data.source.path, tuple(range(1, len(rows) + 1)), rows)
+        keys, kind = replace(recipe.data, on_bad_row="skip"), recipe.method_facts.rows
+        for _ in tokenize_rows([(recipe.data.datasets[0], batch)], keys, tokenizer, stats, kind):
+            pass
+    except UserError as error:
+        return [f"notice: the rows were not checked with the model's tokenizer: {error}"]
+    findings: list[Finding] = stats.tally.list_findings(stats.rows_read, stats.unused_columns)
+    return [str(finding) for finding in findings]
+
+
+def _load_tokenizer(recipe: Recipe) -> Any:
+    from finetune.data.tokenizer import load_tokenizer  # imports transformers
+
+    return load_tokenizer(recipe.model, recipe.data)
 
 
 def _read_model(name: str) -> tuple[str, dict[str, Any]]:
@@ -81,8 +141,12 @@ def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummar
         prompt_column=options.prompt_column,
         completion_column=options.completion_column,
         text_column=options.text_column,
+        chosen_column=options.chosen_column,
+        rejected_column=options.rejected_column,
     )
-    found = summarize_data(source, model, has_template=has_chat_template(model), ask=ask if is_interactive() else None)
+    kind = KINDS.get(options.method)
+    person = ask if is_interactive() else None
+    found = summarize_data(source, model, has_template=has_chat_template(model), ask=person, kind=kind)
     rows = counted(found.rows, "row") if found.is_counted else f"more than {counted(found.rows, 'row')}"
     by = "" if found.is_tokenized else " (a guess from their characters)"
     print(f"data    {path}: {rows}, read as {found.format}, about {found.mean_tokens:,.0f} tokens each{by}")
@@ -115,13 +179,16 @@ def _find_hardware(options: argparse.Namespace) -> Hardware:
 
 
 def _read_memory(text: str) -> str:
-    """`text` without spaces. Raises `UserError` where it is no size of a GPU."""
+    """`text` with its unit. Raises `UserError` where it is no size of a GPU."""
+    size = read_gpu_memory(text)
     try:
-        if read_size(text) < 1 << 30:
+        if read_size(size) < 1 << 30:
             raise UserError(f"{text}: less than 1 GiB")
     except UserError as error:
         raise UserError(f"--gpu-memory: {error}") from None
-    return text.replace(" ", "")
+    if size != text.replace(" ", ""):
+        print(f"memory  {text} is read as {size}")
+    return size
 
 
 def _read_count(text: str) -> int:
@@ -147,21 +214,24 @@ def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[
     return keys, data.rows * data.mean_tokens / max_length
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str) -> Recipe:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         replace_file(path, text)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; choose another --output") from None
-    read_recipe(str(path))  # what was written is a recipe
+    return read_recipe(str(path))  # what was written is a recipe
 
 
-def _summary(output: str, data: DataSummary, fit: Fit, hardware: Hardware) -> list[str]:
-    what = "adapters (LoRA)" if fit.method == "lora" else "all parameters"
+def _summary(output: str, fit: Fit, hardware: Hardware, found: list[str], *, is_fatal: bool) -> list[str]:
+    what = {"full": "all parameters", "lora": "adapters (LoRA)", "qlora": "adapters (QLoRA)"}[fit.trained]
+    what += f" by {fit.keys['method']}" if "method" in fit.keys else ""
     fits = f"fits {hardware.words}: {gib(fit.plan.peak_bytes)} of {gib(hardware.memory_bytes)} GiB by the plan"
     return [
         f"wrote   {output}: trains {what}; {fits}",
         *(f"        {text}   ({cost})" for text, cost in fit.changes),
+        *(f"        {line}" for line in found),
+        *(["        a fatal finding stops the training: change the data or the recipe first"] if is_fatal else []),
         f"look    {inspect_command(output)}",
         f"plan    {plan_command(output, hardware)}",
         f"train   {launch_command(output, hardware)}",

@@ -4,15 +4,17 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from finetune.data.formats import Completion, Conversation, Document, Text, find_common_pair, parse_row
+from finetune.data.groups import READERS, RowGroups
 from finetune.data.messages import BadRow, describe_value, list_columns
+from finetune.data.preferences import find_sides
 from finetune.data.readers import file_kind
 from finetune.data.sources import list_files, read_rows
 from finetune.errors import UserError
+from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import DatasetSource
 
 ROWS_READ = 1000  # of a data set, from its beginning
@@ -23,7 +25,7 @@ PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input", "us
 COMPLETIONS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply", "label")
 TEXTS = ("text", "content", "document", "body", "article")
 SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by `datasets`, beside its Arrow files
-COLUMN_KEY = "(messages|prompt|completion|text)_column"
+COLUMN_KEY = "(messages|prompt|completion|text|chosen|rejected)_column"
 
 Ask = Callable[[str, str], str]  # (question, default) -> answer
 
@@ -40,13 +42,17 @@ class DataSummary:
     longest_tokens: int  # of all but the longest hundredth of the rows
     mean_tokens: float  # of a row
     is_tokenized: bool  # counted by the model's tokenizer; else guessed from characters
+    kind: RowKind = "answers"
+    sample: tuple[dict[str, Any], ...] = ()  # the rows that were read
 
 
-def summarize_data(source: DatasetSource, model: str, *, has_template: bool, ask: Ask | None) -> DataSummary:
+def summarize_data(
+    source: DatasetSource, model: str, *, has_template: bool, ask: Ask | None, kind: RowKind | None = None
+) -> DataSummary:
     """Reads the first rows of `source` and finds the columns to name; where `model` is a folder, its tokenizer counts their tokens.
 
     `has_template`: the model has a chat template, through which questions and answers then go. `ask`: asks a person which
-    column is which, where their names do not show it.
+    column is which, where their names do not show it. `kind`: what the method reads; None: what the first row holds.
 
     Raises `UserError` where there are no rows, or columns that nobody names.
     """
@@ -62,19 +68,37 @@ def summarize_data(source: DatasetSource, model: str, *, has_template: bool, ask
             break
     if not rows:
         raise UserError(bad[0] if bad else f"{source.path}: has no rows")
-    source = choose_columns(rows[0], source, has_template=has_template, ask=ask)
-    documents = [_parse(row, source) for row in islice(rows, ROWS_READ)]
+    rows = rows[:ROWS_READ]
+    kind = kind or find_kind(rows[0], source)
+    if kind == "answers":
+        source = choose_columns(rows[0], source, has_template=has_template, ask=ask)
+    read = [_read(row, source, kind) for row in rows]
+    documents = [document for row in read for group in row.groups for document in group.documents]
     lengths, is_tokenized = count_tokens(documents, Path(model))
     return DataSummary(
         source=source,
-        format=parse_row(rows[0], source).format,
+        format=read[0].format,
         columns=tuple(map(str, rows[0])),
         rows=taken if taken < ROWS_READ else _count_rows(source, taken),
         is_counted=taken < ROWS_READ or bool(list_files(source)),
         longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))]) + TEMPLATE_TOKENS,
-        mean_tokens=sum(lengths) / len(lengths) + TEMPLATE_TOKENS,
+        mean_tokens=(sum(lengths) / len(lengths) + TEMPLATE_TOKENS) * len(documents) / len(rows),
         is_tokenized=is_tokenized,
+        kind=kind,
+        sample=tuple(rows),
     )
+
+
+def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
+    """What a row holds: a pair of answers, a rated answer, or answers. Columns that a person names are answers."""
+    if source.chosen_column or source.rejected_column:
+        return "pairs"
+    if source.completion_column or source.messages_column or source.text_column:
+        return "answers"
+    if None not in find_sides(row, source):
+        return "pairs"
+    is_rated = any(isinstance(row.get(column), bool) for column in ("label", "kto_tag"))
+    return "ratings" if is_rated else "answers"
 
 
 def choose_columns(
@@ -143,9 +167,9 @@ def _ask_column(question: str, row: Mapping[str, Any], ask: Ask) -> str:
     return column
 
 
-def _parse(row: Mapping[str, Any], source: DatasetSource) -> Document:
+def _read(row: Mapping[str, Any], source: DatasetSource, kind: RowKind) -> RowGroups:
     try:
-        return parse_row(row, source).document
+        return READERS[kind](row, source)
     except BadRow as error:
         raise UserError(f"{source.path}: {name_flags(str(error))}") from None
 

@@ -15,12 +15,22 @@ from finetune.units import counted, gib
 COMMENT_COLUMN = 40
 MIN_LENGTH, MAX_LENGTH, TEXT_LENGTH = 512, 8192, 2048  # tokens
 WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")  # whatever is changed
+METHODS = {
+    "dpo": "learns from pairs which answer is the better one; orpo and simpo need no reference",
+    "orpo": "learns the chosen answers, and to prefer them to the rejected ones",
+    "simpo": "learns from pairs which answer is the better one, without a reference",
+    "kto": "learns from answers that are rated good or bad",
+    "distill": "learns a larger model's probabilities for every token of the answers",
+}
 FORMATS = {
     "messages": "conversations; the model's chat template writes their turns",
     "sharegpt": "conversations; the model's chat template writes their turns",
     "alpaca": "instructions with their outputs, as turns of the model's chat template",
     "prompt_completion": "prompts with their completions, joined without a chat template",
     "text": "plain text, all of it trained on",
+    "preference": "pairs of a chosen and a rejected answer, as turns of the model's chat template",
+    "preference_text": "pairs of a chosen and a rejected answer, joined without a chat template",
+    "prompt_completion_messages": "prompts with their answers, as turns of the model's chat template",
 }
 
 
@@ -43,6 +53,7 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         _line("model_name_or_path", keys["model_name_or_path"]),
         _line("accelerate_config", keys["accelerate_config"], "sharded over all GPUs; accelerate_configs/ has others"),
         *_method(fit),
+        *_trained(fit),
         "",
         *_datasets(data),
         *_held_out(keys),
@@ -53,7 +64,7 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         _line("num_train_epochs", keys["num_train_epochs"], "watch the held-out loss: fewer, where it rises"),
         *_advised(fit),
         "",
-        _line("learning_rate", keys["learning_rate"], "adapters take ten times the rate of full fine-tuning and more" if fit.method == "lora" else "for all parameters of a trained model"),
+        _line("learning_rate", keys["learning_rate"], "for all parameters of a trained model" if fit.trained == "full" else "adapters take ten times the rate of full fine-tuning and more"),
         _line("warmup_ratio", 0.03),
         "",
         _line("logging_steps", max(1, min(10, int(every) // 5))),
@@ -76,7 +87,7 @@ def inspect_command(file: str) -> str:
 
 
 def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
-    what = "Adapters (LoRA) for" if fit.method == "lora" else "All parameters of"
+    what = "All parameters of" if fit.trained == "full" else "Adapters (LoRA) for"
     yield f"# {what} {fit.keys['model_name_or_path']} on {data.source.path}, for {hardware.words}; written by finetune init."
     yield f"#   {inspect_command(file)}    # the rows as the model will see them"
     yield f"#   {plan_command(file, hardware)}    # {gib(fit.plan.peak_bytes)} GiB"
@@ -84,10 +95,21 @@ def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterato
 
 
 def _method(fit: Fit) -> Iterator[str]:
-    if fit.method == "lora":
+    """What the model learns from, where it is not answers alone."""
+    method = fit.keys.get("method")
+    if method is not None:
+        yield _line("method", method, METHODS[method])
+    if method == "distill":
+        yield _line("teacher_model_name_or_path", fit.keys["teacher_model_name_or_path"], "with the same tokenizer")
+
+
+def _trained(fit: Fit) -> Iterator[str]:
+    if fit.trained != "full":
         yield _line("use_peft", True, "train adapters on a frozen model, a hundredth of its parameters or less")
         yield _line("lora_r", fit.keys["lora_r"], "their rank: more learns more, and takes more memory")
         yield _line("lora_alpha", fit.keys["lora_alpha"], "they are scaled by lora_alpha / lora_r")
+    if fit.trained == "qlora":
+        yield _line("load_in_4bit", True, "the frozen model in 4 bits (QLoRA)")
 
 
 def _datasets(data: DataSummary) -> Iterator[str]:
@@ -96,7 +118,17 @@ def _datasets(data: DataSummary) -> Iterator[str]:
     yield "datasets:"
     yield _line("  - path", source.path, f"{rows} with the columns {list_columns(data.columns)}")
     default = DatasetSource(path="")
-    for key in ("name", "split", "type", "messages_column", "prompt_column", "completion_column", "text_column"):
+    for key in (
+        "name",
+        "split",
+        "type",
+        "messages_column",
+        "prompt_column",
+        "completion_column",
+        "text_column",
+        "chosen_column",
+        "rejected_column",
+    ):
         if (value := getattr(source, key)) != getattr(default, key):
             yield _line(f"    {key}", value, FORMATS[data.format] if key == "type" else "")
     if source.type is None:

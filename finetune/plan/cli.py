@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 from math import prod
 
 from finetune.distributed.accelerate_config import find_sharding, read_sharding
@@ -15,12 +16,14 @@ from finetune.plan.table import format_advice, format_layouts
 from finetune.plan.time import ASSUMED_MFU
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Recipe
-from finetune.units import MIB, read_size
+from finetune.units import MIB, read_gpu_memory, read_size
 
 
 def plan_command(arguments: argparse.Namespace) -> int:
     """Prints the plan of `arguments.recipe`. Returns 1 where it does not fit --gpu-memory, else 0."""
-    limit = None if arguments.gpu_memory is None else read_size(arguments.gpu_memory)
+    if arguments.gpu_memory is not None and (read := read_gpu_memory(arguments.gpu_memory)) != arguments.gpu_memory:
+        print(f"--gpu-memory {arguments.gpu_memory}: read as {read}", file=sys.stderr)
+    limit = None if arguments.gpu_memory is None else read_size(read_gpu_memory(arguments.gpu_memory))
     if limit is not None and limit < MIB:
         raise UserError(f"--gpu-memory {arguments.gpu_memory}: is {limit} bytes; write a unit, for example 80GiB")
     mfu = ASSUMED_MFU if arguments.mfu is None else arguments.mfu

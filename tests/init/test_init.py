@@ -92,6 +92,50 @@ def test_what_it_writes_fits_by_the_plan(
     assert sum("#" in line for line in keys) > len(keys) / 2, "choices say why"
 
 
+@pytest.mark.parametrize(
+    ("row", "options", "expected"),
+    [
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, (), {"method": "dpo", "learning_rate": 5e-6}),
+        ({"prompt": "a", "chosen": "b", "rejected": "c"}, ("--method", "simpo"), {"method": "simpo"}),
+        ({"question": "a", "better": "b", "worse": "c"}, ("--chosen-column", "better", "--rejected-column", "worse"), {"method": "dpo"}),
+        ({"prompt": "a", "completion": "b", "label": False}, (), {"method": "kto"}),
+        ({"question": "a", "answer": "b"}, ("--method", "distill", "--teacher", "MODEL"), {"method": "distill"}),
+        ({"question": "a", "answer": "b"}, ("--method", "qlora"), {"load_in_4bit": True, "use_peft": True}),
+    ],
+    ids=lambda value: ",".join(value) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_every_method_has_a_first_recipe(
+    row: dict[str, Any],
+    options: tuple[str, ...],
+    expected: dict[str, Any],
+    llama: Path,
+    tmp_path: Path,
+    init: Callable[..., str],
+) -> None:
+    data = write_rows(tmp_path / "rows.jsonl", *[row] * 50)
+    given = [str(llama) if option == "MODEL" else option for option in options]
+    init("--model", llama, "--data", data, "--gpus", 1, "--gpu-memory", "40G", *given)
+    found = to_dict(read_recipe(str(tmp_path / "r.yaml")))
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_a_sample_of_the_rows_is_checked_as_inspect_does(
+    tiny_llama: Callable[..., Path], tmp_path: Path, init: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The tiny model's template drops tool calls, which inspect calls fatal."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    turns = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    data = write_rows(tmp_path / "calls.jsonl", *[{"messages": turns}] * 40)
+    output = tmp_path / "calls.yaml"
+    assert (
+        main(["init", "--model", str(tiny_llama()), "--data", str(data), "--gpus", "0", "--output", str(output)]) == 2
+    )
+    shown = capsys.readouterr().out
+    assert "fatal: tool_calls_dropped: in 40 of 40 rows the chat template drops tool calls" in shown
+    assert main(["inspect", "--recipe", str(output), "--rows", "0"]) == 2
+    assert "fatal: tool_calls_dropped" in capsys.readouterr().out
+
+
 def test_what_only_an_accelerate_file_can_say_is_not_chosen(llama: Path, tmp_path: Path) -> None:
     """Where four GPUs that divide rows would be the cheapest change, by the plan."""
     data = make_chat(tmp_path / "chat.jsonl", rows=2)
@@ -140,7 +184,7 @@ def test_what_it_writes_is_inspected(
 
 def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init: Callable[..., str]) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
-    rated = write_rows(tmp_path / "rated.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
+    pairs = write_rows(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
     empty = write_rows(tmp_path / "empty.jsonl")
     counts = write_rows(tmp_path / "counts.jsonl", {"question": "1+2", "answer": 3})
     table = tmp_path / "table.csv"
@@ -159,8 +203,8 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         (("--model", llama, "--data", rows), f"{rows}: its columns are u, v; say which to read with --prompt-column"),
         (("--model", llama, "--data", ""), "--data: empty; leave the flag out to be asked, or give a value"),
         (
-            ("--model", llama, "--data", rated),
-            f"{rated}: rejected: method: dpo (or orpo, simpo) learns from pairs; to train on the chosen answers alone, pass "
+            ("--model", llama, "--data", pairs, "--method", "lora"),
+            f"{pairs}: rejected: method: dpo (or orpo, simpo) learns from pairs; to train on the chosen answers alone, pass "
             "--completion-column chosen\n",
         ),
         (("--model", llama, "--data", counts), f"{counts}: answer: text is expected, found 3 (int); write it as text"),
@@ -168,8 +212,16 @@ def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init
         (("--model", llama, "--data", rows, "--prompt-column", "w"), f"{rows}: w: text is expected, found "),
         (("--model", llama, "--data", rows, "--text-column", "u", "--gpus", "two"), "--gpus: two: a number of GPUs"),
         (
-            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "80"),
-            "--gpu-memory: 80: less than 1 GiB",
+            ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "80MB"),
+            "--gpu-memory: 80MB: less than 1 GiB",
+        ),
+        (
+            ("--model", llama, "--data", pairs, "--method", "dpo", "--teacher", llama, "--gpus", 0),
+            "--teacher: is for --method distill",
+        ),
+        (
+            ("--model", llama, "--data", rows, "--text-column", "u", "--method", "distill", "--gpus", 0),
+            "--teacher: needed, since there is no terminal to ask at",
         ),
         (
             ("--model", llama, "--data", rows, "--text-column", "u", "--gpus", 1, "--gpu-memory", "1GiB"),
@@ -205,7 +257,7 @@ def test_a_wrong_answer_is_asked_again(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b", "n": 3})
-    answers = ["./gone", str(llama), "./gone.jsonl", str(rows), "u", "n", "v", "two", "2", "80", "80GiB"]
+    answers = ["./gone", str(llama), "./gone.jsonl", str(rows), "u", "n", "v", "dpo", "qlora", "two", "2", "80MB", "80"]
     monkeypatch.setattr("finetune.init.questions.is_interactive", lambda: True)
     monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: answers.pop(0))
@@ -213,16 +265,19 @@ def test_a_wrong_answer_is_asked_again(
     said = [
         line
         for line in capsys.readouterr().out.splitlines()
-        if not line.startswith(("data", "wrote", "look", "plan", "train"))
+        if not line.startswith(("data", "wrote", "look", "plan", "train", "  "))
     ]
     assert [line.partition(" ")[0] for line in said] == [
         "./gone:",
         "./gone.jsonl:",
         f"{rows}:",
         "n:",
+        "--method:",
         "--gpus:",
         "--gpu-memory:",
+        "memory",
     ]
+    assert to_dict(read_recipe(str(tmp_path / "r.yaml")))["load_in_4bit"] is True
 
     def end(_: str) -> str:
         raise EOFError
@@ -245,6 +300,7 @@ def test_a_person_is_asked_at_a_terminal(llama: Path, tmp_path: Path) -> None:
             ("Which one holds the prompt or question? (none: plain text): ", "w"),
             ("w: no such column; there are u, v\r\nWhich one holds the prompt or question? (none: plain text): ", "u"),
             ("Which one holds the answer?: ", "v"),
+            ("Method (auto, full, lora, qlora, distill) [auto]: ", "full"),
             ("GPUs for the run (0: the CPU) ", "2"),
             ("Memory of each GPU [", "80GiB"),
         ):
