@@ -1,9 +1,7 @@
 """How torch.compile is used: sizes as symbols, and what is compiled kept for the next start."""
 
 import os
-import shutil
 from contextlib import suppress
-from functools import cache
 
 import torch
 
@@ -13,12 +11,6 @@ from finetune.hub import find_cache
 # of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
 RECOMPILE_LIMIT = 64
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-
-@cache
-def has_compiler() -> bool:
-    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds a step."""
-    return shutil.which("cc") is not None
 
 
 def configure_compiler() -> None:

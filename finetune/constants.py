@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -42,22 +42,48 @@ ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # byt
 COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of a mixed_precision
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerFacts:
-    """What the plan and the check of a step must know of an optimizer."""
+    """What the rest of the package asks about an optimizer."""
 
     # Bytes of a number of its moments, in a checkpoint, and in memory unless quantized; None: as of its parameter.
     moment_itemsize: int | None = None
     reads_found_inf: bool = False  # skips its update by the flag of torch's GradScaler
+    reads_betas: bool = True  # whether adam_beta1, adam_beta2 and adam_epsilon are its
+    package: str | None = None  # that has to be installed
+    # What it cannot be combined with (the names of OPTIMIZER_CONFLICTS in config/compatibility.py), and why.
+    conflicts: Mapping[str, str] = field(default_factory=dict)
 
 
 OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
     "adamw_torch_fused": OptimizerFacts(reads_found_inf=True),
     "adamw_torch": OptimizerFacts(),
-    "adamw_bf16_moments": OptimizerFacts(moment_itemsize=2, reads_found_inf=True),
-    "adamw_8bit": OptimizerFacts(moment_itemsize=4),
-    "adafactor": OptimizerFacts(),
-    "sgd": OptimizerFacts(),
+    "adamw_bf16_moments": OptimizerFacts(
+        moment_itemsize=2,
+        reads_found_inf=True,
+        conflicts={"an uneven vocabulary": "it rounds the moments of equal shards alike"},
+    ),
+    "adamw_8bit": OptimizerFacts(
+        moment_itemsize=4,
+        package="torchao",
+        conflicts={
+            "FSDP1": "FSDP1 cannot save its moments",
+            "tp_size": "its blocks of moments cross the shards",
+            "optim_offload: nvme": "its state cannot be kept in files",
+        },
+    ),
+    "adafactor": OptimizerFacts(
+        reads_betas=False,
+        conflicts={
+            "FSDP1": "FSDP1 flattens the rows and columns that it averages over",
+            "tp_size": "it averages over whole rows and columns",
+            "expert_parallel_size": "it averages over whole rows and columns",
+            "optim_offload: nvme": "its state cannot be kept in files",
+            "optim_in_backward": "it averages each update over the ranks",
+            "trained experts": "it keeps averages of rows and columns, and the experts of a layer are a stack of matrices",
+        },
+    ),
+    "sgd": OptimizerFacts(reads_betas=False, conflicts={"optim_offload: nvme": "it has no state to keep in files"}),
 }
 
 

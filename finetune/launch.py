@@ -9,12 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.facts import with_expert_parallelism
 from finetune.constants import count_cores
 from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
-from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
+from finetune.plan.architecture import find_local_facts
 from finetune.pretrained_adapter import complete_lora
-from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.reader import find_file, read_recipe
 
 RUN = Path(__file__).resolve().parent / "run.py"
@@ -30,13 +31,8 @@ def launch_command(options: argparse.Namespace) -> int:
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
-    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks // sharding.ranks_per_batch)
-    with_expert_parallelism(sharding, recipe, ranks)
-    if ranks < sharding.num_machines:
-        raise UserError(
-            f"{sharding.source}: num_machines: {sharding.num_machines}, but --num-processes {ranks}: each machine runs at "
-            "least one; set num_machines: 1, or ask for more processes"
-        )
+    sharding = with_expert_parallelism(sharding, recipe)
+    refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))
     file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config") if config else None
 
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]

@@ -1,31 +1,14 @@
 """The transformers config of a recipe's model, and whether such a model can be trained."""
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from finetune.config.facts import ModelFacts, read_model_facts
 from finetune.errors import UserError
 from finetune.hub import download_file
-from finetune.recipe.expert_division import refuse_undivided
-from finetune.recipe.memory_keys import refuse_unsuited_keys
-from finetune.recipe.quantization import (
-    check_quantization,
-    describe_quantization,
-    read_stored_quantization,
-    refuse_quantized_experts,
-)
-from finetune.recipe.schema import Data, Model, Quantization, Recipe
-from finetune.recipe.sequence_division import refuse_undivided_attention
-from finetune.recipe.tensor_division import check_divisible
-
-if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
-
-EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-CHOSEN_COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "num_selected_experts")
-MAX_LAYERS = 1000  # decoder layers; a config that claims more would be built for minutes
+from finetune.recipe.schema import Model
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,100 +47,12 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
     return text_config
 
 
-def check_config(config: Any, model: Model, data: Data, vocabulary: int) -> None:
-    """Raises `UserError` for a model that cannot be trained on such rows, as far as its config shows.
+def read_facts(config: Any, name: str | None, tokens: int | None = None) -> ModelFacts:
+    """The facts of a transformers config. Raises `UserError` for one with which no model can be built.
 
-    `vocabulary`: the number of tokens that the embedding must hold, which is the tokenizer's size.
+    `tokens`: the number that the embedding must hold, which is the tokenizer's size.
     """
-    name = model.model_name_or_path or "model_config"
-    layers = getattr(config, "num_hidden_layers", 1)
-    if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
-        raise UserError(f"{name}: num_hidden_layers: {layers}: from 1 to {MAX_LAYERS:,} decoder layers can be trained")
-    read_stored_quantization(config, name)
-    if vocabulary > config.vocab_size:
-        raise UserError(
-            f"{name}: its embedding has {config.vocab_size} rows, but the tokenizer has {vocabulary} tokens; "
-            "use the model's own tokenizer (added_tokens adds tokens to it), or set vocab_size in model_config"
-        )
-
-
-def check_division(config: Any, recipe: Recipe, sharding: "Sharding", ranks: int) -> None:
-    """Raises `UserError` where the model of `config` or its rows cannot be divided over the layout's groups, its experts, its
-    matrices, the heads of its attention, or a key is not for its kind. ranks: of the run."""
-    name, experts = recipe.model.model_name_or_path or "model_config", count_experts(config)
-    refuse_undivided(sharding, config.model_type, experts, name, ranks)
-    refuse_unsuited_keys(recipe.model, recipe.lora, experts, name)
-    if sharding.tensor_parallel_size > 1:
-        _check_matrices(config, recipe, sharding, name)
-    check_sequence_parallel(config, recipe.model, recipe.data, sharding)
-
-
-def _check_matrices(config: Any, recipe: Recipe, sharding: "Sharding", name: str) -> None:
-    heads = config.num_attention_heads
-    if getattr(config, "quantization_config", None) is not None:
-        raise UserError(
-            f"{sharding.source}: tp_size {sharding.tensor_parallel_size}: the weights of {name} are quantized, and cannot be "
-            "divided; name the unquantized model, or set tp_size: 1"
-        )
-    sizes = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": getattr(config, "num_key_value_heads", None) or heads,
-        "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
-        "intermediate_size": getattr(config, "intermediate_size", 0),
-        "vocab_size": config.vocab_size,
-    }
-    check_divisible(config.model_type, sizes, sharding, name, recipe.optimization.optim)
-
-
-def check_sequence_parallel(config: Any, model: Model, data: Data, sharding: "Sharding") -> None:
-    """Raises `UserError` where the ranks cannot divide the tokens of such a model's rows between them, as far as its config shows."""
-    if sharding.sequence_parallel_size > 1:
-        heads = config.get_text_config().num_attention_heads
-        refuse_undivided_attention(config.model_type, heads, model.attn_implementation, sharding)
-
-
-def count_experts(config: Any) -> int:
-    """The routed experts of a layer by the config; 0 for a dense model."""
-    return next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
-
-
-def count_chosen(config: Any) -> int:
-    """The routed experts of one token by the config; 0 where it does not say."""
-    return next((int(count) for name in CHOSEN_COUNTS if (count := getattr(config, name, None))), 0)
-
-
-def complete_quantization(recipe: Recipe, config: Any, sharding: "Sharding") -> Recipe:
-    """`recipe` with the keys that say how its base is quantized, where the files of the base already are.
-
-    Raises `UserError` where the recipe asks for another quantization than theirs or for full fine-tuning, where the layout
-    cannot hold a quantized base, and where bitsandbytes is not installed.
-    """
-    completed = _adopt_stored_quantization(recipe, config)
-    name = recipe.model.model_name_or_path or "model_config"
-    refuse_quantized_experts(completed.quantization, config.model_type, count_experts(config), name)
-    check_quantization(completed.quantization, sharding)
-    return completed
-
-
-def _adopt_stored_quantization(recipe: Recipe, config: Any) -> Recipe:
-    name, given = recipe.model.model_name_or_path or "model_config", recipe.quantization
-    stored = read_stored_quantization(config, name)
-    if stored is None:
-        return recipe
-    if not recipe.lora.use_peft:
-        raise UserError(
-            f"{name}: its weights are stored in {stored.bits} bits, so they cannot be fine-tuned in full; set use_peft: true, "
-            "or name the unquantized model"
-        )
-    usual = Quantization()
-    for key in fields(Quantization):
-        asked = getattr(given, key.name)
-        if asked not in (getattr(usual, key.name), getattr(stored, key.name)):
-            raise UserError(
-                f"{key.name}: {json.dumps(asked)}: the weights of {name} are stored as {describe_quantization(stored)}; leave "
-                f"{key.name} out, or name the unquantized model"
-            )
-    return replace(recipe, quantization=stored)
+    return read_model_facts(config.to_dict(), name or "model_config", tokens)
 
 
 def refuse_other_folder(folder: Path) -> None:

@@ -7,7 +7,6 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from finetune.errors import UserError
 from finetune.json_lines import read_json_object
 
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
-PACKAGES = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only
 IDENTITY = "tracker.json"  # in the run's folder: the tracker's id of the run, by which a resumed run continues there
 
@@ -42,16 +40,6 @@ class Tracker:
                 trackio.finish()
             else:
                 self.inner.finish()
-
-
-def refuse_missing(report_to: str) -> None:
-    """Raises `UserError` where the tracker's package is not installed, before anything is loaded."""
-    package = PACKAGES.get(report_to)
-    if package is not None and find_spec(package) is None:
-        raise UserError(
-            f'report_to: {report_to}: its package is not installed; pip install "finetune[{report_to}]", or set '
-            "report_to: none (metrics.jsonl is always written)"
-        )
 
 
 def open_tracker(

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.constants import IGNORE_INDEX
 from finetune.data.checks import check_longest_example
 from finetune.data.data_report import DataReport, SourceReport, count_examples
@@ -20,7 +21,7 @@ from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.errors import EXIT_USER_ERROR, UserError
-from finetune.pretrained_config import check_config, load_config
+from finetune.pretrained_config import load_config, read_facts
 from finetune.recipe.reader import RECIPES, read_recipe
 from finetune.recipe.schema import Recipe
 from finetune.terminal import printable, unfiltered
@@ -102,7 +103,8 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
         return [f"notice: the data was not compared with the model: {error}"]
     lines = check_longest_example(longest, getattr(config, "max_position_embeddings", None))
     try:
-        check_config(config, recipe.model, recipe.data, len(tokenizer))
+        facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
+        refuse_problems(find_problems(recipe, facts=facts))
     except UserError as error:
         lines.append(f"fatal: {error}")
     return lines

@@ -15,7 +15,6 @@ from finetune.distributed.sharding import (
     Strategy,
     Wrapping,
     describe_sizes,
-    refuse_impossible,
 )
 from finetune.errors import UserError
 from finetune.recipe.reader import find_file, shipped_folder
@@ -43,23 +42,9 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
 
     `config` (the --config of the command) decides; else the FSDP settings that the launcher put in `environ`; else
     `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
-    Raises `UserError` where a file is wrong, where the launcher's settings and `config` disagree, or where the layout is
-    impossible on the launched ranks.
+    Raises `UserError` where a file is wrong, or where the launcher's settings and `config` disagree. Whether the layout is
+    possible on the launched ranks, `config.compatibility.refuse_problems` says.
     """
-    sharding, stated = _find_layout(config, accelerate_config, environ)
-    refuse_impossible(sharding, int(environ.get("WORLD_SIZE", "1")), stated.place_of("parallelism_config"))
-    return sharding
-
-
-def find_sharding(config: str | None, accelerate_config: str | None, environ: Mapping[str, str]) -> Sharding:
-    """As `read_sharding`, without a check against the number of ranks."""
-    return _find_layout(config, accelerate_config, environ)[0]
-
-
-def _find_layout(
-    config: str | None, accelerate_config: str | None, environ: Mapping[str, str]
-) -> tuple[Sharding, Settings]:
-    """The layout, and the settings that it is read from."""
     launched = read_environment(environ)
     if config is not None:
         stated = read_file(find_file(config, ACCELERATE_CONFIGS, "Accelerate config"))
@@ -68,7 +53,7 @@ def _find_layout(
             if launched.has_sizes_alone:
                 launched = replace(stated, mesh=launched.mesh, source=launched.source, places={})
             _refuse_disagreement(sharding, _interpret(launched))
-        return sharding, stated
+        return sharding
     if launched is not None:
         stated = launched
     elif accelerate_config is not None:
@@ -77,7 +62,7 @@ def _find_layout(
         processes = int(environ.get("WORLD_SIZE", "1"))
         precision, fp8 = environ.get("ACCELERATE_MIXED_PRECISION", "no"), read_fp8_environment(environ)
         stated = Settings(PLAIN_LAUNCH, "MULTI_GPU" if processes > 1 else "NO", precision, False, {}, {}, fp8=fp8)
-    return _interpret(stated), stated
+    return _interpret(stated)
 
 
 def _interpret(settings: Settings) -> Sharding:
@@ -120,6 +105,7 @@ def _interpret(settings: Settings) -> Sharding:
         source=settings.source,
         translated=settings.translated,
         asked=settings.asked,
+        places=settings.places,
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
         problems.append(

@@ -6,10 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.constants import compute_global_batch_size
 from finetune.errors import UserError
-from finetune.recipe.overrides import COMMAND_LINE
-from finetune.recipe.schema import Recipe
 from finetune.recipe.yaml_file import read_entries
 
 STAGES = {
@@ -91,30 +88,6 @@ def translate_deepspeed(
     if reader.problems:
         raise UserError.of(reader.problems)
     return reader.translation()
-
-
-def refuse_contradictions(recipe: Recipe, asked: Mapping[str, float], source: str, ranks: int) -> None:
-    """Raises `UserError` where the numbers in a DeepSpeed section are not those of the recipe."""
-    rows, optimization = compute_global_batch_size(recipe.batch, ranks), recipe.optimization
-    size = recipe.batch.per_device_train_batch_size
-    ours: dict[str, float | None] = {
-        "gradient_accumulation_steps": -(-rows // (size * ranks)),
-        "per_device_train_batch_size": size,
-        "global_batch_size": rows,
-        "max_grad_norm": optimization.max_grad_norm,
-        "learning_rate": optimization.learning_rate,
-        "weight_decay": optimization.weight_decay,
-        "adam_epsilon": optimization.adam_epsilon,
-    }
-    names = {key: name for name, key in (IN_RECIPE | OPTIMIZER_IN_RECIPE).items()}
-    problems = [
-        f"{source}: {names[key]}: {value:g}, but {key} is {'null' if ours[key] is None else format(ours[key], 'g')} by the "
-        f"{COMMAND_LINE if recipe.place_of(key) == COMMAND_LINE else 'recipe'}{f' on {ranks} ranks' if 'batch' in key or 'steps' in key else ''}; set one to the other, or {names[key]} to auto"
-        for key, value in asked.items()
-        if ours[key] != value
-    ]
-    if problems:
-        raise UserError.of(problems)
 
 
 class _DeepspeedReader:

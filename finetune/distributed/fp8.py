@@ -1,11 +1,10 @@
 """FP8 as Accelerate files ask for it: mixed_precision: fp8, with its fp8_config section. Imports no torch."""
 
-import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
-from finetune.errors import UserError
+from finetune.config.model_rules import FP8_MULTIPLE
 
 if TYPE_CHECKING:
     from finetune.distributed.sharding import Sharding
@@ -36,8 +35,6 @@ OTHER_BACKEND_KEYS = frozenset(
         "optimization_level",
     ]
 )
-FP8_MULTIPLE = 16
-CUDA_CAPABILITY, HIP_CAPABILITY = (8, 9), (9, 4)  # from Ada (L40S, RTX 4090) and MI300 on
 OTHER_BACKENDS = {"TE": "Transformer Engine", "MSAMP": "MS-AMP"}
 
 
@@ -99,30 +96,3 @@ def gathers_fp8(sharding: "Sharding") -> bool:
         and sharding.layout == "fsdp2"
         and not sharding.cpu_offload
     )
-
-
-def refuse_unmultiplied(sharding: "Sharding", model: str, has_experts: bool, layers: int) -> None:
-    """Raises `UserError` where FP8 would do nothing for a `model` of which so many linear `layers` can be multiplied in it."""
-    reason = "is a mixture of experts, which torchao does not multiply in FP8" if has_experts else None
-    if reason is None and not layers:
-        reason = f"has no linear layer that can be multiplied in FP8: their sizes must divide by {FP8_MULTIPLE}"
-    if reason is not None:
-        raise UserError(f"{sharding.source}: mixed_precision: fp8: {model} {reason}; set mixed_precision: bf16")
-
-
-def refuse_old_gpu(sharding: "Sharding", name: str, capability: tuple[int, int], is_hip: bool = False) -> None:
-    """Raises `UserError` where a GPU of this `name` and compute capability does not multiply in FP8."""
-    needed = HIP_CAPABILITY if is_hip else CUDA_CAPABILITY
-    if capability < needed:
-        raise UserError(
-            f"{sharding.source}: mixed_precision: fp8: {name} has compute capability {capability[0]}.{capability[1]}, and FP8 needs "
-            f"{needed[0]}.{needed[1]}; set mixed_precision: bf16"
-        )
-
-
-def refuse_missing_torchao(sharding: "Sharding") -> None:
-    """Raises `UserError` where FP8 is asked for, and the package that computes in it is not installed."""
-    if sharding.fp8 is not None and importlib.util.find_spec("torchao") is None:
-        raise UserError(
-            f"{sharding.source}: mixed_precision: fp8 needs torchao; pip install torchao, or set mixed_precision: bf16"
-        )

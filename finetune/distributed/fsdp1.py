@@ -38,7 +38,6 @@ def shard_as_fsdp1(model: nn.Module, values: "Values", world: World, classes: tu
     than one of them beside its shards. Raises `UserError` where this layout cannot hold the model.
     """
 
-    _refuse_frozen_unsharded(model, world)
     plugin = world.accelerator.state.fsdp_plugin
     names = {parameter: name for name, parameter in model.named_parameters()}  # of tied ones, the first name
     every = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
@@ -73,20 +72,6 @@ def shard_as_fsdp1(model: nn.Module, values: "Values", world: World, classes: tu
             use_orig_params=True,
             param_init_fn=fill,
             device_id=world.device,
-        )
-
-
-def _refuse_frozen_unsharded(model: nn.Module, world: World) -> None:
-    """Raises `UserError` for NO_SHARD with frozen parameters: torch keeps those as plain tensors there, which its own
-    assertions then miss in the first forward or in the state dict. One rank is NO_SHARD whatever the file asks for."""
-    unsharded = world.sharding.strategy == "NO_SHARD" or world.size == 1
-    if unsharded and not all(parameter.requires_grad for parameter in model.parameters()):
-        here = "NO_SHARD" if world.sharding.strategy == "NO_SHARD" else "on one rank FSDP1 is NO_SHARD, which"
-        other = (
-            "ddp, which is the same layout" if world.size > 1 else "accelerate_config: single, which is the same layout"
-        )
-        raise UserError(
-            f"{world.sharding.source}: {here} cannot hold frozen parameters (LoRA's base, frozen_modules); use {other}, or set fsdp_version: 2"
         )
 
 

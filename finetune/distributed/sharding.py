@@ -1,12 +1,11 @@
 """The layout of a run as one value: what an Accelerate file says, interpreted. Torch-free."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from math import lcm, prod
 from typing import Any, Literal
 
 from finetune.distributed.fp8 import Fp8
-from finetune.errors import UserError
 from finetune.units import counted
 
 Layout = Literal["fsdp2", "fsdp1", "ddp", "single"]
@@ -47,6 +46,16 @@ class Sharding:
         str, ...
     ] = ()  # lines: what a DeepSpeed file asks for, and what does the same here; what has no effect
     asked: tuple[tuple[str, float], ...] = ()  # (a recipe's key, the number that a DeepSpeed file gives for it)
+    # Keys of the file, without prefixes -> their places.
+    places: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    def place_of(self, key: str) -> str:
+        """Where `key` of the Accelerate file stands: the file and its line, or the source alone."""
+        return self.places.get(key.removeprefix("fsdp_"), self.source)
+
+    def describe_mesh(self) -> str:
+        """The product of `mesh_sizes`."""
+        return describe_sizes(self.mesh_sizes or {})
 
     @property
     def is_fsdp(self) -> bool:
@@ -91,25 +100,6 @@ class Sharding:
         """The number of ranks that the layout's replicas and groups need at least; it works on multiples of it."""
         replicas = (self.mesh_sizes or {}).get("dp_replicate_size", 1)
         return replicas * lcm(self.ranks_per_batch, self.expert_parallel_size)
-
-
-def refuse_impossible(sharding: Sharding, ranks: int, sizes_at: str | None = None) -> None:
-    """Raises `UserError` for a layout that is impossible on `ranks` processes; `sizes_at`: the place of its sizes, where known."""
-    where = sharding.source
-    if sharding.layout == "single" and ranks > 1:
-        raise UserError(
-            f"{where}: this layout is for one process, but {ranks} were launched; launch one, or use ddp or an fsdp config"
-        )
-    if sharding.strategy == "HYBRID_SHARD" and ranks == 1:
-        raise UserError(f"{where}: hybrid sharding needs at least 2 ranks, but 1 was launched; use fsdp_full_shard")
-    sizes = sharding.mesh_sizes
-    if sizes is not None and prod(sizes.values()) != ranks:
-        raise UserError(
-            f"{sizes_at or where}: {describe_sizes(sizes)} = {prod(sizes.values())}, but {ranks} {'rank was' if ranks == 1 else 'ranks were'} launched; "
-            f"set the sizes so that their product is {ranks}"
-        )
-    if sharding.sequence_parallel_size > 1 and sharding.fp8 is not None:
-        raise UserError(f"{where}: sequence parallelism with mixed_precision: fp8 is not supported; set it to bf16")
 
 
 def describe_sizes(sizes: Mapping[str, int]) -> str:

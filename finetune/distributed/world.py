@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -12,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from finetune.config.facts import MachineFacts, has_compiler
 from finetune.constants import count_cores
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
-from finetune.distributed.fp8 import refuse_old_gpu
 from finetune.distributed.mesh import make_sequence_group
 from finetune.distributed.peers import this_process, watch_peers
 from finetune.distributed.sharding import Sharding
@@ -133,21 +134,12 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
     """Joins the ranks that the launcher started, under `sharding`; a process without a launcher becomes a world of one.
 
     Asserts what Accelerate does not check: that every launched rank is in the world, and that FSDP is
-    on where it was asked for. Raises `UserError` for what this machine cannot do.
+    on where it was asked for. What this machine cannot do, the rules have refused before.
     """
     _end_with_launcher()
     before = dict(os.environ)
     device = _device(sharding)
     _use_own_cores(device, sharding)
-    if sharding.mixed_precision == "fp16" and device.type == "cpu":
-        raise UserError(f"{sharding.source}: mixed_precision: fp16 does not train on a CPU; use bf16 or no")
-    if sharding.fp8 is not None and device.type == "cuda":
-        refuse_old_gpu(
-            sharding,
-            torch.cuda.get_device_name(device),
-            torch.cuda.get_device_capability(device),
-            bool(torch.version.hip),
-        )
     # The watchdog, which shows every rank's stacks, waits for SECONDS_FOR_CAUSE: only then may a collective give up.
     timeout = timedelta(seconds=timeout_seconds + SECONDS_FOR_CAUSE + 0.5)
     if sharding.layout != "single":
@@ -211,6 +203,27 @@ def _end_with_launcher() -> None:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+
+
+def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
+    """This rank's machine, for the rules; before it joins the others. `with_liger`: ask Liger too, whose import takes seconds."""
+    device, families = _device(sharding), None
+    if device.type == "cpu":
+        return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
+    if with_liger:
+        with suppress(ImportError):
+            from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+            families = frozenset(MODEL_TYPE_TO_APPLY_LIGER_FN)
+    return MachineFacts(
+        device="cuda",
+        system=sys.platform,
+        has_compiler=has_compiler(),
+        gpu=torch.cuda.get_device_name(device),
+        capability=torch.cuda.get_device_capability(device),
+        is_hip=bool(torch.version.hip),
+        liger_families=families,
+    )
 
 
 def _device(sharding: Sharding) -> torch.device:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.facts import EXPERT_COUNTS
 from finetune.errors import UserError
 from finetune.export.logits import STREAMED, prompts, stream_logits
 from finetune.models.load import build_on_meta
-from finetune.pretrained_config import EXPERT_COUNTS
 
 VOCABULARY, INTERMEDIATE_SIZE, EXPERTS = 64, 256, 32  # of the twin: what is plain in every family need not be wide
 MAX_PARAMETERS = 1 << 30  # of the twin, 4 GiB of float32; a larger one is not checked

@@ -35,11 +35,10 @@ WHOLE_ROWS = RowDocuments()
 UNSUPPORTED = (
     "position_bias",
 )  # arguments that transformers may pass and this attention does not support: learned biases
-SUPPORTED_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# A recipe's name -> the module of its package, the compute capabilities (major) that it is for, torch's name for it.
+# A recipe's name -> the module of its package, torch's name for it.
 FLASH_PACKAGES = {
-    "flash_attention_3": ("flash_attn_interface", (9,), "FA3"),
-    "flash_attention_4": ("flash_attn.cute", (9, 10), "FA4"),
+    "flash_attention_3": ("flash_attn_interface", "FA3"),
+    "flash_attention_4": ("flash_attn.cute", "FA4"),
 }
 
 
@@ -50,12 +49,11 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
     other name is transformers' own, which finds the documents in the position ids (sdpa, eager, flex_attention) or receives
     their boundaries (flash_attention_2, and flash_attention_3 where its package is not installed).
     `sequence_group`: the ranks that divide a row's tokens between them, only under `auto`; None: each rank has whole rows.
-    Raises `UserError` where a layer keeps a state across documents, or where the implementation is not available.
+    Raises `UserError` where the implementation is not available.
     """
     if implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
         implementation = "auto"
     if implementation == "auto":
-        _refuse_stateful_layers(model.config)
         _register()
     try:
         model.set_attn_implementation(NAME if implementation == "auto" else implementation)
@@ -80,16 +78,9 @@ def activate_flash_kernels(implementation: str) -> bool:
     """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
     FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
 
-    Raises `UserError` where this GPU cannot run it, or where FlashAttention 4 is not installed.
+    Raises `UserError` where FlashAttention 4 is not installed.
     """
-    package, capabilities, name = FLASH_PACKAGES[implementation]
-    found = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-    if found is None or found[0] not in capabilities:
-        here = "this is a CPU run" if found is None else f"this GPU has {found[0]}.{found[1]}"
-        needed = " or ".join(f"{major}.x" for major in capabilities)
-        raise UserError(
-            f"attn_implementation: {implementation} needs a GPU of compute capability {needed}, and {here}; leave the key out"
-        )
+    package, name = FLASH_PACKAGES[implementation]
     try:
         activate_flash_attention_impl(name)
     except (ImportError, RuntimeError) as error:
@@ -99,15 +90,6 @@ def activate_flash_kernels(implementation: str) -> bool:
             f"attn_implementation: {implementation} needs the package that has {package} ({error}); install it, or leave the key out"
         ) from error
     return True
-
-
-def _refuse_stateful_layers(config: Any) -> None:
-    unknown = set(getattr(config, "layer_types", None) or ()) - SUPPORTED_LAYER_TYPES
-    if unknown:
-        raise UserError(
-            f"{config.model_type} has {', '.join(sorted(unknown))} layers, in which packed documents cannot be kept "
-            "apart; set packing: false and attn_implementation: sdpa"
-        )
 
 
 # From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
 
-from finetune.compiler import configure_compiler, has_compiler
+from finetune.compiler import configure_compiler
+from finetune.config.facts import has_compiler
 from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
 from finetune.models.attention_inputs import ScoreOptions
 

@@ -27,14 +27,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from finetune.config.model_rules import shard_experts
 from finetune.distributed.mesh import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, set_timeouts
-from finetune.errors import UserError
 from finetune.models.expert_adapters import find_adapters_of
 from finetune.models.experts import expert_modules
 from finetune.models.fused_lora import ADAPTER_NAME
-from finetune.recipe.expert_division import shard_experts
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
@@ -135,11 +134,7 @@ def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[
     by_dim = {}
     for name, parameter in module.named_parameters(recurse=False):
         held = shard_experts(tuple(parameter.shape), size, shards)
-        if held is None:
-            raise UserError(
-                f"expert_parallel_size: {size}: {shards} ranks would share {parameter.shape[0] // size} experts, and neither these nor "
-                f"the {parameter.shape[1]} rows of {name} divide over them; choose another size"
-            )
+        assert held is not None, f"{name}: refused by the rule `experts over shards`"
         by_dim[id(parameter)] = Shard(0 if held[1:] == tuple(parameter.shape[1:]) else 1)
     return lambda parameter: by_dim[id(parameter)]
 

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.config.facts import count_chosen, count_experts
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.pretrained_config import count_chosen, count_experts
 
 ATTRIBUTE = "expert_routing"  # of a transformers model
 
@@ -58,7 +58,7 @@ def count_active(model: Any) -> dict[nn.Parameter, int]:
     """How many numbers of each parameter work on one token: of routed experts, those of the ones that it chooses."""
     config = model.config.get_text_config()
     routed = {p for module in model.modules() if is_experts(_without_adapters(module)) for p in module.parameters()}
-    experts, chosen = count_experts(config), count_chosen(config)
+    experts, chosen = count_experts(config.to_dict()), count_chosen(config.to_dict())
     if not experts or not chosen:
         routed = set()
     return {p: p.numel() * chosen // experts if p in routed else p.numel() for p in model.parameters()}
@@ -99,8 +99,8 @@ class Routing:
     ) -> None:
         self.coefficient = coefficient
         self.layers = len(routers)
-        self.experts = count_experts(config)
-        self._chosen_per_token = count_chosen(config) or 1
+        self.experts = count_experts(config.to_dict())
+        self._chosen_per_token = count_chosen(config.to_dict()) or 1
         self._counts: Tensor | None = None  # [layers, experts], tokens since the last line of metrics
         self._auxiliary: Tensor | None = None  # this rank's part of the auxiliary losses since then
         self._steps = 0

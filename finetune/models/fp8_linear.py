@@ -17,9 +17,8 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-from finetune.distributed.fp8 import gathers_fp8, is_multiplied_in_fp8, refuse_unmultiplied
+from finetune.distributed.fp8 import gathers_fp8, is_multiplied_in_fp8
 from finetune.distributed.sharding import Sharding
-from finetune.models.experts import expert_modules
 from finetune.models.lora import is_adapter
 
 
@@ -101,7 +100,6 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
     ]
     first = linears[0][0] if linears else ""
     chosen = {name for name, linear in linears if name != first and is_multiplied_in_fp8(tuple(linear.weight.shape))}
-    refuse_unmultiplied(sharding, type(model).__name__, bool(expert_modules(model)), len(chosen))
     convert_to_float8_training(model, module_filter_fn=lambda _, name: name in chosen, config=_make_config(sharding))
     for module in model.modules():
         if type(module) is Float8Linear:

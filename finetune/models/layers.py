@@ -10,7 +10,6 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from finetune.compiler import configure_compiler
 from finetune.distributed.parallelize import decoder_layers
-from finetune.errors import UserError
 from finetune.models.activation_offload import ActivationOffload, Contexts
 from finetune.models.fused_chunk import compute_fused_chunk
 
@@ -112,19 +111,8 @@ def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: torch.Tensor
     return embedded.requires_grad_(torch.is_grad_enabled())
 
 
-def use_liger_kernels(model: Any, device: torch.device) -> None:
-    """Puts Liger's norms, rotary embeddings and MLPs into `model`. The loss stays ours, which is chunked as well.
+def use_liger_kernels(model: Any) -> None:
+    """Puts Liger's norms, rotary embeddings and MLPs into `model`. The loss stays ours, which is chunked as well."""
+    from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    Raises `UserError` where there is no GPU, no liger-kernel package, or no Liger kernels for this model.
-    """
-    if device.type != "cuda":
-        raise UserError("use_liger_kernel: Liger's kernels run on CUDA only, and this is a CPU run; leave the key out")
-    try:
-        from liger_kernel.transformers import _apply_liger_kernel_to_instance
-        from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-    except ImportError:
-        raise UserError("use_liger_kernel: needs Liger; pip install liger-kernel, or leave the key out") from None
-    family = model.config.model_type
-    if family not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise UserError(f"use_liger_kernel: Liger has no kernels for {family}; leave the key out")
     _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)

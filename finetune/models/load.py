@@ -18,7 +18,7 @@ from finetune.models.attention import install_attention
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.embedding_noise import install_embedding_noise
 from finetune.models.expert_parallelism import divide_experts
-from finetune.models.experts import count_active, expert_modules, install_experts, install_routing
+from finetune.models.experts import count_active, install_experts, install_routing
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.lora import add_adapters, is_adapter, read_adapter, with_adapters
@@ -30,7 +30,6 @@ from finetune.models.weight_conversions import convert_to_parameters
 from finetune.models.weights import load_buffers, seeded_values, stored_values
 from finetune.pretrained_adapter import find_adapter
 from finetune.pretrained_config import Vocabulary, load_config
-from finetune.recipe.memory_keys import refuse_unsuited_keys
 from finetune.recipe.module_patterns import find_trained
 from finetune.recipe.schema import Lora, Model, Optimization, Quantization
 from finetune.safetensors_io.tensors import read_folder
@@ -61,15 +60,11 @@ def load_model(
 ) -> tuple[nn.Module, ModelSize]:
     """Builds the model on meta, grows it to `vocabulary`, adapts it, shards it over the ranks, and reads every rank's own slices.
 
-    Whether such a model can be trained, `pretrained_config.check_config` answers first. Raises `UserError` for a model that cannot be
+    Whether such a model can be trained, the rules answer first (config/compatibility.py). Raises `UserError` for a model that cannot be
     reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
-    if model.activation_offload and world.device.type != "cuda":
-        raise UserError(
-            "activation_offload: on a CPU activations are in host memory already; set activation_offload: false"
-        )
     config = load_config(model, vocabulary)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # how the files are quantized: they are read here, and the model exported is not
@@ -83,11 +78,10 @@ def load_model(
     install_loss(built, optimization.label_smoothing if optimization else 0.0)
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)
-    refuse_unsuited_keys(model, lora, len(expert_modules(built)), type(built).__name__)
     install_experts(built, world, frozen if lora.use_peft else DTYPES[model.dtype])
     install_routing(built, model.router_aux_loss_coef)
     if model.use_liger_kernel:
-        use_liger_kernels(built, world.device)
+        use_liger_kernels(built)
     if not lora.use_peft:
         freeze_modules(built, model)
         refuse_frozen_tokens(built, vocabulary)

@@ -75,7 +75,7 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     keys, dtype = recipe.teacher, DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None
     config = load_config(keys)
-    quantization = read_teacher_quantization(config, recipe.method)
+    quantization = read_teacher_quantization(getattr(config, "quantization_config", None), recipe.method)
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # how the files are quantized: they are read here
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torchao.optim import AdamW8bit
 
-from finetune.compiler import has_compiler
+from finetune.config.facts import has_compiler
 from finetune.optim.adamw_bf16 import load_state_unconverted
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.compiler import has_compiler
+from finetune.config.facts import has_compiler
 from finetune.distributed.parallelize import local_part
 
 SLICE = 1 << 24  # elements updated at once where nothing fuses the update: bounds its fp32 temporaries to 64 MiB each

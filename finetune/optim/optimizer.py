@@ -1,6 +1,5 @@
 """The optimizer of a recipe, and its parameter groups."""
 
-import importlib.util
 import re
 from functools import partial
 from typing import Any
@@ -9,13 +8,10 @@ import torch
 from torch import nn
 
 from finetune.distributed.gradients import group_by_mesh
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
-from finetune.errors import UserError
 from finetune.optim.adafactor import Adafactor
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
 from finetune.optim.offloaded import OffloadedOptimizer
-from finetune.recipe.optim_offload import check_offload_layout
 from finetune.recipe.schema import Optimization
 
 # Vectors by their role, whatever their shape: norms with a row for each head, biases with one for each expert, and the rates of
@@ -23,42 +19,16 @@ from finetune.recipe.schema import Optimization
 NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
 
 
-def check_optimizer(optimization: Optimization, sharding: Sharding) -> None:
-    """Raises `UserError` where `optim` is not installed or does not work in this layout, before anything is loaded."""
-    if optimization.optim == "adafactor" and sharding.layout == "fsdp1":
-        raise UserError(
-            f"{sharding.source}: FSDP1 flattens the rows and columns that optim: adafactor averages over; set fsdp_version: 2, "
-            "or optim: adamw_bf16_moments"
-        )
-    check_offload_layout(optimization, sharding)
-    if optimization.optim != "adamw_8bit":
-        return
-    if importlib.util.find_spec("torchao") is None:
-        raise UserError("optim: adamw_8bit needs torchao; pip install torchao, or set optim: adamw_bf16_moments")
-    if sharding.layout == "fsdp1":
-        raise UserError(
-            f"{sharding.source}: FSDP1 cannot save the moments of optim: adamw_8bit; set fsdp_version: 2, or "
-            "optim: adamw_bf16_moments"
-        )
-
-
 def build_optimizer(model: nn.Module, optimization: Optimization, world: World | None = None) -> torch.optim.Optimizer:
     """The recipe's optimizer over every trainable parameter of the sharded `model`.
 
     Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing. `world`: needed
-    where its state is in files. Raises `UserError` on all ranks where these cannot be made, or where `optim` cannot update one of
-    the parameters.
+    where its state is in files. Raises `UserError` on all ranks where these cannot be made.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable, "no parameter is trained"
     on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
     assert not on_meta, f"parameters without memory: {on_meta}"
-    stacks = [name for name, parameter in trainable.items() if parameter.dim() > 2]
-    if stacks and optimization.optim == "adafactor":
-        raise UserError(
-            f"optim: adafactor keeps averages of rows and columns, and {stacks[0]} is a stack of matrices (a mixture's experts); "
-            "set optim: adamw_bf16_moments"
-        )
     groups = make_parameter_groups(model, optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.facts import ModelFacts, read_model_facts
 from finetune.errors import UserError
 from finetune.hub import download_file
 from finetune.plan.families import FAMILIES
@@ -33,6 +34,7 @@ class Architecture:
     output_bias: bool
     mlp_bias: bool
     family: Family
+    facts: ModelFacts
     mixture: Mixture | None = None
     latent: LatentAttention | None = None
     query_key_norm: bool = False  # of the kind that the family has
@@ -228,6 +230,16 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
     return ({**text} if isinstance(text, dict) else config), str(path)
 
 
+def find_local_facts(model: Model) -> ModelFacts | None:
+    """The facts of a model of a known family whose config.json is at hand: without torch, transformers and the network."""
+    if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():
+        return None
+    try:
+        return read_architecture(*find_config(model)).facts
+    except UserError:  # transformers may know the family, or says better what is wrong
+        return None
+
+
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The architecture that a config.json describes; errors name `where`.
 
@@ -248,11 +260,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         raise UserError(
             f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
         )
-    counts = ("_size", "_heads", "_layers", "_experts", "_per_tok", "head_dim")
-    for key in (key for key in sizes if key.endswith(counts)):
-        value, least = sizes[key], int(key in REQUIRED_SIZES)
-        if isinstance(value, int | float) and (value != int(value) or value < least):
-            raise UserError(f"{where}: {key}: {value} does not fit; a whole number of at least {least} is expected")
+    facts = read_model_facts(sizes, where)
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:
@@ -272,6 +280,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         output_bias=flag(family.output_bias),
         mlp_bias=flag(family.mlp_bias),
         family=family,
+        facts=facts,
         mixture=read_mixture(family, sizes),
         latent=read_latent_attention(family, config, sizes),
         query_key_norm=family.query_key_norm is not None

@@ -7,7 +7,6 @@ from math import gcd, prod
 from typing import Any
 
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.support import is_supported
 
 CONFIG_KEY = "accelerate_config="
 A_FOLDER = "A_FOLDER_ON_NVME"  # for the user to fill in
@@ -40,6 +39,12 @@ class Change:
         """The shipped Accelerate file that it takes instead of the run's own."""
         words = self.text.split()
         return next((word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None)
+
+
+def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
+    """Whether the run `asked` for could be started as it has been `changed`: no rule refuses it that did not refuse `asked`."""
+    known = {problem.rule for problem in asked.find_problems()}
+    return all(problem.is_note or problem.rule in known for problem in changed.find_problems())
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:

@@ -6,8 +6,7 @@ import os
 import sys
 from math import prod
 
-from finetune.distributed.accelerate_config import find_sharding, read_sharding
-from finetune.distributed.deepspeed import refuse_contradictions
+from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.communication import Links
@@ -35,7 +34,6 @@ def plan_command(arguments: argparse.Namespace) -> int:
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
     sharding = read_sharding(arguments.config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
-    refuse_contradictions(recipe, dict(sharding.asked), sharding.source, ranks // sharding.ranks_per_batch)
     plan = make_plan(recipe, sharding, ranks, mfu=mfu, links=_read_links(arguments))
     advice = None if limit is None else advise(plan.spec, limit)
     has_config = arguments.config is not None
@@ -61,7 +59,7 @@ def _read_links(arguments: argparse.Namespace) -> Links:
 def _assume_ranks(recipe: Recipe, config: str | None) -> int:
     """Without --num-processes: the product of the mesh's sizes where the file gives them, one rank for a single process,
     else as many as a node commonly has."""
-    sharding = find_sharding(config, recipe.run.accelerate_config, {})
+    sharding = read_sharding(config, recipe.run.accelerate_config, {})
     if sharding.mesh_sizes is not None:
         return prod(sharding.mesh_sizes.values())
     return 1 if sharding.layout == "single" else 8

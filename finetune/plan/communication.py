@@ -9,11 +9,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from finetune.config.model_rules import GATHERED_FAMILIES
 from finetune.constants import ITEMSIZE
 from finetune.plan.fsdp_units import split_into_units
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import FP32, StateTensor
-from finetune.recipe.tensor_division import GATHERED_FAMILIES
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's (torch.nn.parallel.distributed)

@@ -4,9 +4,10 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from types import SimpleNamespace
 from typing import Any
 
+from finetune.config.compatibility import refuse_problems
+from finetune.config.facts import adopt_quantization, with_expert_parallelism
 from finetune.constants import grow_rows
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
@@ -17,12 +18,10 @@ from finetune.plan.communication import Links
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
-from finetune.plan.support import refuse_unsupported
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
 from finetune.pretrained_adapter import complete_lora
-from finetune.recipe.expert_division import with_expert_parallelism
-from finetune.recipe.quantization import read_stored_quantization, read_teacher_quantization
+from finetune.recipe.quantization import read_teacher_quantization
 from finetune.recipe.schema import Method, Model, Recipe
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
@@ -68,20 +67,17 @@ def make_plan(
     """
     recipe = complete_lora(recipe)
     config, where = find_config(recipe.model)
-    stored = read_stored_quantization(SimpleNamespace(quantization_config=config.get("quantization_config")), where)
-    if stored is not None:
-        recipe = replace(recipe, quantization=stored)
-    architecture, recipe = _with_tokens(read_architecture(config, where), recipe)
+    asked, (architecture, recipe) = recipe, _with_tokens(read_architecture(config, where), recipe)
     spec = RunSpec(
         architecture=architecture,
-        recipe=recipe,
-        sharding=with_expert_parallelism(sharding, recipe, ranks),
+        recipe=adopt_quantization(recipe, architecture.facts),
+        sharding=with_expert_parallelism(sharding, recipe),
         ranks=ranks,
         device="cpu" if on_cpu or sharding.use_cpu else "cuda",
         grouped_attention=_torch_version() >= (2, 12),
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
     )
-    refuse_unsupported(spec)
+    problems = refuse_problems(replace(spec, recipe=asked).find_problems())
     base_dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
     return Plan(
         spec=spec,
@@ -89,7 +85,7 @@ def make_plan(
         disk=plan_disk(spec, base_dtype),
         host=plan_host(spec),
         speed=estimate_speed(spec, mfu, read, links),
-        remarks=tuple(_find_remarks(config, recipe.data.max_length)),
+        remarks=(*map(str, problems), *_find_remarks(config, recipe.data.max_length)),
     )
 
 
@@ -111,8 +107,7 @@ def _read_teacher(model: Model, method: Method) -> TeacherSpec:
         config, where = find_config(model)
     except UserError as error:
         raise UserError(f"teacher_model_name_or_path: {error}") from None
-    quantized = SimpleNamespace(quantization_config=config.get("quantization_config"))
-    quantization = read_teacher_quantization(quantized, method)
+    quantization = read_teacher_quantization(config.get("quantization_config"), method)
     return TeacherSpec(architecture=read_architecture(config, where), quantization=quantization)
 
 
@@ -127,7 +122,7 @@ def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architectu
     if recipe.lora.use_peft:
         whole = (*recipe.lora.modules_to_save, re.escape("model.embed_tokens"), "lm_head")
         recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=whole))
-    return replace(architecture, vocabulary=rows), recipe
+    return replace(architecture, vocabulary=rows, facts=replace(architecture.facts, vocabulary=rows)), recipe
 
 
 def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
@@ -149,7 +144,7 @@ def to_dict(plan: Plan, advice: Advice | None = None, *, has_config: bool = Fals
         "trained_parameters": spec.trained_numel,
         "teacher_parameters": None if spec.teacher is None else spec.teacher.architecture.parameters,
         "ranks": spec.ranks,
-        "sharding": asdict(spec.sharding),
+        "sharding": {key: value for key, value in asdict(spec.sharding).items() if key != "places"},
         "global_batch_size": spec.global_batch_size,
         "gradient_accumulation_steps": spec.accumulation,
         "memory_bytes": {

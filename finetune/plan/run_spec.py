@@ -5,6 +5,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from finetune.config.compatibility import find_problems
+from finetune.config.facts import Problem
+from finetune.config.model_rules import GATHERED_FAMILIES
 from finetune.constants import ITEMSIZE, ROUND_TOKENS, compute_dtype, compute_global_batch_size
 from finetune.distributed.fp8 import gathers_fp8, is_multiplied_in_fp8
 from finetune.distributed.sharding import Sharding
@@ -14,7 +17,6 @@ from finetune.plan.architecture import Architecture
 from finetune.plan.offload import Files, count_files, keep_in_files
 from finetune.plan.state import State, StateTensor, count_state, list_frozen_tensors, list_state_tensors
 from finetune.recipe.schema import Quantization, Recipe
-from finetune.recipe.tensor_division import GATHERED_FAMILIES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class RunSpec:
     device: Literal["cuda", "cpu"] = "cuda"
     grouped_attention: bool = True  # see Computation
     teacher: TeacherSpec | None = None
+
+    def find_problems(self) -> list[Problem]:
+        """What keeps the run from starting, as far as a plan knows, and notes."""
+        teacher = None if self.teacher is None else self.teacher.architecture.facts
+        return find_problems(self.recipe, self.sharding, self.architecture.facts, self.ranks, teacher=teacher)
 
     @cached_property
     def tensors(self) -> tuple[StateTensor, ...]:

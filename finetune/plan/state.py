@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from finetune.config.model_rules import shard_experts
 from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
 from finetune.distributed.sharding import Sharding
 from finetune.plan.architecture import Architecture
 from finetune.plan.parts import TensorShape
-from finetune.recipe.expert_division import shard_experts
 from finetune.recipe.module_patterns import (
     find_trained,
     find_value,

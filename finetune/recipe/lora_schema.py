@@ -1,16 +1,11 @@
 """The sections of a recipe that say what LoRA trains, and how the frozen base beside it is kept."""
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from finetune.errors import UserError
 from finetune.recipe.markers import FileOrName, ModulePatterns, Positive, SameOnResume
-
-if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,37 +89,3 @@ class Quantization:
     def bits(self) -> Literal[4, 8] | None:
         """Of a quantized weight; None where nothing is quantized."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
-
-
-def find_lora_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(key, sentence) for what is wrong with LoRA's keys together.
-
-    >>> [key for key, _ in find_lora_problems({"lora_target_parameters": ("experts.down_proj",), "use_dora": True})]
-    ['use_dora']
-    """
-    targets, parameters = values.get("lora_target_modules", "all-linear"), values.get("lora_target_parameters")
-    if targets == () and not parameters:
-        yield "lora_target_modules", "lora_target_modules: names no layer; name some, or all-linear"
-    if not parameters:
-        return
-    if values.get("use_dora"):
-        yield "use_dora", "use_dora: peft has no DoRA for lora_target_parameters; leave one of the two out"
-    if values.get("lora_dropout"):
-        yield (
-            "lora_dropout",
-            "lora_dropout: an adapter of lora_target_parameters has no input of its own to drop from; set lora_dropout: 0",
-        )
-
-
-def check_lora_layout(lora: Lora, sharding: "Sharding") -> None:
-    """Raises `UserError` where this layout cannot hold the adapters."""
-    if lora.lora_target_parameters and sharding.layout == "fsdp1":
-        raise UserError(
-            f"{sharding.source}: lora_target_parameters: FSDP1 flattens the parameters of a layer together, so that none of them "
-            "can have an adapter of its own; set fsdp_version: 2"
-        )
-    if lora.use_dora and sharding.fp8 is not None:
-        raise UserError(
-            f"{sharding.source}: mixed_precision: fp8: DoRA measures the rows of the frozen weights, which are rounded to FP8 here; "
-            "set mixed_precision: bf16, or leave use_dora out"
-        )

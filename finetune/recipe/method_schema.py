@@ -1,16 +1,12 @@
 """The section of a recipe that says what the model learns from: answers, preferences or a teacher; and what each method needs."""
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from finetune.errors import UserError
 from finetune.recipe.markers import FileOrName, SameOnResume
-
-if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
 
 RowKind = Literal["answers", "pairs", "ratings"]
 # Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
@@ -120,15 +116,6 @@ COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
 }
 
 
-def refuse_layout(method: str, sharding: "Sharding") -> None:
-    """Raises `UserError` where a layout cannot run the method."""
-    if method == "distill" and sharding.layout == "fsdp1":
-        raise UserError(
-            f"{sharding.source}: method: distill: FSDP1 gathers no single unit, as the teacher's head needs it; set fsdp_version: 2, "
-            "or use ddp"
-        )
-
-
 def describe_method(values: Mapping[str, Any]) -> str:
     """The method of a recipe with these `values`, and its keys, where they are set.
 
@@ -141,59 +128,3 @@ def describe_method(values: Mapping[str, Any]) -> str:
     given = ((key, values.get(key)) for key in METHODS[method].keys)
     used = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in given if value]
     return f"{method}: {', '.join(used)}"
-
-
-def find_method_problems(values: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(a key, what is wrong with it) for what the method of a recipe with these `values` does not allow.
-
-    >>> list(find_method_problems({"method": "orpo", "simpo_gamma": 1.0}))
-    [('simpo_gamma', 'simpo_gamma has no effect with method: orpo; it is for simpo')]
-    """
-    method = values.get("method", "sft")
-    facts = METHODS[method]
-    # The recipe.yaml of every run writes the defaults.
-    given = {key.name for key in fields(Method) if values.get(key.name, key.default) != key.default} - {"method"}
-    given |= {"label_smoothing"} if values.get("label_smoothing") else set()
-    for key in sorted(given - {*facts.keys}):
-        users = [name for name, other in METHODS.items() if key in other.keys]
-        yield key, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
-    smoothing = values.get("label_smoothing") or 0
-    if method == "dpo" and smoothing and values.get("loss_type", "sigmoid") != "sigmoid":
-        yield "label_smoothing", f"label_smoothing has no effect with loss_type: {values['loss_type']}; remove it"
-    if method == "dpo" and smoothing >= 0.5:
-        yield (
-            "label_smoothing",
-            f"label_smoothing: {smoothing:g}: under dpo it is the share of pairs whose order is wrong; a number below 0.5 is expected",
-        )
-    for entry in ("datasets", "eval_datasets"):
-        for key, kinds in COLUMN_KEYS.items():
-            if facts.rows not in kinds and any(getattr(source, key) for source in values.get(entry) or ()):
-                users = [name for name, other in METHODS.items() if other.rows in kinds]
-                yield entry, f"{key} has no effect with method: {method}; it is for {', '.join(users)}"
-    if method == "distill" and smoothing and values.get("distill_alpha", 1.0) == 1:
-        yield (
-            "label_smoothing",
-            "label_smoothing is of the cross entropy, which has no weight with distill_alpha: 1; set distill_alpha below 1, or "
-            "remove it",
-        )
-    if method == "distill" and not values.get("teacher_model_name_or_path"):
-        yield "teacher_model_name_or_path", "method: distill learns from a teacher; set teacher_model_name_or_path"
-    more = ("modules_to_save", "added_tokens", "adapter_name_or_path")
-    is_stored = not values.get("use_peft") or any(values.get(key) for key in more)
-    if facts.needs_reference and values.get("streaming") and is_stored:
-        yield (
-            "streaming",
-            f"streaming: {method} compares with the model before training, whose log-probabilities of all the data are computed "
-            "first unless new adapters alone are trained; remove streaming, or set use_peft without modules_to_save, added_tokens and "
-            "adapter_name_or_path",
-        )
-    if facts.rows != "answers" and values.get("overlength") == "split":
-        yield (
-            "overlength",
-            f"overlength: split takes answers apart, which method: {method} compares; truncate, drop or error",
-        )
-    if facts.rows != "answers" and values.get("assistant_only_loss") is False:
-        yield (
-            "assistant_only_loss",
-            f"assistant_only_loss: false has no effect with method: {method}, which compares answers to one prompt; remove it",
-        )

@@ -1,8 +1,8 @@
 """The section of a recipe that says how the parameters move: the optimizer, the learning rate, the loss. Imports no torch."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
@@ -111,26 +111,3 @@ class Optimization:
         "What is done at a step whose loss or gradient is not finite: the update is never made.",
     ] = "stop"
     max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
-
-
-def find_schedule_problems(values: Mapping[str, Any]) -> Iterator[str]:
-    """What is wrong with the schedule of a recipe with these `values`, one sentence each.
-
-    >>> list(find_schedule_problems({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 0}}))
-    ['lr_scheduler_kwargs: lr_end: here it is min_lr_ratio, a share of learning_rate']
-    """
-    kind, arguments = values.get("lr_scheduler_type", "cosine"), values.get("lr_scheduler_kwargs") or {}
-    takes = SCHEDULE_ARGUMENTS.get(kind, {})
-    for name, value in arguments.items():
-        if name in SCHEDULE_KEYS:
-            yield f"lr_scheduler_kwargs: {name}: here it is {SCHEDULE_KEYS[name]}"
-        elif name not in takes:
-            yield f"lr_scheduler_kwargs: {name}: {kind} takes {' and '.join(takes) or 'no arguments'}"
-        elif takes[name] and value not in takes[name]:
-            yield f"lr_scheduler_kwargs: {name}: {value} does not fit; one of {', '.join(takes[name])} is expected"
-        elif not takes[name] and (not isinstance(value, int | float) or value <= 0):
-            yield f"lr_scheduler_kwargs: {name}: {value} does not fit; a number above 0 is expected"
-    if kind == "cosine_with_min_lr" and not values.get("min_lr_ratio"):
-        yield "lr_scheduler_type: cosine_with_min_lr ends at learning_rate times min_lr_ratio: set it, or cosine"
-    if kind == "inverse_sqrt" and values.get("min_lr_ratio"):
-        yield "lr_scheduler_type: inverse_sqrt has no end, and min_lr_ratio no effect: remove one of the two"

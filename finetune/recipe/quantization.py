@@ -1,17 +1,13 @@
 """A base in 4 or 8 bits: how the recipe or the files say it is quantized, and the bytes that a weight takes. Imports no torch."""
 
-import importlib.util
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from finetune.errors import UserError
 from finetune.recipe.lora_schema import Quantization
 from finetune.recipe.method_schema import Method
-
-if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
 
 BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
 NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant
@@ -51,34 +47,6 @@ def quantized_bytes(rows: int, columns: int, quantization: Quantization, block: 
     return QuantizedBytes(math.ceil(numbers / 2), nested)
 
 
-def check_quantization(quantization: Quantization, sharding: "Sharding") -> None:
-    """Raises `UserError` where the base cannot be quantized: in this layout, or without the package."""
-    if quantization.bits is None:
-        return
-    key = f"load_in_{quantization.bits}bit"
-    if sharding.fp8 is not None:
-        raise UserError(
-            f"{sharding.source}: mixed_precision: fp8: a base in {quantization.bits} bits is multiplied in bf16 only; set "
-            f"mixed_precision: bf16, or leave {key} out and name an unquantized model"
-        )
-    if sharding.layout == "fsdp1":
-        raise UserError(
-            f"{sharding.source}: {key}: FSDP1 flattens and converts the parameters of a layer together, which quantized ones "
-            "do not survive; set fsdp_version: 2"
-        )
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"{key} needs bitsandbytes; pip install bitsandbytes, or leave {key} out")
-
-
-def refuse_quantized_experts(quantization: Quantization, model_type: str, experts: int, name: str) -> None:
-    """Raises `UserError` for a mixture of experts in 4 or 8 bits. experts: of a layer of the model `name`; 0 for a dense one."""
-    if quantization.bits is not None and experts:
-        raise UserError(
-            f"load_in_{quantization.bits}bit: {name} is a mixture of experts ({model_type}), whose experts are "
-            "not quantized here; leave the key out, and name the unquantized model"
-        )
-
-
 def describe_quantization(quantization: Quantization) -> str:
     """For messages.
 
@@ -102,19 +70,18 @@ def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
     )
 
 
-def read_teacher_quantization(config: Any, method: Method) -> Quantization:
-    """How a teacher is kept: as its files are quantized, by its config, or as the recipe says."""
-    stored = read_stored_quantization(config, str(method.teacher_model_name_or_path))
+def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
+    """How a teacher is kept: as its files are quantized, by the quantization_config of its config, or as the recipe says."""
+    stored = read_stored_quantization(settings, str(method.teacher_model_name_or_path))
     in_4_bits = method.teacher_load_in_4bit
     return stored or Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
 
 
-def read_stored_quantization(config: Any, name: str) -> Quantization | None:
-    """How the files of a model are quantized, by its config; None where they are not.
+def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
+    """How the files of a model are quantized, by the `quantization_config` of its config; None where they are not.
 
     Raises `UserError` for every kind but that of bitsandbytes.
     """
-    settings = getattr(config, "quantization_config", None)
     if settings is None:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()

@@ -3,7 +3,7 @@
 import difflib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,9 @@ from typing import Any
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from finetune.config.compatibility import find_recipe_problems
 from finetune.durable import replace_file
 from finetune.errors import UserError
-from finetune.recipe.contradictions import find_contradictions
 from finetune.recipe.hints import ACCELERATE_KEYS, explain_unknown, explain_value
 from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
 from finetune.recipe.module_patterns import find_problem
@@ -80,7 +80,8 @@ def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
             in_file[entry.key] = entry
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     problems += checked.problems
-    problems += find_contradictions(checked.values, checked.unusable, in_file, str(path))
+    places = {key: entry.where for key, entry in in_file.items()}
+    problems += map(str, find_recipe_problems(checked.values, places, str(path), checked.unusable))
     if problems:
         raise UserError.of(problems)
     values = checked.values
@@ -108,13 +109,6 @@ def to_dict(recipe: Recipe) -> dict[str, Any]:
         flat |= asdict(getattr(recipe, section))
     plain: dict[str, Any] = json.loads(json.dumps(flat))  # tuples become lists
     return plain
-
-
-def list_contradictions(recipe: Recipe) -> set[str]:
-    """What is wrong with the values of all keys together; nothing where the recipe has been read from a file."""
-    sections = (getattr(recipe, section) for section in SECTIONS)
-    values = {field.name: getattr(section, field.name) for section in sections for field in fields(section)}
-    return set(find_contradictions(values, (), {}, recipe.path))
 
 
 def write_recipe(recipe: Recipe, path: Path) -> None:

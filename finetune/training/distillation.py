@@ -7,16 +7,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.facts import ModelFacts
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import refuse_other_tokenizer
-from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.models.teacher import Teacher
-from finetune.pretrained_config import check_config, check_sequence_parallel, count_experts, load_config
-from finetune.recipe.method_schema import refuse_layout
-from finetune.recipe.quantization import check_quantization, read_teacher_quantization, refuse_quantized_experts
+from finetune.pretrained_config import load_config, read_facts
 from finetune.recipe.schema import Recipe
 from finetune.safetensors_io.tensors import read_folder
 from finetune.training.objective import Measured, Objective
@@ -48,23 +46,21 @@ def teacher_flop_per_token(objective: Objective, length: int) -> float:
     return objective.teacher.flop_per_token(length) if isinstance(objective, Distillation) else 0.0
 
 
-def check_teacher(recipe: Recipe, tokenizer: Any, sharding: Sharding) -> None:
-    """Raises `UserError` where the recipe's teacher, if it has one, cannot teach in this layout, by its config, tokenizer and
-    the headers of its weights."""
+def read_teacher_facts(recipe: Recipe, tokenizer: Any) -> ModelFacts | None:
+    """The facts of the recipe's teacher, for the rules; None where it has none.
+
+    Raises:
+        UserError: For a config, a tokenizer or headers of weights with which it cannot teach.
+    """
     teacher = recipe.teacher
     if teacher is None:
-        return
-    refuse_layout(recipe.method.method, sharding)
+        return None
+    name = str(teacher.model_name_or_path)
     try:
-        config = load_config(teacher)
-        check_config(config, teacher, recipe.data, len(tokenizer))
-        check_sequence_parallel(config, teacher, recipe.data, sharding)
-        quantization = read_teacher_quantization(config, recipe.method)
-        experts = count_experts(config)
-        refuse_quantized_experts(quantization, config.model_type, experts, str(teacher.model_name_or_path))
-        check_quantization(quantization, sharding)
+        facts = read_facts(load_config(teacher), name, len(tokenizer))
         refuse_other_tokenizer(tokenizer, teacher)
-        if Path(str(teacher.model_name_or_path)).is_dir():
-            read_folder(str(teacher.model_name_or_path))  # headers only, before the data is read
+        if Path(name).is_dir():
+            read_folder(name)  # headers only, before the data is read
     except UserError as error:
         raise UserError(f"teacher_model_name_or_path: {error}") from None
+    return facts

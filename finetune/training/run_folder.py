@@ -14,19 +14,15 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
-from finetune.compiler import has_compiler
 from finetune.constants import count_cores, read_versions
 from finetune.data.renderer import asks_for_date
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.fp8 import refuse_missing_torchao
-from finetune.distributed.sharding import Sharding, to_accelerate_config
+from finetune.distributed.sharding import to_accelerate_config
 from finetune.distributed.world import World
 from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
-from finetune.optim.optimizer import check_optimizer
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
-from finetune.trackers import refuse_missing
 
 METRICS = "metrics.jsonl"
 RECIPE = "recipe.yaml"
@@ -35,18 +31,6 @@ RECIPE = "recipe.yaml"
 def choose_run_name(recipe: Recipe) -> str:
     """The run's name, for folders and trackers: `run_name`, else the recipe's file name."""
     return recipe.run.run_name or Path(recipe.path).stem
-
-
-def check_packages(recipe: Recipe, sharding: Sharding) -> None:
-    """Raises `UserError` where the tracker, the optimizer, FP8 or torch.compile needs what is not installed, or not this layout."""
-    refuse_missing(recipe.run.report_to)
-    refuse_missing_torchao(sharding)
-    check_optimizer(recipe.optimization, sharding)
-    if recipe.model.torch_compile and not has_compiler():
-        raise UserError(
-            "torch_compile: torch compiles by a C++ compiler, and there is none on the PATH; install one (g++), or set "
-            "torch_compile: false"
-        )
 
 
 def open_run_folder(recipe: Recipe, world: World) -> Path:

@@ -2,14 +2,15 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.distributed.accelerate_config import read_sharding
-from finetune.distributed.deepspeed import refuse_contradictions
 from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
@@ -169,11 +170,15 @@ def test_numbers_that_contradict_the_recipe_are_errors(write: Write) -> None:
     recipe = read_recipe("quickstart", ["learning_rate=0.003"])  # 12 rows in a step, 12 in a micro-batch
     agreeing = {"train_batch_size": 12, "gradient_accumulation_steps": 1, "gradient_clipping": 1.0}
     adam = {"type": "AdamW", "params": {"lr": 3e-3, "weight_decay": "auto", "eps": 1e-8}}
-    refuse_contradictions(recipe, dict(read(write(agreeing | {"optimizer": adam})).asked), "f", 1)
+    refuse_problems(
+        find_problems(recipe, replace(read(write(agreeing | {"optimizer": adam})), layout="single", places={}))
+    )
     other = {"train_batch_size": 16, "gradient_accumulation_steps": 4, "gradient_clipping": 0.5}
     adam["params"] = {"lr": 1e-5}
     with pytest.raises(UserError) as error:
-        refuse_contradictions(recipe, dict(read(write(other | {"optimizer": adam})).asked), "f", 2)
+        refuse_problems(
+            find_problems(recipe, replace(read(write(other | {"optimizer": adam})), source="f", places={}), ranks=2)
+        )
     said = str(error.value)
     assert "f: train_batch_size: 16, but global_batch_size is 12 by the recipe on 2 ranks; set one to the other" in said
     assert "gradient_accumulation_steps: 4, but gradient_accumulation_steps is 1 by the recipe on 2 ranks" in said

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.distributed.mesh import FSDP, REPLICATE, TENSOR, make_mesh, make_sequence_group
-from finetune.distributed.sharding import Sharding, Strategy, refuse_impossible
+from finetune.distributed.sharding import Sharding, Strategy
 from finetune.distributed.world import World
 
 DIVIDED = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}
@@ -38,7 +38,7 @@ def places(request: pytest.FixtureRequest) -> list[Place]:
     strategy: Strategy = "HYBRID_SHARD" if "replicate_size" in sizes else "FULL_SHARD"
     sharding = replace(Sharding(layout="fsdp2", strategy=strategy), **sizes)  # type: ignore[arg-type]
     ranks = prod(sizes.values())
-    refuse_impossible(sharding, ranks)
+    assert prod((sharding.mesh_sizes or {}).values()) == ranks
     found = []
     for rank in range(ranks):
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)

@@ -26,7 +26,7 @@ from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.optim.optimizer import build_optimizer
-from finetune.pretrained_config import check_config, load_config
+from finetune.pretrained_config import load_config, read_facts
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Data, Lora, Model, Optimization
@@ -135,7 +135,7 @@ def refuses(job: dict[str, Any], world: World) -> dict[str, Any]:
     """A broken folder: the message."""
     model = Model(model_name_or_path=job["folder"])
     try:
-        check_config(load_config(model), model, Data(), 1)
+        read_facts(load_config(model), job["folder"], 1)
         ours(job["folder"], world, steps=0)
     except UserError as error:
         return {"error": str(error)}

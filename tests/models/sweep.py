@@ -17,20 +17,21 @@ import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.export.logits_check import check_streamed_logits
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from finetune.pretrained_config import check_config, load_config
-from finetune.recipe.schema import Data, Lora, Model
+from finetune.pretrained_config import load_config, read_facts
+from finetune.recipe.schema import Data, DatasetSource, Lora, Model, Recipe
 from tests.models.families import EVERY, VOCABULARY, documents, packed, padded, plain_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
@@ -204,7 +205,10 @@ def _why_refused(folder: Path, world: World, packing: bool, implementation: str)
     data = Data(packing=packing, max_length=64)
     try:
         config = load_config(recipe)
-        check_config(config, recipe, data, VOCABULARY)
+        given = Recipe(
+            path="recipe.yaml", model=recipe, data=replace(data, datasets=(DatasetSource(path="data.jsonl"),))
+        )
+        refuse_problems(find_problems(given, facts=read_facts(config, str(folder), VOCABULARY)))
         check_streamed_logits(config)
         model = load_model(recipe, Lora(), 0, world)[0]
         check_training_forward(model, recipe, data, world)

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,20 +9,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from finetune.distributed.sharding import Sharding
-from finetune.errors import UserError
 from finetune.models import activation_offload
 from finetune.models.activation_offload import ActivationOffload, CudaCopies, _Kept
 from finetune.models.attention import install_attention
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.layers import checkpoint_activations
-from finetune.models.load import load_model
 from finetune.models.lora import add_adapters
 from finetune.models.loss import install_loss
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.recipe.memory_keys import check_memory_keys
-from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import Lora
 from tests.plan.test_activations import CONFIG, DOCUMENTS, packed_inputs
 from tests.plan.traced import allocated_after, allocated_peak
@@ -144,24 +138,6 @@ def test_copies_overlap_with_the_next_layer_and_come_back_one_ahead() -> None:
     with torch.no_grad():
         model.model(**packed_inputs(), use_cache=False)
     assert "away" not in copies.calls
-
-
-def test_where_it_cannot_work_it_is_refused(tiny_recipe: Any) -> None:
-    recipe = read_recipe(str(tiny_recipe(activation_offload=True)))
-    with pytest.raises(
-        UserError, match=r"tiny.yaml:\d+: activation_offload: .*single.yaml checkpoints none; set fsdp_activation_ch"
-    ):
-        check_memory_keys(recipe, Sharding(layout="single", source="single.yaml"), 1)
-    divided = Sharding(layout="fsdp2", activation_checkpointing=True, tensor_parallel_size=2)
-    with pytest.raises(UserError, match="sequence, tensor or expert parallelism"):
-        check_memory_keys(recipe, divided, 2)
-    with pytest.raises(
-        UserError, match="activation_offload: torch does not offload activations inside compiled layers"
-    ):
-        read_recipe(str(tiny_recipe(activation_offload=True, torch_compile=True)))
-    world: Any = SimpleNamespace(device=torch.device("cpu"))
-    with pytest.raises(UserError, match="activation_offload: on a CPU activations are in host memory already"):
-        load_model(recipe.model, recipe.lora, 0, world)
 
 
 @pytest.mark.gpu

@@ -134,12 +134,8 @@ def test_in_bf16_a_cpu_rounds_once_after_attending_in_float32() -> None:
             torch.testing.assert_close(attended(query, key, value), exact.bfloat16(), rtol=0, atol=0)
 
 
-def test_what_cannot_be_kept_apart_is_refused_in_one_sentence() -> None:
+def test_an_implementation_that_is_missing_is_refused_in_one_sentence() -> None:
     model = build("llama")
-    strange = copy.deepcopy(model)
-    strange.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(UserError, match="chunked_attention layers, in which packed documents cannot be kept apart"):
-        install_attention(strange)
     if not torch.cuda.is_available():
         with pytest.raises(UserError, match="flash_attention_2 cannot be used with LlamaForCausalLM here"):
             install_attention(model, "flash_attention_2")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.distributed.fp8 import Fp8, gathers_fp8, refuse_missing_torchao, refuse_old_gpu
+from finetune.distributed.fp8 import Fp8, gathers_fp8
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import join, leave
 from finetune.errors import UserError
@@ -133,28 +133,6 @@ def test_adapters_stay_in_the_compute_dtype_and_scales_follow_every_update(tmp_p
 )
 def test_where_weights_are_gathered_in_8_bits(layout: str, keys: dict[str, Any], gathers: bool) -> None:
     assert gathers_fp8(sharding(layout, **keys)) is gathers
-
-
-def test_what_cannot_be_multiplied_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(
-        UserError, match=r"A100 has compute capability 8\.0, and FP8 needs 8\.9; set mixed_precision: bf16"
-    ):
-        refuse_old_gpu(sharding(), "NVIDIA A100", (8, 0))
-    refuse_old_gpu(sharding(), "NVIDIA L4", (8, 9))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match="needs torchao; pip install torchao"):
-        refuse_missing_torchao(sharding())
-    monkeypatch.undo()
-
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 24, "head_dim": 6, "intermediate_size": 40}
-    narrow = make_model(tmp_path / "narrow", **sizes)
-    with pytest.raises(UserError, match="no linear layer that can be multiplied in FP8"):
-        multiply_in_fp8(build_on_meta(AutoConfig.from_pretrained(narrow), torch.float32), sharding())
-    experts = make_model(tmp_path / "experts", model_type="mixtral", num_local_experts=4)
-    with pytest.raises(UserError, match="MixtralForCausalLM is a mixture of experts"):
-        multiply_in_fp8(build_on_meta(AutoConfig.from_pretrained(experts), torch.float32), sharding())
 
 
 def test_the_plan_refuses_the_same(tmp_path: Path) -> None:

@@ -6,12 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from finetune.distributed.sharding import Sharding
-from finetune.distributed.world import World
-from finetune.errors import UserError
-from finetune.models.layers import checkpoint_activations, compile_layers, decoder_layers, use_liger_kernels
-from finetune.models.load import load_model
-from finetune.recipe.schema import Lora, Model
+from finetune.models.layers import checkpoint_activations, compile_layers, decoder_layers
 from tests.models.families import build, documents, gradients, ours, packed, relative_error
 
 
@@ -57,28 +52,6 @@ def test_attention_that_is_kept_is_not_computed_again() -> None:
     once = count_calls("attention")
     assert count_calls("nothing") == 2 * once > 0
     assert count_calls("attention_and_projections") == once
-
-
-@pytest.mark.parametrize(
-    ("family", "lora", "said"),
-    [
-        ("mixtral", Lora(), "the experts of MixtralForCausalLM"),
-        ("llama", Lora(use_peft=True, use_dora=True), "DoRA's adapters"),
-    ],
-)
-def test_products_of_the_sizes_of_attentions_are_refused(family: str, lora: Lora, said: str) -> None:
-    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
-    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
-    model = Model(
-        model_config={"model_type": family, **sizes}, activation_checkpointing_keeps="attention_and_projections"
-    )
-    with pytest.raises(UserError, match=f"{said} multiply matrices of the sizes of attention's; set it to att"):
-        load_model(model, lora, 0, world)
-
-
-def test_liger_without_a_gpu_is_refused_in_a_sentence() -> None:
-    with pytest.raises(UserError, match="Liger's kernels run on CUDA only"):
-        use_liger_kernels(build("llama"), torch.device("cpu"))
 
 
 def test_every_kth_layer_is_computed_again_in_backward_and_no_other(loaded: dict[str, Any]) -> None:

@@ -13,20 +13,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from finetune.config.facts import adopt_quantization
 from finetune.distributed.sharding import Sharding
-from finetune.distributed.world import World, join, leave
+from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.quantized_base import split_quantized
 from finetune.models.quantized_layers import quantize_layers
 from finetune.models.weights import refuse_mismatch
-from finetune.pretrained_config import check_config, complete_quantization, load_config
-from finetune.recipe import quantization
-from finetune.recipe.quantization import check_quantization
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Data, Lora, Model, Quantization, Recipe
+from finetune.pretrained_config import load_config, read_facts
+from finetune.recipe.schema import Lora, Model, Quantization, Recipe
 from finetune.safetensors_io.tensors import read_folder
-from finetune.training.dry_run import print_dry_run
 from tests.models.families import build
 from tests.models.test_quantize import by_bitsandbytes
 
@@ -42,9 +39,6 @@ NOTHING_INSTALLED = SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: 
 def adopted(
     stored: dict[str, Any] | None,
     asked: Quantization = UNQUANTIZED,
-    *,
-    use_peft: bool = True,
-    sharding: Sharding = FSDP2,
 ) -> Quantization:
     """How the base of a run is quantized whose config.json says `stored` and whose recipe says `asked`."""
     extra = {} if stored is None else {"quantization_config": stored}
@@ -52,12 +46,10 @@ def adopted(
     recipe = Recipe(
         path="r.yaml",
         model=model,
-        lora=Lora(use_peft=use_peft),
+        lora=Lora(use_peft=True),
         quantization=asked,
     )
-    config = load_config(model)
-    check_config(config, model, Data(), 64)
-    return complete_quantization(recipe, config, sharding).quantization
+    return adopt_quantization(recipe, read_facts(load_config(model), None)).quantization
 
 
 def test_a_base_stored_by_bitsandbytes_is_adopted_and_any_other_stays_as_asked() -> None:
@@ -78,49 +70,6 @@ def test_other_formats_are_refused_with_what_to_do(method: str) -> None:
     )
     with pytest.raises(UserError, match=sentence):
         adopted({"quant_method": method, "bits": 4})
-
-
-def test_what_the_files_do_not_hold_is_refused() -> None:
-    stored = r"the weights of model_config are stored as 4 bits \(nf4, double quantization\); leave"
-    with pytest.raises(UserError, match=f"load_in_8bit: true: {stored} load_in_8bit out"):
-        adopted(NF4, Quantization(load_in_8bit=True))
-    with pytest.raises(UserError, match=f'bnb_4bit_quant_type: "fp4": {stored} bnb_4bit_quant_type out'):
-        adopted(NF4, Quantization(load_in_4bit=True, bnb_4bit_quant_type="fp4"))
-
-
-def test_full_fine_tuning_of_a_stored_quantized_base_is_refused() -> None:
-    with pytest.raises(
-        UserError, match="its weights are stored in 4 bits, so they cannot be fine-tuned in full; set use_peft"
-    ):
-        adopted(NF4, use_peft=False)
-
-
-@pytest.mark.parametrize("asked", [Quantization(load_in_4bit=True), Quantization(load_in_8bit=True)])
-def test_fsdp1_is_refused(asked: Quantization) -> None:
-    fsdp1 = Sharding(layout="fsdp1", source="some.yaml")
-    with pytest.raises(UserError, match=rf"some.yaml: load_in_{asked.bits}bit: FSDP1 .*; set fsdp_version: 2"):
-        adopted(None, asked, sharding=fsdp1)
-    check_quantization(Quantization(), fsdp1)
-
-
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(quantization, "importlib", NOTHING_INSTALLED)
-    with pytest.raises(
-        UserError, match="load_in_4bit needs bitsandbytes; pip install bitsandbytes, or leave load_in_4bit out"
-    ):
-        adopted(NF4)
-    adopted(None)
-
-
-def test_a_dry_run_names_a_missing_package_too(
-    monkeypatch: pytest.MonkeyPatch, tiny_recipe: Callable[..., Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    recipe = read_recipe(str(tiny_recipe(use_peft=True, load_in_4bit=True)), [])
-    world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
-    monkeypatch.setattr(quantization, "importlib", NOTHING_INSTALLED)
-    with pytest.raises(UserError, match="load_in_4bit needs bitsandbytes; pip install bitsandbytes"):
-        print_dry_run(recipe, world)
-    assert capsys.readouterr().out == ""
 
 
 Tensors = dict[str, torch.Tensor]

@@ -8,11 +8,7 @@ import pytest
 import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.errors import UserError
 from finetune.models.embedding_noise import NoisyDocuments, make_noise
-from finetune.optim.optimizer import build_optimizer, check_optimizer
-from finetune.recipe.schema import Optimization
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config, write_recipe
@@ -124,21 +120,3 @@ def test_noise_is_bounded_by_each_documents_own_length_wherever_it_lies() -> Non
     assert one[30:50].mean().abs() < 0.1 * bound
     later = make_noise(packed, documents._replace(step=8), 5.0)[0]
     assert not torch.equal(later, one)
-
-
-def test_fsdp1_has_no_rows_for_adafactor(tmp_path: Path) -> None:
-    sharding = read_sharding(str(write_config(tmp_path, "FULL_SHARD")), None, {"WORLD_SIZE": "2"})
-    with pytest.raises(UserError, match="FSDP1 flattens the rows and columns that optim: adafactor averages over"):
-        check_optimizer(Optimization(optim="adafactor"), sharding)
-
-
-def test_a_mixtures_experts_have_no_rows_and_columns_to_average() -> None:
-    mixture = torch.nn.Module()
-    mixture.experts = torch.nn.Parameter(torch.zeros(4, 3, 2))
-    with pytest.raises(
-        UserError, match="adafactor keeps averages of rows and columns, and experts is a stack of matrices"
-    ):
-        build_optimizer(mixture, Optimization(optim="adafactor"))
-    mixture.experts.requires_grad_(False)
-    mixture.head = torch.nn.Parameter(torch.zeros(3, 2))
-    assert len(build_optimizer(mixture, Optimization(optim="adafactor")).param_groups) == 1

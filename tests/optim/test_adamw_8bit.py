@@ -8,9 +8,7 @@ import pytest
 import torch
 
 from finetune.checkpoint.snapshot import allocate_on_host, dequantize, is_quantized
-from finetune.distributed.sharding import Sharding
-from finetune.errors import UserError
-from finetune.optim.optimizer import build_optimizer, check_optimizer
+from finetune.optim.optimizer import build_optimizer
 from finetune.recipe.schema import Optimization
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.training.layouts import steps_of, train_all, write_config
@@ -75,17 +73,6 @@ def test_first_step_is_torchs_own_and_the_moments_are_kept_in_8_bits() -> None:
     assert is_quantized(optimizer.state[model.weight]["exp_avg"])
     assert not is_quantized(optimizer.state[model.bias]["exp_avg"])  # too small
     assert optimizer.param_groups[0]["lr"] == 0.1
-
-
-def test_what_cannot_be_used_is_refused_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_optimizer(Optimization(), Sharding(layout="fsdp1"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
-    with pytest.raises(UserError, match=r"^some\.yaml: FSDP1 cannot save.*set fsdp_version: 2"):
-        check_optimizer(EIGHT_BIT, Sharding(layout="fsdp1", source="some.yaml"))
-    check_optimizer(EIGHT_BIT, Sharding(layout="fsdp2"))
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"adamw_8bit needs torchao; pip install torchao"):
-        check_optimizer(EIGHT_BIT, Sharding(layout="fsdp2"))
 
 
 def checkpoint(run: Path, step: int) -> dict[str, torch.Tensor]:

@@ -15,12 +15,12 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from finetune.config.facts import with_expert_parallelism
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.offloaded import OffloadedOptimizer
 from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.expert_division import with_expert_parallelism
 from finetune.recipe.reader import read_recipe
 from tests.ranks import free_port, open_stores
 
@@ -50,7 +50,7 @@ def agreed_port(path: Path) -> str:
 def measure(recipe_path: str, config: str) -> dict[str, int]:
     ranks = os.environ["WORLD_SIZE"]
     sharding = read_sharding(config, None, {"WORLD_SIZE": ranks})
-    world = join(with_expert_parallelism(sharding, read_recipe(recipe_path), int(ranks)))
+    world = join(with_expert_parallelism(sharding, read_recipe(recipe_path)))
     try:
         return state_bytes(recipe_path, world)
     finally:

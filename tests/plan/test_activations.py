@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from finetune.config.model_rules import EP_FAMILIES as DIVIDED
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.models.attention import install_attention
@@ -23,7 +24,6 @@ from finetune.plan.attention_memory import mask_bytes
 from finetune.plan.families import FAMILIES
 from finetune.plan.memory import loss_bytes
 from finetune.plan.merged_experts import merged_expert_bytes
-from finetune.recipe.expert_division import FAMILIES as DIVIDED
 from finetune.recipe.schema import Lora
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec

@@ -132,7 +132,7 @@ def test_numbers_that_no_run_can_have() -> None:
         given = f"model_config={{model_type: llama, {sizes}, {heads}}}"
         code, _, errors = _plan("--recipe", "quickstart", "--num-processes", "1", given)
         assert code == 2 and errors.count("\n") == 1
-        assert f"{heads.split(', ')[-1]} does not fit; a whole number of at least" in errors
+        assert f"{heads.split(', ')[-1]}: a whole number from " in errors
 
 
 def test_a_deepspeed_file_that_contradicts_the_recipe_is_not_planned(tmp_path: Path) -> None:

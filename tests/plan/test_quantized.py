@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
+from finetune.config.compatibility import refuse_problems
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.changes import list_changes
 from finetune.plan.memory import dequantized_bytes, plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.support import refuse_unsupported
 from finetune.recipe.quantization import quantized_bytes
 from finetune.recipe.schema import Quantization
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, QWEN3_235B, make_spec, recipe
@@ -127,4 +127,4 @@ def test_what_is_in_four_bits_already_or_under_fsdp1_gets_no_such_suggestion() -
 def test_a_mixture_in_four_bits_is_refused_as_the_run_refuses_it() -> None:
     spec = _quantized(make_spec(QWEN3_235B, ranks=8, lora=True), KINDS["nf4"])
     with pytest.raises(UserError, match=r"load_in_4bit: model_config is a mixture of experts \(qwen3_moe\)"):
-        refuse_unsupported(spec)
+        refuse_problems(spec.find_problems())

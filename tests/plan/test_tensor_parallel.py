@@ -28,7 +28,6 @@ from finetune.plan.memory import find_peak, loss_bytes, plan_phases
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.table import name_layout
 from finetune.recipe.schema import Lora
-from finetune.recipe.tensor_division import check_tensor_parallel_recipe
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
 from tests.plan.test_activations import CONFIG, DOCUMENTS, HEAD, packed_inputs
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward
@@ -186,4 +185,6 @@ def test_what_is_suggested_works_in_a_group(lora: bool) -> None:
     for change in list_changes(spec):
         changed = change.apply(spec)
         if "accelerate_config" not in change.text:
-            check_tensor_parallel_recipe(changed.recipe, changed.sharding)
+            assert {problem.rule for problem in changed.find_problems()} <= {
+                problem.rule for problem in spec.find_problems()
+            }

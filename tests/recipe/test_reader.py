@@ -105,7 +105,7 @@ MISTAKES = {
         "F:5: activation_checkpointing_keeps: torch does not select activations inside compiled layers; remove it, or "
         "torch_compile"
     ],
-    "chat_template_date: today": ["F:4: chat_template_date: today: no day; write it as 2026-01-31"],
+    "chat_template_date: today": ["F:4: chat_template_date: today: not a date; use the form 2026-01-31"],
     "ep_size: 2": ["F:4: ep_size: no such key; here it is expert_parallel_size"],
     "sequence_parallel_size: 2": [
         "F:4: sequence_parallel_size: no such key; write parallelism_config_sp_size in a copy of the Accelerate file"
@@ -162,20 +162,18 @@ MISTAKES = {
     "streaming: true\nmax_steps: 1\neval_split_size: 0.1": [
         "F:6: eval_split_size cannot be held out of a stream; set eval_datasets"
     ],
-    "use_dora: true": ["F:4: use_dora needs use_peft: true"],
-    "lora_r: 8": [
-        "F:4: lora_r has no effect without use_peft: true; set it, or every parameter is trained: then leave lora_r out"
-    ],
+    "use_dora: true": ["F:4: use_dora has no effect without use_peft: true; set it, or remove use_dora"],
+    "lora_r: 8": ["F:4: lora_r has no effect without use_peft: true; set it, or remove lora_r"],
     "load_in_4bit: true": [
-        "F:4: load_in_4bit: a quantized base is frozen, so it cannot be fine-tuned in full; set use_peft: true, or leave "
-        "load_in_4bit out"
+        "F:4: load_in_4bit: a quantized base is frozen, so it cannot be fine-tuned in full; set use_peft: true, or remove "
+        "load_in_4bit"
     ],
     "use_peft: true\nload_in_4bit: true\nload_in_8bit: true": [
         "F:6: load_in_4bit and load_in_8bit both say how the base is kept; keep one"
     ],
     "use_peft: true\nload_in_8bit: true\nbnb_4bit_use_double_quant: true": [
-        "F:6: bnb_4bit_use_double_quant has no effect without load_in_4bit: true; set it, or leave "
-        "bnb_4bit_use_double_quant out"
+        "F:6: bnb_4bit_use_double_quant has no effect without load_in_4bit: true; set it, or remove "
+        "bnb_4bit_use_double_quant"
     ],
     "model_config: {model_type: llama}": [
         "F:4: model_name_or_path and model_config both name a model; keep one",

@@ -1,7 +1,6 @@
 """Expert parallelism: experts divided over ranks give the losses, gradients, checkpoints and exports of one process."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.checkpoint.manifest import MODEL
-from finetune.distributed.fp8 import Fp8
-from finetune.distributed.sharding import Sharding
-from finetune.errors import UserError
+from finetune.config.model_rules import EP_FAMILIES as DIVIDED
 from finetune.export.export import export
-from finetune.recipe.expert_division import FAMILIES as DIVIDED
-from finetune.recipe.expert_division import refuse_undivided, with_expert_parallelism
-from finetune.recipe.reader import read_recipe
 from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.training import reference
@@ -272,49 +266,3 @@ def test_plain_peft_opens_the_adapter_of_divided_experts(runs: Callable[[str], P
 def _checkpoint(run: Path, step: int) -> dict[str, torch.Tensor]:
     stored = read_folder(run / "checkpoints" / f"step-{step:08d}" / MODEL)
     return {name: read(tensor) for name, tensor in stored.items()}
-
-
-FSDP2 = Sharding(layout="fsdp2", source="fsdp_full_shard.yaml")
-REFUSED: dict[str, tuple[Sharding, int, dict[str, Any], str]] = {
-    "ddp": (Sharding(layout="ddp", source="ddp.yaml"), 2, {}, "ddp.yaml: expert_parallel_size: 2: experts are divided only under FSDP2"),
-    "fsdp1": (Sharding(layout="fsdp1"), 2, {}, "use fsdp_full_shard, or set expert_parallel_size: 1"),
-    "one process": (Sharding(layout="single"), 1, {}, "use fsdp_full_shard, or set expert_parallel_size: 1"),
-    "replicas": (
-        Sharding(layout="fsdp2", strategy="HYBRID_SHARD", replicate_size=2, shard_size=2, source="hybrid.yaml"),
-        4,
-        {"expert_parallel_size": 4},
-        "each of the 2 replicas of hybrid.yaml has 2 ranks, and 2 / 4 is no whole number; set it to 2",
-    ),
-    "tokens divided": (Sharding(layout="fsdp2", sequence_parallel_size=2), 4, {}, "cp_size, sp_size and tp_size to 1"),
-    "fp16": (Sharding(layout="fsdp2", mixed_precision="fp16"), 2, {}, "mixed_precision: fp16 is not supported"),
-    "fp8": (Sharding(layout="fsdp2", fp8=Fp8()), 2, {}, "mixed_precision: fp8 is not supported with it; use bf16"),
-    "ranks": (FSDP2, 6, {"expert_parallel_size": 4}, "6 / 4 is no whole number; set it to 2, 3 or 6 (it must divide the experts of a layer too)"),
-    "adafactor": (FSDP2, 2, {"optim": "adafactor"}, "optim: adafactor is not supported with expert_parallel_size"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_does_not_go_with_divided_experts_is_refused(name: str, tmp_path: Path) -> None:
-    sharding, ranks, keys, sentence = REFUSED[name]
-    given = {"expert_parallel_size": 2} | keys
-    recipe = read_recipe(str(write_recipe(tmp_path / "recipe.yaml", tmp_path, tmp_path, **given)))
-    with pytest.raises(UserError) as error:
-        with_expert_parallelism(sharding, recipe, ranks)
-    assert sentence in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("model_type", "experts", "size", "sentence"),
-    [
-        ("mixtral", 12, 5, "12 experts, and 12 / 5 is no whole number; set it to 2, 3 or 6"),  # of 18 ranks
-        ("llama", 0, 2, "M is a dense model (llama); leave the key out"),
-        ("mixtral", 6, 4, "a layer of M has 6 experts, and 6 / 4 is no whole number; set it to 2, 3 or 6"),
-        ("longcat_flash", 6, 2, "a family whose experts have not been divided yet (longcat_flash; tested are mixtral"),
-    ],
-)
-def test_a_model_whose_experts_cannot_be_divided_is_refused(
-    model_type: str, experts: int, size: int, sentence: str
-) -> None:
-    with pytest.raises(UserError) as error:
-        refuse_undivided(replace(FSDP2, expert_parallel_size=size), model_type, experts, "M", 18)
-    assert sentence in str(error.value)

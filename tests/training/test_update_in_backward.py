@@ -9,14 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.distributed.fp8 import Fp8
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.memory_keys import check_memory_keys
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Batch, Optimization, Recipe
+from finetune.recipe.schema import Optimization, Recipe
 from finetune.training.nonfinite import StepCheck, handle_nonfinite
 from finetune.training.update_in_backward import UpdateInBackward
 from tests.conftest import make_chat, make_model
@@ -143,29 +141,6 @@ def test_a_loss_that_is_not_finite_moves_nothing_and_the_message_is_true() -> No
         UserError, match=r"examples 7.*updated with their finite gradients before; nothing of this step is saved"
     ):
         handle_nonfinite(recipe.optimization, check, 0, alone())
-
-
-@pytest.mark.parametrize(
-    ("ranks", "keys", "sharding", "said"),
-    [
-        (2, {"global_batch_size": 16, "per_device_train_batch_size": 2}, {"layout": "fsdp2"},
-         r"16 rows is 4 micro-batches of 2 on 2 ranks.*global_batch_size: 4, or per_device_train_batch_size: 8"),
-        (1, {"gradient_accumulation_steps": 3}, {"layout": "single"}, "3 rows is 3 micro-batches of 1 on 1 rank,"),
-        (2, {}, {"layout": "ddp"}, "DDP keeps every gradient in its buckets"),
-        (2, {}, {"layout": "fsdp1"}, "FSDP1 flattens parameters"),
-        (2, {}, {"layout": "fsdp2", "cpu_offload": True}, "gradients are in host memory already"),
-        (1, {}, {"layout": "single", "mixed_precision": "fp16"}, "under fp16"),
-        (2, {}, {"layout": "fsdp2", "tensor_parallel_size": 2}, "sequence, tensor or expert parallelism"),
-        (2, {}, {"layout": "fsdp2", "expert_parallel_size": 2}, "sequence, tensor or expert parallelism"),
-        (2, {}, {"layout": "fsdp2", "fp8": Fp8()}, "does not work with FP8"),
-    ],
-)  # fmt: skip
-def test_what_needs_all_gradients_at_once_is_refused(
-    ranks: int, keys: dict[str, Any], sharding: dict[str, Any], said: str
-) -> None:
-    recipe = Recipe(path="r.yaml", batch=Batch(**keys), optimization=make_recipe().optimization)
-    with pytest.raises(UserError, match=said):
-        check_memory_keys(recipe, Sharding(**sharding), ranks)
 
 
 def test_keys_that_need_all_gradients_at_once_are_named_where_they_stand(tiny_recipe: Any) -> None:

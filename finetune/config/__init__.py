@@ -1,0 +1,1 @@
+"""What works together: the rulebook, and the facts about layout, model and machine that it reads"""

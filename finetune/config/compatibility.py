@@ -1,0 +1,230 @@
+"""The rulebook: everything about what works together, and the only function that refuses a combination. Imports no torch."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import layout_rules, model_rules, recipe_rules
+from finetune.config.facts import Case, MachineFacts, ModelFacts, Problem, Rule
+from finetune.config.layout_rules import BF16, ON_NVME, has_fp8, is_quantized
+from finetune.config.recipe_rules import is_set
+from finetune.constants import OPTIMIZERS
+from finetune.errors import UserError
+from finetune.recipe.schema import SECTIONS, Recipe
+
+if TYPE_CHECKING:
+    from finetune.distributed.sharding import Sharding
+
+TRACKERS: Mapping[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
+CUDA_FP8, HIP_FP8 = (8, 9), (9, 4)  # compute capability, from Ada (L40S, RTX 4090) and MI300 on
+FLASH_GPUS: Mapping[str, tuple[int, ...]] = {  # major versions of the compute capability
+    "flash_attention_2": (8, 9, 10, 11, 12),
+    "flash_attention_3": (9,),
+    "flash_attention_4": (9, 10),
+}
+
+
+def find_problems(
+    recipe: Recipe,
+    layout: "Sharding | None" = None,
+    facts: ModelFacts | None = None,
+    ranks: int = 1,
+    *,
+    teacher: ModelFacts | None = None,
+    machine: MachineFacts | None = None,
+    steps: int | None = None,
+) -> list[Problem]:
+    """What does not work together, the most important first, and then the notes. The only function that refuses a combination.
+
+    Args:
+        recipe: As it was read.
+        layout: With the recipe's expert_parallel_size. None, like `facts` and `machine`: not known, and no rule about it applies.
+        facts: The model's.
+        ranks: Number of ranks of the run.
+        teacher: The facts of the recipe's teacher.
+        machine: The machine that trains.
+        steps: Steps of the run, once they are known.
+    """
+    unknown: Any = None
+    known = {"layout": layout, "model": facts, "machine": machine}
+    case = Case(
+        recipe=recipe,
+        layout=layout or unknown,
+        model=facts or unknown,
+        machine=machine or unknown,
+        ranks=ranks,
+        steps=steps,
+    )
+    found = [
+        problem for rule in RULES if all(known[need] is not None for need in rule.needs) for problem in rule.check(case)
+    ]
+    if teacher is not None and layout is not None:
+        of_teacher = Case(
+            recipe=recipe, layout=layout, model=teacher, machine=machine or unknown, ranks=ranks, is_teacher=True
+        )
+        judged = [rule for rule in RULES if rule.of_teacher and (machine is not None or "machine" not in rule.needs)]
+        found += [problem for rule in judged for problem in rule.check(of_teacher)]
+    return sorted(found, key=lambda problem: problem.is_note)
+
+
+def find_recipe_problems(
+    values: Mapping[str, Any], places: Mapping[str, str], file: str, unusable: Iterable[str]
+) -> list[Problem]:
+    """The problems of the `values` of a recipe that has just been read; silent about keys that are `unusable`, wrong in themselves."""
+    sections = {
+        name: section(**{each.name: values[each.name] for each in fields(section) if each.name in values})
+        for name, section in SECTIONS.items()
+    }
+    unknown: Any = None
+    recipe = Recipe(path=file, places=places, **sections)
+    case = Case(recipe=recipe, layout=unknown, model=unknown, machine=unknown)
+    wrong = set(unusable)
+    return [
+        problem
+        for rule in (*recipe_rules.REQUIRED, *RULES)
+        if not rule.needs and not rule.is_note and not wrong.intersection(rule.keys)
+        for problem in rule.check(case)
+    ]
+
+
+def refuse_problems(problems: Iterable[Problem]) -> list[Problem]:
+    """Returns the notes among `problems`.
+
+    Raises:
+        UserError: With every problem that is no note, a line each.
+    """
+    found = list(problems)
+    wrong = dict.fromkeys(str(problem) for problem in found if not problem.is_note)
+    if wrong:
+        raise UserError.of(wrong)
+    return found
+
+
+def _machine_rule(name: str, *keys: str, **others: Any) -> Rule:
+    return Rule(name=name, keys=keys, needs=("layout", "machine"), **others)
+
+
+def _package(
+    name: str,
+    keys: tuple[str, ...],
+    when: Callable[[Case], object],
+    package: str,
+    what: Callable[[Case], str] | str,
+    else_: str,
+    *,
+    install: str = "",
+    of_teacher: bool = False,
+) -> Rule:
+    shown = what if callable(what) else lambda _: what
+    return _machine_rule(
+        name,
+        *keys,
+        when=lambda c: when(c) and not c.machine.has_package(package),
+        message=lambda c: f"{shown(c)} needs {package}",
+        advice=f"pip install {install or package}, or {else_}",
+        of_teacher=of_teacher,
+    )
+
+
+def _has_old_gpu(case: Case) -> bool:
+    capability = case.machine.capability
+    return has_fp8(case) and capability is not None and capability < (HIP_FP8 if case.machine.is_hip else CUDA_FP8)
+
+
+def _describe_old_gpu(case: Case) -> str:
+    (major, minor), needed = case.machine.capability or (0, 0), HIP_FP8 if case.machine.is_hip else CUDA_FP8
+    return f"mixed_precision: fp8: {case.machine.gpu} has compute capability {major}.{minor}, and FP8 needs {needed[0]}.{needed[1]}"
+
+
+def _lacks_flash_gpu(case: Case) -> bool:
+    needed, found = FLASH_GPUS.get(case.recipe.model.attn_implementation), case.machine.capability
+    return needed is not None and (found is None or found[0] not in needed)
+
+
+def _describe_flash_gpu(case: Case) -> str:
+    name, found = case.recipe.model.attn_implementation, case.machine.capability
+    here = "this is a CPU run" if found is None else f"this GPU has {found[0]}.{found[1]}"
+    needed = " or ".join(f"{major}.x" for major in FLASH_GPUS[name])
+    return f"attn_implementation: {name} needs a GPU of compute capability {needed}, and {here}"
+
+
+MACHINE: tuple[Rule, ...] = (
+    *(
+        _machine_rule(
+            f"report_to: {name}", "report_to",
+            when=lambda c, name=name, package=package: c.recipe.run.report_to == name and not c.machine.has_package(package),
+            message=f"report_to: {name}: its package is not installed",
+            advice=f'pip install "finetune[{name}]", or set report_to: none (metrics.jsonl is always written)',
+            fix={"report_to": "none"},
+        )
+        for name, package in TRACKERS.items()
+    ),
+    _package(
+        "bitsandbytes", ("load_in_4bit", "load_in_8bit"), is_quantized, "bitsandbytes", lambda c: c.load_key,
+        "remove it and name an unquantized model", of_teacher=True,
+    ),
+    _package(
+        "torchao for FP8", ("mixed_precision",), has_fp8, "torchao", "mixed_precision: fp8",
+        "set mixed_precision: bf16",
+    ),
+    *(
+        _package(f"{facts.package} for {name}", ("optim",), is_set("optim", name), facts.package, f"optim: {name}",
+                 "set optim: adamw_bf16_moments")
+        for name, facts in OPTIMIZERS.items() if facts.package is not None
+    ),
+    _package(
+        "liger-kernel", ("use_liger_kernel",),
+        lambda c: is_set("use_liger_kernel", True)(c) and c.machine.device == "cuda", "liger_kernel",
+        "use_liger_kernel", "remove it", install="liger-kernel",
+    ),
+    _machine_rule(
+        "Liger on a CPU", "use_liger_kernel",
+        when=lambda c: c.recipe.model.use_liger_kernel and c.machine.device == "cpu",
+        message="use_liger_kernel: Liger's kernels run on CUDA only, and this is a CPU run", advice="remove it",
+        fix={"use_liger_kernel": False},
+    ),
+    Rule(
+        name="Liger's families", keys=("use_liger_kernel",), needs=("model", "machine"),
+        when=lambda c: c.recipe.model.use_liger_kernel and c.machine.liger_families is not None and c.model.model_type not in c.machine.liger_families,
+        message=lambda c: f"use_liger_kernel: Liger has no kernels for {c.model.model_type}", advice="remove it",
+        fix={"use_liger_kernel": False},
+    ),
+    _machine_rule(
+        "no compiler", "torch_compile", when=lambda c: c.recipe.model.torch_compile and not c.machine.has_compiler,
+        message="torch_compile: torch compiles by a C++ compiler, and there is none on the PATH",
+        advice="install one (g++), or set torch_compile: false", fix={"torch_compile": False},
+    ),
+    _machine_rule(
+        "activation_offload on a CPU", "activation_offload", when=lambda c: c.recipe.model.activation_offload and c.machine.device == "cpu",
+        message="activation_offload: on a CPU activations are in host memory already",
+        fix={"activation_offload": False},
+    ),
+    _machine_rule(
+        "fp16 on a CPU", "mixed_precision", when=lambda c: c.precision == "fp16" and c.machine.device == "cpu",
+        message="mixed_precision: fp16 does not train on a CPU", advice="use bf16 or no", fix=BF16,
+    ),
+    _machine_rule(
+        "FP8 on an older GPU", "mixed_precision", when=_has_old_gpu, message=_describe_old_gpu, fix=BF16,
+    ),
+    _machine_rule(
+        "flash attention on this GPU", "attn_implementation", when=_lacks_flash_gpu, message=_describe_flash_gpu,
+        advice="remove the key", fix={"attn_implementation": "auto"},
+    ),
+    _machine_rule(
+        "state in files without Linux", "optim_offload", when=lambda c: ON_NVME(c) and c.machine.system != "linux",
+        message="optim_offload: nvme needs Linux", advice="remove optim_offload",
+    ),
+    _machine_rule(
+        "tf32 on a CPU", "tf32", when=lambda c: c.recipe.model.tf32 and c.machine.device == "cpu",
+        message="tf32 has no effect on a CPU", is_note=True,
+    ),
+)  # fmt: skip
+
+# The most important first: problems are reported in this order.
+RULES: tuple[Rule, ...] = (
+    *layout_rules.POSSIBLE,
+    *recipe_rules.RULES,
+    *model_rules.RULES,
+    *layout_rules.RULES,
+    *MACHINE,
+)

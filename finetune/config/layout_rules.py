@@ -1,0 +1,382 @@
+"""The rules of a layout: what DDP, FSDP, parallelism and precision allow. Imports no torch."""
+
+from collections.abc import Callable, Mapping
+from math import prod
+from typing import Any, Literal
+
+from finetune.config.facts import Case, Rule
+from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
+from finetune.config.recipe_rules import is_set
+from finetune.constants import OPTIMIZERS
+from finetune.recipe.overrides import COMMAND_LINE
+from finetune.units import counted
+
+DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is another
+    "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
+    "global_batch_size": "train_batch_size",
+    "max_grad_norm": "gradient_clipping",
+    "learning_rate": "lr",
+    "adam_epsilon": "eps",
+}
+
+# What an optimizer may not work with (`OptimizerFacts.conflicts`): the keys that it is about, and when it is so.
+OPTIMIZER_CONFLICTS: Mapping[
+    str, tuple[tuple[str, ...], tuple[Literal["layout", "model"], ...], Callable[[Case], object]]
+] = {
+    "FSDP1": (("fsdp_version",), ("layout",), lambda c: c.layout.layout == "fsdp1"),
+    "tp_size": (("tp_size",), ("layout",), lambda c: c.layout.tensor_parallel_size > 1),
+    "expert_parallel_size": (("expert_parallel_size",), ("layout",), lambda c: c.layout.expert_parallel_size > 1),
+    "optim_offload: nvme": (("optim_offload",), (), is_set("optim_offload", "nvme")),
+    "optim_in_backward": (("optim_in_backward",), (), is_set("optim_in_backward", True)),
+    "trained experts": (("model_name_or_path",), ("model",), trains_experts),
+    "an uneven vocabulary": (("tp_size",), ("layout", "model"), is_uneven_vocabulary),
+}
+
+
+def _optimizer_rule(feature: str) -> Rule:
+    keys, needs, is_so = OPTIMIZER_CONFLICTS[feature]
+
+    def conflicts(case: Case) -> bool:
+        return feature in OPTIMIZERS[case.recipe.optimization.optim].conflicts and bool(is_so(case))
+
+    def advise(case: Case) -> str:
+        fit = [
+            name
+            for name, facts in OPTIMIZERS.items()
+            if not any(
+                is_here(case)
+                for other, (_, need, is_here) in OPTIMIZER_CONFLICTS.items()
+                if other in facts.conflicts and set(need) <= {*needs}
+            )
+        ]
+        return f"set optim to one of {', '.join(fit)}"
+
+    return Rule(
+        name=f"optim with {feature}",
+        keys=("optim", *keys),
+        needs=needs,
+        when=conflicts,
+        message=lambda c: (
+            f"optim: {c.recipe.optimization.optim} cannot be combined with {feature}: "
+            f"{OPTIMIZERS[c.recipe.optimization.optim].conflicts[feature]}"
+        ),
+        advice=advise,
+        fix={"optim": "adamw_torch_fused"},
+    )
+
+
+def _layout_rule(name: str, *keys: str, **others: Any) -> Rule:
+    return Rule(name=name, keys=keys, needs=("layout",), **others)
+
+
+def _exclude(
+    feature: str, is_on: Callable[[Case], object], key: str, when: Callable[[Case], object], what: str | Callable[[Case], str],
+    why: str = "", *, advice: str = "", fix: Mapping[str, Any] | None = None,
+) -> Rule:  # fmt: skip
+    """A rule: `what` (of `key`) cannot be combined with `feature`, a key of recipe or layout."""
+    shown = what if callable(what) else lambda _: what
+    end = f": {why}" if why else ""
+    return _layout_rule(
+        f"{key} with {feature}",
+        key,
+        feature,
+        when=lambda c: is_on(c) and when(c),
+        message=lambda c: f"{shown(c)} cannot be combined with {_name_feature(feature, c)}{end}",
+        advice=advice or f"remove {key}",
+        fix=fix,
+    )
+
+
+def _name_feature(feature: str, case: Case) -> str:
+    """A key of the Accelerate file with the file's name; the recipe's as it is."""
+    return feature if feature in ("expert_parallel_size",) else f"{feature} ({case.layout.source})"
+
+
+def has_tp(case: Case) -> bool:
+    return case.layout.tensor_parallel_size > 1
+
+
+def has_sp(case: Case) -> bool:
+    return case.layout.sequence_parallel_size > 1
+
+
+def has_ep(case: Case) -> bool:
+    return case.layout.expert_parallel_size > 1
+
+
+def is_fsdp1(case: Case) -> bool:
+    return case.layout.layout == "fsdp1"
+
+
+def has_fp8(case: Case) -> bool:
+    return case.layout.fp8 is not None
+
+
+def is_quantized(case: Case) -> bool:
+    return case.quantization.bits is not None
+
+
+def freezes(case: Case) -> bool:
+    """Whether some parameters of the model are not trained."""
+    model = case.recipe.model
+    return case.recipe.lora.use_peft or bool(model.frozen_modules or model.trainable_modules)
+
+
+def _count_mesh(case: Case) -> int:
+    return prod((case.layout.mesh_sizes or {}).values())
+
+
+def _count_micro_batches(case: Case) -> int:
+    ranks = case.ranks // case.layout.ranks_per_batch
+    return -(-case.global_batch_size // (case.recipe.batch.per_device_train_batch_size * max(1, ranks)))
+
+
+def _find_unequal_numbers(case: Case) -> list[str]:
+    """Numbers of a DeepSpeed file that are not those of the recipe."""
+    recipe, ranks, optimization = case.recipe, case.ranks // case.layout.ranks_per_batch, case.recipe.optimization
+    ours: dict[str, float | None] = {
+        "gradient_accumulation_steps": _count_micro_batches(case),
+        "per_device_train_batch_size": recipe.batch.per_device_train_batch_size,
+        "global_batch_size": case.global_batch_size,
+        "max_grad_norm": optimization.max_grad_norm,
+        "learning_rate": optimization.learning_rate,
+        "weight_decay": optimization.weight_decay,
+        "adam_epsilon": optimization.adam_epsilon,
+    }
+    problems = []
+    for key, value in case.layout.asked:
+        if ours[key] != value:
+            by = COMMAND_LINE if recipe.place_of(key) == COMMAND_LINE else "recipe"
+            on = f" on {ranks} ranks" if "batch" in key or "steps" in key else ""
+            number = "null" if ours[key] is None else format(ours[key], "g")
+            name = DEEPSPEED_NAMES.get(key, key)
+            problems.append(
+                f"{name}: {value:g}, but {key} is {number} by the {by}{on}; set one to the other, or {name} to auto"
+            )
+    return problems
+
+
+def _advise_other_layout(case: Case) -> str:
+    other = "ddp" if case.ranks > 1 else "accelerate_config: single"
+    return f"use {other}, which is the same layout, or set fsdp_version: 2"
+
+
+def _checkpointed_only(key: str, what: str, *, is_note: bool = False) -> Rule:
+    return _layout_rule(
+        f"{key} without checkpointing",
+        key,
+        "fsdp_activation_checkpointing",
+        when=lambda c: is_set(key)(c) and not c.layout.activation_checkpointing,
+        message=lambda c: f"{key}: {what}, but {c.layout.source} checkpoints no layer",
+        advice="set fsdp_activation_checkpointing: true there, or remove the key",
+        is_note=is_note,
+    )
+
+
+def _advise_ep_size(case: Case) -> str:
+    shards = case.ranks // (case.layout.replicate_size or 1)
+    return set_to_divisor("expert_parallel_size", shards, " (it must divide the experts of a layer too)")
+
+
+def _describe_ep_ranks(case: Case) -> str:
+    size, replicas = case.layout.expert_parallel_size, case.layout.replicate_size or 1
+    shards = case.ranks // replicas
+    run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {case.layout.source}"
+    return (
+        f"expert_parallel_size: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is no whole number"
+    )
+
+
+IN_BACKWARD = is_set("optim_in_backward", True)
+ON_NVME = is_set("optim_offload", "nvme")
+BF16 = {"mixed_precision": "bf16"}
+
+# Whether the layout is possible at all.
+POSSIBLE: tuple[Rule, ...] = (
+    _layout_rule(
+        "one process", "distributed_type", when=lambda c: c.layout.layout == "single" and c.ranks > 1,
+        message=lambda c: f"this layout is for one process, but {c.ranks} were launched",
+        advice="launch one, or use ddp or an fsdp config",
+    ),
+    _layout_rule(
+        "hybrid sharding of one rank", "sharding_strategy", "dp_replicate_size",
+        when=lambda c: c.layout.strategy == "HYBRID_SHARD" and c.ranks == 1,
+        message="hybrid sharding needs at least 2 ranks, but 1 was launched", advice="use fsdp_full_shard",
+    ),
+    _layout_rule(
+        "sizes of the mesh", "parallelism_config",
+        when=lambda c: c.layout.mesh_sizes is not None and _count_mesh(c) != c.ranks,
+        message=lambda c: (f"{c.layout.describe_mesh()} = {_count_mesh(c)}, but {c.ranks} {'rank was' if c.ranks == 1 else 'ranks were'} launched"),
+        advice=lambda c: f"set the sizes so that their product is {c.ranks}",
+    ),
+    _layout_rule(
+        "machines without a rank", "num_machines", when=lambda c: c.ranks < c.layout.num_machines,
+        message=lambda c: (f"num_machines: {c.layout.num_machines}, but --num-processes {c.ranks}: each machine runs at least one"),
+        advice="set num_machines: 1, or ask for more processes",
+    ),
+    _layout_rule(
+        "numbers of a DeepSpeed file", "deepspeed_config", when=lambda c: _find_unequal_numbers(c),
+        message=_find_unequal_numbers,
+    ),
+    _layout_rule(
+        "frozen parameters without shards", "fsdp_sharding_strategy",
+        when=lambda c: is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1) and freezes(c),
+        message=lambda c: (f"{'NO_SHARD' if c.layout.strategy == 'NO_SHARD' else 'on one rank FSDP1 is NO_SHARD, which'} cannot hold frozen " "parameters (LoRA's base, frozen_modules)"),
+        advice=_advise_other_layout,
+    ),
+)  # fmt: skip
+
+RULES: tuple[Rule, ...] = (
+    # FSDP1
+    _exclude(
+        "fsdp_version: 1", is_fsdp1, "method", is_set("method", "distill"), "method: distill",
+        "FSDP1 gathers no single unit, as the teacher's head needs it", advice="set fsdp_version: 2, or use ddp",
+    ),
+    Rule(
+        name="a quantized base under FSDP1", keys=("load_in_4bit", "load_in_8bit", "fsdp_version"), needs=("layout",),
+        of_teacher=True, when=lambda c: is_fsdp1(c) and is_quantized(c),
+        message=lambda c: f"{c.load_key} cannot be combined with fsdp_version: 1 ({c.layout.source}): FSDP1 flattens and converts the " "parameters of a layer together, which quantized ones do not survive",
+        advice="set fsdp_version: 2",
+    ),
+    _exclude(
+        "fsdp_version: 1", is_fsdp1, "lora_target_parameters", is_set("lora_target_parameters"),
+        "lora_target_parameters",
+        "FSDP1 flattens the parameters of a layer together, so that none of them can have an adapter of its own",
+        advice="set fsdp_version: 2",
+    ),
+    # Tensor parallelism
+    _exclude(
+        "tp_size", has_tp, "mixed_precision", lambda c: c.precision in ("fp16", "fp8"),
+        lambda c: f"mixed_precision: {c.precision}", advice="set it to bf16, or tp_size: 1", fix=BF16,
+    ),
+    _exclude(
+        "tp_size", has_tp, "fsdp_auto_wrap_policy", lambda c: c.layout.wrapping != "TRANSFORMER_BASED_WRAP",
+        lambda c: f"fsdp_auto_wrap_policy: {c.layout.wrapping}", advice="set TRANSFORMER_BASED_WRAP, or tp_size: 1",
+    ),
+    _exclude(
+        "tp_size", has_tp, "attn_implementation", is_set("attn_implementation"),
+        lambda c: f"attn_implementation: {c.recipe.model.attn_implementation}", fix={"attn_implementation": "auto"},
+    ),
+    _exclude(
+        "tp_size", has_tp, "activation_checkpointing_keeps",
+        is_set("activation_checkpointing_keeps", "attention_and_projections"),
+        "activation_checkpointing_keeps: attention_and_projections",
+        "it finds its products by their sizes, and each rank has a shard", advice="set it to attention",
+        fix={"activation_checkpointing_keeps": "attention"},
+    ),
+    _exclude(
+        "tp_size", has_tp, "neftune_noise_alpha", is_set("neftune_noise_alpha"), "neftune_noise_alpha",
+        fix={"neftune_noise_alpha": None},
+    ),
+    _exclude(
+        "tp_size", has_tp, "load_in_4bit", is_quantized, lambda c: c.load_key, "a quantized base cannot be sharded so",
+        advice="name an unquantized model without the key, or set tp_size: 1",
+    ),
+    _exclude(
+        "tp_size", has_tp, "method", is_set("method", "distill"), "method: distill", advice="set tp_size: 1",
+    ),
+    *(_exclude("tp_size", has_tp, key, is_set(key, True), f"{key}: true", advice=f"set {key}: false, or tp_size: 1", fix={key: False})
+      for key in ("use_dora", "torch_compile", "use_liger_kernel", "activation_offload", "optim_in_backward")),
+    # Sequence parallelism
+    _exclude(
+        "cp_size", has_sp, "mixed_precision", has_fp8, "mixed_precision: fp8", advice="set it to bf16", fix=BF16,
+    ),
+    _exclude(
+        "cp_size", has_sp, "attn_implementation", is_set("attn_implementation"),
+        lambda c: f"attn_implementation: {c.recipe.model.attn_implementation}",
+        "only the packed attention that is built in works where ranks share a row",
+        fix={"attn_implementation": "auto"},
+    ),
+    *(_exclude("cp_size", has_sp, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in ("activation_offload", "optim_in_backward")),
+    # Expert parallelism
+    _layout_rule(
+        "expert parallelism without FSDP2", "expert_parallel_size", "fsdp_version",
+        when=lambda c: has_ep(c) and c.layout.layout != "fsdp2",
+        message=lambda c: f"expert_parallel_size: {c.layout.expert_parallel_size} requires FSDP2, and {c.layout.source} is another layout",
+        advice="use fsdp_full_shard, or set expert_parallel_size: 1", fix={"expert_parallel_size": 1},
+    ),
+    _layout_rule(
+        "ranks of expert parallelism", "expert_parallel_size",
+        when=lambda c: has_ep(c) and c.layout.layout == "fsdp2" and c.ranks // (c.layout.replicate_size or 1) % c.layout.expert_parallel_size,
+        message=_describe_ep_ranks, advice=_advise_ep_size, fix={"expert_parallel_size": 1},
+    ),
+    _layout_rule(
+        "expert parallelism within groups", "expert_parallel_size", "tp_size", "cp_size", "sp_size",
+        when=lambda c: has_ep(c) and c.layout.ranks_per_batch > 1,
+        message=lambda c: f"expert_parallel_size cannot be combined with cp_size, sp_size or tp_size ({c.layout.source})",
+        advice="set expert_parallel_size: 1, or the Accelerate file's cp_size, sp_size and tp_size to 1",
+        fix={"expert_parallel_size": 1},
+    ),
+    _exclude(
+        "expert_parallel_size", has_ep, "mixed_precision", lambda c: c.precision in ("fp16", "fp8"),
+        lambda c: f"mixed_precision: {c.precision}", advice="set it to bf16", fix=BF16,
+    ),
+    *(_exclude("expert_parallel_size", has_ep, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in ("activation_offload", "optim_in_backward")),
+    # FP8
+    Rule(
+        name="a quantized base in FP8", keys=("load_in_4bit", "load_in_8bit", "mixed_precision"), needs=("layout",),
+        of_teacher=True, when=lambda c: has_fp8(c) and is_quantized(c),
+        message=lambda c: f"{c.load_key} cannot be combined with mixed_precision: fp8 ({c.layout.source}): a base in " f"{c.quantization.bits} bits is multiplied in bf16 only",
+        advice=lambda c: f"set mixed_precision: bf16, or remove {c.load_key} and name an unquantized model", fix=BF16,
+    ),
+    _exclude(
+        "mixed_precision: fp8", has_fp8, "use_dora", is_set("use_dora"), "use_dora",
+        "DoRA measures the rows of the frozen weights, which are rounded to FP8 here",
+        advice="set mixed_precision: bf16, or remove use_dora",
+    ),
+    _exclude(
+        "mixed_precision: fp8", has_fp8, "optim_in_backward", IN_BACKWARD, "optim_in_backward",
+        fix={"optim_in_backward": False},
+    ),
+    _exclude(
+        "mixed_precision: fp8", has_fp8, "optim_offload", ON_NVME, "optim_offload: nvme",
+        advice="set mixed_precision: bf16, or remove optim_offload",
+    ),
+    # Activation checkpointing
+    _checkpointed_only(
+        "activation_checkpointing_keeps", "it says what checkpointed layers keep",
+    ),
+    _checkpointed_only(
+        "activation_offload", "it offloads what checkpointed layers keep",
+    ),
+    _checkpointed_only(
+        "activation_checkpointing_every", "it says which layers are checkpointed", is_note=True,
+    ),
+    # The update in the backward
+    _layout_rule(
+        "micro-batches with optim_in_backward", "optim_in_backward", "global_batch_size",
+        "gradient_accumulation_steps", when=lambda c: IN_BACKWARD(c) and _count_micro_batches(c) > 1,
+        message=lambda c: f"optim_in_backward: a step of {c.global_batch_size} rows is {_count_micro_batches(c)} micro-batches of " f"{c.recipe.batch.per_device_train_batch_size} on {counted(c.ranks, 'rank')}, but a gradient that is freed in the backward " "cannot wait for the next micro-batch",
+        advice=lambda c: f"set global_batch_size: {c.recipe.batch.per_device_train_batch_size * c.ranks}, or " f"per_device_train_batch_size: {-(-c.global_batch_size // c.ranks)}",
+    ),
+    _exclude(
+        "distributed_type: MULTI_GPU", lambda c: c.layout.layout == "ddp", "optim_in_backward", IN_BACKWARD,
+        "optim_in_backward", "DDP keeps every gradient in its buckets",
+        advice="use FSDP2 or one process, or remove the key",
+    ),
+    _exclude(
+        "fsdp_version: 1", is_fsdp1, "optim_in_backward", IN_BACKWARD, "optim_in_backward",
+        "FSDP1 flattens parameters together", advice="use FSDP2 or one process, or remove the key",
+    ),
+    _exclude(
+        "fsdp_offload_params", lambda c: c.layout.cpu_offload, "optim_in_backward", IN_BACKWARD, "optim_in_backward",
+        "under CPU offload gradients are in host memory already",
+    ),
+    _exclude(
+        "mixed_precision: fp16", lambda c: c.precision == "fp16", "optim_in_backward", IN_BACKWARD,
+        "optim_in_backward", "all gradients are checked for overflow before the first update",
+        advice="set mixed_precision: bf16, or remove the key",
+    ),
+    # The optimizer
+    *map(_optimizer_rule, OPTIMIZER_CONFLICTS),
+    _layout_rule(
+        "state in files without FSDP2", "optim_offload", "fsdp_version",
+        when=lambda c: ON_NVME(c) and c.layout.layout != "fsdp2",
+        message=lambda c: f"optim_offload: nvme requires FSDP2, for one rank too, and {c.layout.source} is another layout",
+        advice="use fsdp_full_shard, or remove optim_offload",
+    ),
+    _exclude(
+        "mixed_precision: fp16", lambda c: c.precision == "fp16", "optim_offload", ON_NVME, "optim_offload: nvme",
+        "it has no loss scaler", advice="set mixed_precision: bf16, or remove optim_offload",
+    ),
+)  # fmt: skip

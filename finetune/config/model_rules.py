@@ -1,0 +1,289 @@
+"""The rules on a model: which recipes and layouts its family and its sizes allow. Imports no torch."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from finetune.config.facts import Case, Rule
+from finetune.config.recipe_rules import is_set, value_of
+from finetune.recipe.module_patterns import is_within
+from finetune.recipe.quantization import describe_quantization
+from finetune.recipe.schema import Quantization
+
+# By model_type, the families whose matrices are sharded under tp_size. Of some, transformers' plan gathers products of attention,
+# whose heads need not be a multiple of the size then.
+TP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "smollm3")
+GATHERED_FAMILIES = ("olmo2", "phi3")
+# Those whose losses under expert parallelism are held to one process's (tests/training/test_expert_parallel.py).
+EP_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
+TRANSPOSED_FAMILIES = ("gpt_oss",)  # whose experts are [experts, in, out]
+PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
+
+
+def list_divisors(number: int, least: int = 2) -> str:
+    """Sizes that divide `number`, from `least` on, for an advice.
+
+    >>> list_divisors(6), list_divisors(7), list_divisors(1)
+    ('2, 3 or 6', '7', '')
+    """
+    sizes = [str(size) for size in range(least, number + 1) if number % size == 0]
+    return f"{', '.join(sizes[:-1])} or {sizes[-1]}" if len(sizes) > 1 else "".join(sizes)
+
+
+def set_to_divisor(key: str, number: int, condition: str = "") -> str:
+    """The advice to set `key` to a size that divides `number`.
+
+    >>> set_to_divisor("tp_size", 6), set_to_divisor("tp_size", 1)
+    ('set it to 2, 3 or 6', 'remove tp_size')
+    """
+    sizes = list_divisors(number)
+    return f"set it to {sizes}{condition}" if sizes else f"remove {key}"
+
+
+def trains_experts(case: Case) -> bool:
+    """Whether the weights of a mixture's routed experts get an update of their own."""
+    model, recipe = case.model, case.recipe
+    names = [f"model.layers.{layer}.mlp.experts.down_proj" for layer in range(model.layers if model.experts else 0)]
+    if recipe.lora.use_peft:
+        return any(is_within(name, recipe.lora.modules_to_save) for name in names)
+    trained, frozen = recipe.model.trainable_modules, recipe.model.frozen_modules
+    return any((not trained or is_within(name, trained)) and not is_within(name, frozen) for name in names)
+
+
+def _find_uneven(case: Case) -> dict[str, int]:
+    """Sizes of the model that tp_size does not divide, by their names in config.json."""
+    model, ranks = case.model, case.layout.tensor_parallel_size
+    sizes = {"intermediate_size": model.intermediate}
+    if model.model_type in GATHERED_FAMILIES:
+        sizes["num_attention_heads x head_dim"] = model.heads * model.head_size
+        sizes["num_key_value_heads x head_dim"] = model.key_value_heads * model.head_size
+    else:
+        sizes |= {"num_attention_heads": model.heads, "num_key_value_heads": model.key_value_heads}
+    if all(size % ranks == 0 for size in sizes.values()):
+        return {}
+    return sizes
+
+
+def _advise_tp_size(case: Case) -> str:
+    common, ranks = math.gcd(*_find_uneven(case).values()), case.layout.tensor_parallel_size
+    sizes = ", ".join(str(size) for size in range(1, ranks) if common % size == 0)
+    return f"set tp_size to one of {sizes}"
+
+
+def _describe_uneven(case: Case) -> str:
+    ranks = case.layout.tensor_parallel_size
+    uneven = [
+        f"{key} {size}, and {size} / {ranks} leaves a rest of {size % ranks}"
+        for key, size in _find_uneven(case).items()
+        if size % ranks
+    ]
+    return f"tp_size {ranks}: {case.name} has {'; '.join(uneven)}"
+
+
+def has_tp_family(case: Case) -> bool:
+    return case.model.model_type in (*TP_FAMILIES, *GATHERED_FAMILIES)
+
+
+def is_uneven_vocabulary(case: Case) -> bool:
+    """Whether the ranks of a tensor parallel group have different numbers of rows of the vocabulary."""
+    return case.model.vocabulary % case.layout.tensor_parallel_size != 0
+
+
+def _has_rankless_rows(case: Case) -> bool:
+    """Whether a rank of a tensor parallel group would have no row of the vocabulary."""
+    ranks, rows = case.layout.tensor_parallel_size, case.model.vocabulary
+    return ranks > 1 and (ranks - 1) * -(-rows // ranks) >= rows
+
+
+def _count_local_heads(case: Case) -> int:
+    """Attention heads that a rank of a tensor parallel group has of a token."""
+    is_sharded = case.model.model_type not in GATHERED_FAMILIES
+    return case.model.heads // (case.layout.tensor_parallel_size if is_sharded else 1)
+
+
+def _describe_local_heads(case: Case) -> str:
+    local, tensors = _count_local_heads(case), case.layout.tensor_parallel_size
+    left = f", of which tp_size {tensors} leaves {local} on a rank" if local != case.model.heads else ""
+    return (
+        f"cp_size (or sp_size) {case.layout.sequence_parallel_size} must divide the attention heads, but the model has "
+        f"{case.model.heads}{left}"
+    )
+
+
+def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:
+    """What one rank holds of a parameter [experts, rows, ...] under expert parallelism of `size` ranks and FSDP over `shards`.
+
+    Whole experts where they divide evenly, else some rows of each; None where neither does.
+
+    >>> shard_experts((8, 64, 32), 2, 2), shard_experts((8, 64, 32), 2, 8), shard_experts((8, 63, 32), 2, 8)
+    ((2, 64, 32), (4, 8, 32), None)
+    """
+    own = shape[0] // size
+    if own % shards == 0:
+        return (own // shards, *shape[1:])
+    return (own, shape[1] // shards, *shape[2:]) if shape[1] % shards == 0 else None
+
+
+def _has_unsharded_experts(case: Case) -> bool:
+    """Whether neither the experts of a group nor the rows of their matrices divide over the ranks that share them."""
+    model, size = case.model, case.layout.expert_parallel_size
+    shards = case.ranks // (case.layout.replicate_size or 1) // size
+    rows = {model.hidden, 2 * model.expert_width}
+    if model.model_type in TRANSPOSED_FAMILIES:
+        rows.add(model.expert_width)
+    return shards > 1 and any(shard_experts((model.experts, each), size, shards) is None for each in rows)
+
+
+def _other_quantization(case: Case) -> Iterator[str]:
+    """Keys that ask for another quantization than that of the files."""
+    stored, usual, asked = case.model.quantization, Quantization(), case.recipe.quantization
+    for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"):
+        if getattr(asked, key) not in (getattr(usual, key), getattr(stored, key)):
+            yield key
+
+
+def _describe_other_quantization(case: Case) -> list[str]:
+    stored = describe_quantization(case.quantization)
+    return [
+        f"{key}: {str(value_of(case, key)).lower()}: the weights of {case.name} are stored as {stored}; remove {key}, or name the "
+        "unquantized model"
+        for key in _other_quantization(case)
+    ]
+
+
+def _has_fp8_layer(case: Case) -> bool:
+    """Whether a linear layer beside the first can be multiplied in FP8: its sizes are multiples of 16."""
+    m = case.model
+    widths = (m.heads * m.head_size, m.key_value_heads * m.head_size, m.intermediate)
+    return m.hidden % FP8_MULTIPLE == 0 and any(width and width % FP8_MULTIPLE == 0 for width in widths)
+
+
+def _model_rule(name: str, *keys: str, **others: Any) -> Rule:
+    return Rule(name=name, keys=keys, needs=("model",), **others)
+
+
+def _size_rule(name: str, *keys: str, **others: Any) -> Rule:
+    """A rule on the model under a layout."""
+    return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
+
+
+RULES: tuple[Rule, ...] = (
+    _model_rule(
+        "more tokens than rows", "tokenizer_name_or_path", "model_name_or_path", "model_config",
+        when=lambda c: (c.model.tokens or 0) > c.model.vocabulary,
+        message=lambda c: (f"{c.name}: its embedding has {c.model.vocabulary} rows, but the tokenizer has {c.model.tokens} tokens"),
+        advice="use the model's own tokenizer (added_tokens adds tokens to it), or set vocab_size in model_config",
+        of_teacher=True,
+    ),
+    # Stored quantization
+    _model_rule(
+        "stored quantization in full", "use_peft", "model_name_or_path",
+        when=lambda c: c.model.quantization is not None and not c.recipe.lora.use_peft,
+        message=lambda c: (f"{c.name}: its weights are stored in {c.quantization.bits} bits, so they cannot be fine-tuned in full"),
+        advice="set use_peft: true, or name the unquantized model", fix={"use_peft": True},
+    ),
+    _model_rule(
+        "another quantization than the stored one", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
+        "bnb_4bit_use_double_quant", when=lambda c: c.model.quantization is not None and any(_other_quantization(c)),
+        message=_describe_other_quantization,
+    ),
+    _model_rule(
+        "quantized experts", "load_in_4bit", "load_in_8bit", "model_name_or_path",
+        when=lambda c: c.quantization.bits is not None and c.model.experts,
+        message=lambda c: (f"{c.load_key}: {c.name} is a mixture of experts ({c.model.model_type}), whose experts are not quantized here"),
+        advice="remove it, and name the unquantized model", of_teacher=True,
+    ),
+    # Mixtures
+    _model_rule(
+        "torch_compile of a mixture", "torch_compile", when=lambda c: c.recipe.model.torch_compile and c.model.experts,
+        message=lambda c: (f"torch_compile: {c.name} is a mixture of experts, whose tokens for each expert differ from step to step"),
+        fix={"torch_compile": False},
+    ),
+    _model_rule(
+        "projections of a mixture kept", "activation_checkpointing_keeps",
+        when=lambda c: is_set("activation_checkpointing_keeps", "attention_and_projections")(c) and c.model.experts,
+        message=lambda c: (f"activation_checkpointing_keeps: attention_and_projections: the experts of {c.name} multiply matrices of the sizes of " "attention's"),
+        fix={"activation_checkpointing_keeps": "attention"},
+    ),
+    _model_rule(
+        "auxiliary loss of a dense model", "router_aux_loss_coef",
+        when=lambda c: c.recipe.model.router_aux_loss_coef and not c.model.experts,
+        message=lambda c: f"router_aux_loss_coef: {c.name} is a dense model ({c.model.model_type})",
+        advice="remove it", fix={"router_aux_loss_coef": None},
+    ),
+    _model_rule(
+        "no auxiliary loss in the family", "router_aux_loss_coef",
+        when=lambda c: c.recipe.model.router_aux_loss_coef and c.model.experts and not c.model.has_auxiliary_loss,
+        message=lambda c: (f"router_aux_loss_coef: {c.name} is a mixture of experts whose routers have no auxiliary loss ({c.model.model_type})"),
+        advice="remove it", fix={"router_aux_loss_coef": None},
+    ),
+    _size_rule(
+        "expert parallelism of a dense model", "expert_parallel_size",
+        when=lambda c: c.layout.expert_parallel_size > 1 and not c.model.experts,
+        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: {c.name} is a dense model ({c.model.model_type})"),
+        advice="remove it", fix={"expert_parallel_size": 1},
+    ),
+    _size_rule(
+        "family of expert parallelism", "expert_parallel_size",
+        when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and c.model.model_type not in EP_FAMILIES,
+        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: not supported for {c.model.model_type}, the family of {c.name}; " f"it is tested with {', '.join(EP_FAMILIES)}"),
+        advice="remove it", fix={"expert_parallel_size": 1},
+    ),
+    _size_rule(
+        "experts over ranks", "expert_parallel_size", when=lambda c: c.model.experts % c.layout.expert_parallel_size,
+        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: a layer of {c.name} has {c.model.experts} experts, and " f"{c.model.experts} / {c.layout.expert_parallel_size} is no whole number"),
+        advice=lambda c: set_to_divisor("expert_parallel_size", math.gcd(c.model.experts, c.ranks // (c.layout.replicate_size or 1))),
+        fix={"expert_parallel_size": 1},
+    ),
+    _size_rule(
+        "experts over shards", "expert_parallel_size",
+        when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and _has_unsharded_experts(c),
+        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the {c.model.experts // c.layout.expert_parallel_size} " f"experts of a rank's group nor the rows of their matrices divide over the ranks that share them"),
+        advice="choose another size", fix={"expert_parallel_size": 1},
+    ),
+    # Tensor parallelism
+    _size_rule(
+        "family of tensor parallelism", "tp_size",
+        when=lambda c: c.layout.tensor_parallel_size > 1 and not has_tp_family(c),
+        message=lambda c: (f"tp_size {c.layout.tensor_parallel_size}: not supported for {c.model.model_type}, the family of {c.name}; only for " f"{', '.join((*TP_FAMILIES, *GATHERED_FAMILIES))}"),
+        fix={"tp_size": 1},
+    ),
+    _size_rule(
+        "sizes under tensor parallelism", "tp_size",
+        when=lambda c: c.layout.tensor_parallel_size > 1 and has_tp_family(c) and _find_uneven(c),
+        message=_describe_uneven, advice=_advise_tp_size, fix={"tp_size": 1},
+    ),
+    _size_rule(
+        "rows of the vocabulary under tensor parallelism", "tp_size",
+        when=lambda c: has_tp_family(c) and _has_rankless_rows(c),
+        message=lambda c: (f"tp_size {c.layout.tensor_parallel_size}: {c.name} has vocab_size {c.model.vocabulary}, too few rows for " f"{c.layout.tensor_parallel_size} ranks"),
+        advice="set a smaller tp_size", fix={"tp_size": 1},
+    ),
+    # Sequences
+    _size_rule(
+        "heads under sequence parallelism", "cp_size", "sp_size",
+        when=lambda c: _count_local_heads(c) % c.layout.sequence_parallel_size, message=_describe_local_heads,
+        advice=lambda c: (f"set it to one of {', '.join(str(n) for n in range(1, _count_local_heads(c) + 1) if _count_local_heads(c) % n == 0)}"),
+        fix={"cp_size": 1}, of_teacher=True,
+    ),
+    _model_rule(
+        "layers with a state", "attn_implementation", "model_name_or_path",
+        when=lambda c: is_set("attn_implementation", "auto")(c) and c.model.layer_types - PACKED_LAYER_TYPES,
+        message=lambda c: (f"{c.name}: {c.model.model_type} has {', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed " "documents cannot be kept apart"),
+        advice="set packing: false and attn_implementation: sdpa",
+        fix={"packing": False, "attn_implementation": "sdpa"}, of_teacher=True,
+    ),
+    # FP8
+    _size_rule(
+        "FP8 of a mixture", "mixed_precision", when=lambda c: c.layout.fp8 is not None and c.model.experts,
+        message=lambda c: (f"mixed_precision: fp8: {c.name} is a mixture of experts, which torchao does not multiply in FP8"),
+        fix={"mixed_precision": "bf16"},
+    ),
+    _size_rule(
+        "FP8 without a layer", "mixed_precision",
+        when=lambda c: c.layout.fp8 is not None and not c.model.experts and not _has_fp8_layer(c),
+        message=lambda c: (f"mixed_precision: fp8: {c.name} has no linear layer that can be multiplied in FP8: their sizes must be multiples of " f"{FP8_MULTIPLE}"),
+        fix={"mixed_precision": "bf16"},
+    ),
+)  # fmt: skip

@@ -1,0 +1,295 @@
+"""The rulebook: each rule's sentence, and plan, dry run and start held to one answer on random recipes, layouts and models."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from finetune.config.compatibility import RULES, find_problems, refuse_problems
+from finetune.config.facts import ACTIVATIONS, MachineFacts, read_model_facts
+from finetune.distributed.fp8 import Fp8
+from finetune.distributed.sharding import Sharding
+from finetune.errors import UserError
+from finetune.recipe.keys import recipe_keys
+from finetune.recipe.reader import read_recipe
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 128,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "vocab_size": 512,
+    "max_position_embeddings": 48,
+}
+MIXTURE = LLAMA | {"model_type": "mixtral", "num_local_experts": 12, "num_experts_per_tok": 2}
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+FSDP2 = Sharding(layout="fsdp2", mixed_precision="bf16", activation_checkpointing=True, source="some.yaml")
+TP = replace(FSDP2, tensor_parallel_size=4, shard_size=1)
+SP = replace(FSDP2, sequence_parallel_size=4, shard_size=1)
+EP = replace(FSDP2, expert_parallel_size=2)
+CPU = MachineFacts(device="cpu")
+A100 = MachineFacts(device="cuda", gpu="NVIDIA A100", capability=(8, 0))
+LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
+BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
+
+# What is asked of the recipe, the layout, its ranks, config.json, the machine -> a part of the sentence.
+REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, MachineFacts | None, str]] = [
+    # layouts
+    ([], Sharding(layout="single"), 2, None, None, "this layout is for one process, but 2 were launched"),
+    ([], replace(FSDP2, strategy="HYBRID_SHARD"), 1, None, None, "hybrid sharding needs at least 2 ranks"),
+    ([], TP, 8, None, None, "dp_shard_size 1 x tp_size 4 = 4, but 8 ranks were launched; set the sizes so that their product is 8"),
+    ([], replace(FSDP2, num_machines=2), 1, None, None, "some.yaml: num_machines: 2, but --num-processes 1"),
+    (["optim=adafactor"], Sharding(layout="fsdp1"), 2, None, None,
+     "optim: adafactor cannot be combined with FSDP1: FSDP1 flattens the rows and columns that it averages over; set optim to one of "),
+    (["optim=adamw_8bit"], Sharding(layout="fsdp1"), 2, None, None, "optim: adamw_8bit cannot be combined with FSDP1"),
+    (["method=distill", "teacher_model_name_or_path=T"], Sharding(layout="fsdp1"), 2, None, None, "method: distill cannot be combined"),
+    ([LORA, "load_in_4bit=true"], Sharding(layout="fsdp1", source="some.yaml"), 2, None, None,
+     "load_in_4bit cannot be combined with fsdp_version: 1 (some.yaml): FSDP1 flattens and converts"),
+    ([LORA, "lora_target_parameters=[experts.down_proj]"], Sharding(layout="fsdp1"), 2, None, None, "none of them can have an adapter"),
+    ([LORA], Sharding(layout="fsdp1"), 1, None, None, "on one rank FSDP1 is NO_SHARD, which cannot hold frozen parameters"),
+    (["frozen_modules=[lm_head]"], Sharding(layout="fsdp1", strategy="NO_SHARD"), 2, None, None, "NO_SHARD cannot hold frozen"),
+    # tensor parallelism
+    (["optim=adafactor"], TP, 4, None, None, "optim: adafactor cannot be combined with tp_size"),
+    (["optim=adamw_8bit"], TP, 4, None, None, "optim: adamw_8bit cannot be combined with tp_size"),
+    ([LORA, "use_dora=true"], TP, 4, None, None, "use_dora: true cannot be combined with tp_size (some.yaml); set use_dora: false"),
+    ([LORA, "load_in_4bit=true"], TP, 4, None, None, "a quantized base cannot be sharded so"),
+    (["torch_compile=true"], TP, 4, None, None, "torch_compile: true cannot be combined with tp_size"),
+    (["use_liger_kernel=true"], TP, 4, None, None, "use_liger_kernel: true cannot be combined with tp_size"),
+    (["neftune_noise_alpha=5"], TP, 4, None, None, "neftune_noise_alpha cannot be combined with tp_size"),
+    (["attn_implementation=sdpa"], TP, 4, None, None, "attn_implementation: sdpa cannot be combined with tp_size"),
+    (["activation_checkpointing_keeps=attention_and_projections"], TP, 4, None, None, "it finds its products by their sizes"),
+    (["method=distill", "teacher_model_name_or_path=T"], TP, 4, None, None, "method: distill cannot be combined with tp_size"),
+    ([], replace(TP, mixed_precision="fp16"), 4, None, None, "mixed_precision: fp16 cannot be combined with tp_size"),
+    ([], replace(TP, fp8=Fp8()), 4, None, None, "mixed_precision: fp8 cannot be combined with tp_size"),
+    ([], replace(TP, wrapping="NO_WRAP"), 4, None, None, "fsdp_auto_wrap_policy: NO_WRAP cannot be combined with tp_size"),
+    ([], TP, 4, LLAMA | {"num_attention_heads": 6}, None,
+     "num_attention_heads 6, and 6 / 4 leaves a rest of 2; set tp_size to one of 1, 2"),
+    ([], TP, 4, LLAMA | {"num_attention_heads": 6, "intermediate_size": 102}, None,
+     "intermediate_size 102, and 102 / 4 leaves a rest of 2; num_att"),
+    ([], TP, 4, LLAMA | {"num_key_value_heads": 2}, None, "num_key_value_heads 2, and 2 / 4 leaves a rest of 2"),
+    ([], TP, 4, LLAMA | {"model_type": "phi3", "head_dim": 3, "num_key_value_heads": 2}, None, "num_key_value_heads x head_dim 6"),
+    ([], TP, 4, LLAMA | {"vocab_size": 5}, None, "vocab_size 5, too few rows for 4 ranks"),
+    ([], TP, 4, MIXTURE, None, "tp_size 4: not supported for mixtral, the family of M; only for llama, "),
+    (["optim=adamw_bf16_moments"], TP, 4, LLAMA | {"vocab_size": 509}, None, "cannot be combined with an uneven vocabulary"),
+    # sequence parallelism
+    ([], replace(SP, fp8=Fp8()), 4, None, None, "mixed_precision: fp8 cannot be combined with cp_size"),
+    (["attn_implementation=sdpa"], SP, 4, None, None, "attn_implementation: sdpa cannot be combined with cp_size"),
+    (["max_length=32"], SP, 4, LLAMA | {"num_attention_heads": 6}, None,
+     "cp_size (or sp_size) 4 must divide the attention heads, but the model has 6; set it to one of 1, 2, 3, 6"),
+    # expert parallelism
+    (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size: 2 requires FSDP2"),
+    ([], replace(EP, expert_parallel_size=4, strategy="HYBRID_SHARD", replicate_size=2, shard_size=2), 4, None, None,
+     "each of the 2 replicas of some.yaml has 2 ranks, and 2 / 4 is no whole number; set it to 2"),
+    ([], replace(EP, expert_parallel_size=4), 6, None, None,
+     "6 / 4 is no whole number; set it to 2, 3 or 6 (it must divide the experts of a layer too)"),
+    ([], replace(EP, sequence_parallel_size=2, shard_size=2), 4, None, None, "cp_size, sp_size and tp_size to 1"),
+    ([], replace(EP, mixed_precision="fp16"), 2, None, None, "mixed_precision: fp16 cannot be combined with expert_parallel_size"),
+    ([], replace(EP, fp8=Fp8()), 2, None, None, "mixed_precision: fp8 cannot be combined with expert_parallel_size"),
+    (["optim=adafactor"], EP, 2, None, None, "optim: adafactor cannot be combined with expert_parallel_size"),
+    ([], replace(EP, expert_parallel_size=5), 30, MIXTURE, None, "12 experts, and 12 / 5 is no whole number; set it to 2, 3 or 6"),
+    ([], EP, 2, LLAMA, None, "expert_parallel_size: 2: M is a dense model (llama)"),
+    ([], EP, 2, MIXTURE | {"model_type": "longcat_flash"}, None, "not supported for longcat_flash, the family of M; it is tested with mix"),
+    ([], EP, 14, MIXTURE, None, "neither the 6 experts of a rank's group nor the rows of their matrices divide over the ranks"),
+    # quantization
+    ([LORA, "load_in_4bit=true"], replace(FSDP2, fp8=Fp8()), 2, None, None, "a base in 4 bits is multiplied in bf16 only"),
+    ([], FSDP2, 2, LLAMA | {"quantization_config": NF4}, None,
+     "M: its weights are stored in 4 bits, so they cannot be fine-tuned in full; set use_peft"),
+    ([LORA, "load_in_8bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, None,
+     "load_in_8bit: true: the weights of M are stored as 4 bits (nf4); remove load_in_8bit"),
+    ([LORA, "load_in_4bit=true", "bnb_4bit_quant_type=fp4"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, None,
+     "bnb_4bit_quant_type: fp4: the weights of M are stored as 4 bits (nf4); remove bnb_4bit_quant_type"),
+    ([LORA, "load_in_4bit=true"], FSDP2, 2, MIXTURE, None, "load_in_4bit: M is a mixture of experts (mixtral), whose experts are not"),
+    # FP8
+    ([LORA, "use_dora=true"], replace(FSDP2, fp8=Fp8()), 2, None, None, "DoRA measures the rows of the frozen weights"),
+    ([], replace(FSDP2, fp8=Fp8()), 2, MIXTURE, None, "which torchao does not multiply in FP8; set mixed_precision: bf16"),
+    ([], replace(FSDP2, fp8=Fp8()), 2, LLAMA | {"hidden_size": 24}, None, "M has no linear layer that can be multiplied in FP8"),
+    # mixtures
+    (["torch_compile=true"], FSDP2, 2, MIXTURE, None, "tokens for each expert differ from step to step; set torch_compile: false"),
+    (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "the experts of M multiply matrices"),
+    (["optim=adafactor"], FSDP2, 2, MIXTURE, None, "experts of a layer are a stack of matrices"),
+    (["router_aux_loss_coef=0.1"], FSDP2, 2, LLAMA, None, "router_aux_loss_coef: M is a dense model (llama); remove it"),
+    (["router_aux_loss_coef=0.1"], FSDP2, 2, MIXTURE | {"model_type": "deepseek_v3"}, None, "whose routers have no auxiliary loss"),
+    # what is computed and kept
+    (["activation_checkpointing_keeps=attention"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activ"),
+    (["activation_offload=true"], Sharding(layout="single"), 1, None, None, "checkpoints no layer; set fsdp_activation_checkpointing"),
+    (["activation_offload=true"], TP, 4, None, None, "activation_offload: true cannot be combined with tp_size"),
+    (["activation_offload=true"], EP, 2, None, None, "activation_offload: true cannot be combined with expert_parallel_size"),
+    (BACKWARD, Sharding(layout="ddp"), 2, None, None, "DDP keeps every gradient in its buckets"),
+    (BACKWARD, Sharding(layout="fsdp1"), 2, None, None, "FSDP1 flattens parameters together"),
+    (BACKWARD, replace(FSDP2, cpu_offload=True), 2, None, None, "gradients are in host memory already"),
+    (BACKWARD, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "checked for overflow before the first update"),
+    (BACKWARD, TP, 4, None, None, "optim_in_backward: true cannot be combined with tp_size"),
+    (BACKWARD, EP, 2, None, None, "optim_in_backward: true cannot be combined with expert_parallel_size"),
+    (BACKWARD, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_in_backward cannot be combined with mixed_precision: fp8"),
+    ([*BACKWARD, "global_batch_size=16", "per_device_train_batch_size=2"], FSDP2, 2, None, None,
+     "16 rows is 4 micro-batches of 2 on 2 ranks, but a gradient that is freed in the backward cannot wait for the next micro-batch; "
+     "set global_batch_size: 4, or per_device_train_batch_size: 8"),
+    ([*BACKWARD, "gradient_accumulation_steps=3"], Sharding(layout="single"), 1, None, None, "3 micro-batches of 1 on 1 rank,"),
+    (NVME, Sharding(layout="ddp"), 2, None, None, "optim_offload: nvme requires FSDP2"),
+    (NVME, replace(FSDP2, mixed_precision="fp16"), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp16"),
+    (NVME, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp8"),
+    # rows
+    ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
+    # the machine
+    (["activation_offload=true"], FSDP2, 1, None, CPU, "on a CPU activations are in host memory already; set activation_offload: false"),
+    ([], replace(FSDP2, mixed_precision="fp16"), 1, None, CPU, "mixed_precision: fp16 does not train on a CPU; use bf16 or no"),
+    (["torch_compile=true"], FSDP2, 1, None, replace(CPU, has_compiler=False), "none on the PATH; install one (g++)"),
+    (["use_liger_kernel=true"], FSDP2, 1, None, CPU, "Liger's kernels run on CUDA only, and this is a CPU run"),
+    (["use_liger_kernel=true"], FSDP2, 1, LLAMA, replace(A100, liger_families=frozenset({"qwen2"})), "Liger has no kernels for llama"),
+    (["attn_implementation=flash_attention_2"], FSDP2, 1, None, CPU, "needs a GPU of compute capability 8.x"),
+    (["attn_implementation=flash_attention_3"], FSDP2, 1, None, A100, "compute capability 9.x, and this GPU has 8.0; remove the key"),
+    ([], replace(FSDP2, fp8=Fp8()), 1, None, A100, "NVIDIA A100 has compute capability 8.0, and FP8 needs 8.9; set mixed_precision"),
+    (NVME, FSDP2, 1, None, replace(CPU, system="darwin"), "optim_offload: nvme needs Linux"),
+    *((keys, layout, 1, None, replace(CPU, has_package=lambda _: False), said) for keys, layout, said in [
+        ([LORA, "load_in_4bit=true"], FSDP2, "load_in_4bit needs bitsandbytes; pip install bitsandbytes, or remove it"),
+        (["optim=adamw_8bit"], FSDP2, "optim: adamw_8bit needs torchao; pip install torchao"),
+        ([], replace(FSDP2, fp8=Fp8()), "mixed_precision: fp8 needs torchao; pip install torchao"),
+        (["report_to=wandb"], FSDP2, 'report_to: wandb: its package is not installed; pip install "finetune[wandb]"'),
+    ]),
+]  # fmt: skip
+
+
+def judge(
+    overrides: list[str],
+    layout: Sharding | None,
+    ranks: int = 1,
+    config: dict[str, Any] | None = None,
+    machine: MachineFacts | None = None,
+) -> list[str]:
+    """The sentences of all problems that are no notes."""
+    recipe = read_recipe(None, ["model_name_or_path=M", "datasets=[{path: D}]", "max_length=32", *overrides])
+    facts = None if config is None else read_model_facts(config, "M")
+    found = find_problems(recipe, layout, facts, ranks, machine=machine)
+    return [str(problem) for problem in found if not problem.is_note]
+
+
+@pytest.mark.parametrize("case", REFUSED, ids=lambda case: case[-1][:50])
+def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, ...]) -> None:
+    *asked, said = case
+    found = judge(*asked)
+    assert any(said in sentence for sentence in found), found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "layout", "ranks", "config", "machine"),
+    [
+        (["optim=adafactor"], FSDP2, 2, LLAMA, CPU),
+        (["optim=adafactor", "trainable_modules=[lm_head]"], FSDP2, 2, MIXTURE, CPU),
+        ([], TP, 4, LLAMA | {"vocab_size": 509}, CPU),
+        (["optim=adamw_bf16_moments"], TP, 4, LLAMA, CPU),
+        ([], TP, 4, LLAMA | {"model_type": "phi3", "num_key_value_heads": 2}, CPU),
+        ([], EP, 4, MIXTURE, CPU),
+        ([LORA, "load_in_4bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, CPU),
+        (NVME, FSDP2, 2, LLAMA, CPU),
+        (BACKWARD, Sharding(layout="single"), 1, LLAMA, CPU),
+        ([], replace(FSDP2, fp8=Fp8()), 1, LLAMA, replace(A100, gpu="NVIDIA L4", capability=(8, 9))),
+    ],
+)
+def test_what_works_is_not_refused(
+    overrides: list[str], layout: Sharding, ranks: int, config: dict[str, Any], machine: MachineFacts
+) -> None:
+    assert judge(overrides, layout, ranks, config, replace(machine, has_package=lambda _: True)) == []
+
+
+def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -> None:
+    path = tmp_path / "r.yaml"
+    path.write_text("model_name_or_path: M\ndatasets: [{path: D}]\noptim: adafactor\ntorch_compile: true\n")
+    problems = find_problems(
+        read_recipe(str(path)), replace(TP, tensor_parallel_size=2), read_model_facts(MIXTURE, "M"), 4
+    )
+    with pytest.raises(UserError) as error:
+        refuse_problems(problems)
+    first, *others = str(error.value).splitlines()
+    assert first.startswith("some.yaml: dp_shard_size 1 x tp_size 2 = 2"), "the layout is impossible: most important"
+    assert any(line.startswith(f"{path}:3: optim: adafactor cannot be combined with tp_size") for line in others)
+    assert any(line.startswith(f"{path}:4: torch_compile: true cannot be combined with tp_size") for line in others)
+
+
+# Keys without effect: an error where they can only be a mistake, else a note.
+@pytest.mark.parametrize(
+    ("overrides", "layout", "machine", "said", "is_note"),
+    [
+        (
+            ["max_steps=10", "warmup_steps=20"],
+            None,
+            None,
+            "the run ends after 10 steps, before learning_rate is reached",
+            True,
+        ),
+        (["learning_rate=10"], None, None, "moves every parameter by about this much in each step", True),
+        (["optim=sgd", "adam_beta1=0.8"], None, None, "adam_beta1 has no effect with this optim", True),
+        (["tf32=true"], FSDP2, CPU, "tf32 has no effect on a CPU", True),
+        (["activation_checkpointing_every=2"], Sharding(layout="single"), None, "checkpoints no layer", True),
+        (
+            ["min_lr_ratio=0.1", "lr_scheduler_type=constant"],
+            None,
+            None,
+            "has no end, and min_lr_ratio no effect",
+            False,
+        ),
+        (["profile_steps=[5, 2]"], None, None, "profile_steps: [5, 2]: the first step comes after the last", False),
+        (["exact_match_samples=5"], None, None, "exact_match_samples, but no held-out rows; set eval_datasets", False),
+    ],
+)
+def test_keys_without_effect_are_named(
+    overrides: list[str], layout: Sharding | None, machine: MachineFacts | None, said: str, is_note: bool
+) -> None:
+    asked = ["model_name_or_path=M", "datasets=[{path: D}]", *overrides]
+    if not is_note:
+        with pytest.raises(UserError, match=re.escape(said)):
+            read_recipe(None, asked)
+        return
+    found = find_problems(read_recipe(None, asked), layout, machine=machine)
+    assert [problem.is_note for problem in found if said in str(problem)] == [True]
+
+
+def test_rules_have_names_of_their_own_and_keys_that_exist() -> None:
+    assert [name for name, count in Counter(rule.name for rule in RULES).items() if count > 1] == []
+    for rule in RULES:
+        assert (rule.keys and all(key in recipe_keys() for key in rule.keys)) or "layout" in rule.needs, rule.name
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"num_hidden_layers": 10**9}, "M: num_hidden_layers: 1000000000: a whole number from 1 to 1,000 is expected"),
+        ({"vocab_size": 10**12}, "M: vocab_size: 1000000000000: a whole number from 1 to 16,777,216 is expected"),
+        ({"hidden_size": 0.5}, "M: hidden_size: 0.5: a whole number from 1"),
+        ({"num_attention_heads": "8"}, "M: num_attention_heads: '8': a whole number"),
+        ({"hidden_act": "silly"}, "M: hidden_act: 'silly': no activation of transformers"),
+        (
+            {"quantization_config": {"quant_method": "gptq"}},
+            "M: its weights are quantized (gptq), and only those of bitsandbytes",
+        ),
+    ],
+)
+def test_a_config_of_which_no_model_can_be_built_is_refused(change: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_model_facts(LLAMA | change, "M")
+
+
+def test_the_activations_are_those_of_transformers() -> None:
+    from transformers.activations import ACT2CLS
+
+    assert set(ACT2CLS) <= ACTIVATIONS
+
+
+def test_a_run_and_a_plan_read_the_same_facts() -> None:
+    from transformers import AutoConfig
+
+    from finetune.plan.architecture import read_architecture
+    from finetune.plan.families import FAMILIES
+
+    for family, known in FAMILIES.items():
+        config: dict[str, Any] = LLAMA | {"model_type": family}
+        if known.mixture is not None:
+            config |= {known.mixture.experts: 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        ours = read_architecture(config, "M").facts
+        theirs = read_model_facts(AutoConfig.for_model(**config).to_dict(), "M")
+        own = {"layer_types": frozenset[str](), "expert_width": 0, "intermediate": 0}
+        assert replace(ours, **own) == replace(theirs, **own), family
