@@ -72,6 +72,8 @@ def _check_turns(conversation: Conversation, text: str, spans: tuple[Span, ...],
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
         yield "end_of_turn_is_text"
+    elif spans and not _stops(text[slice(*spans[-1])], renderer):
+        yield "stop_not_trained"
 
 
 def _describes_calls(conversation: Conversation) -> bool:
@@ -88,6 +90,12 @@ def _ends_turn(trained: str, renderer: Renderer) -> bool:
         return True
     ends = [match.end() for match in renderer.special_tokens.finditer(trained)]
     return bool(ends) and ends[-1] == len(trained.rstrip())
+
+
+def _stops(trained: str, renderer: Renderer) -> bool:
+    """Whether the last special token of a trained span is one at which generation stops."""
+    *_, last = renderer.special_tokens.finditer(trained)
+    return renderer.up_to_stop.fullmatch(last[0]) is not None
 
 
 def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> Iterator[str]:

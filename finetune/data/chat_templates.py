@@ -14,6 +14,7 @@ ALIASES = {
     "gemma3": "gemma",
     "deepseek": "deepseek-v3",
     "olmo": "olmo2",
+    "glm-4": "glm4",
 }  # fmt: skip
 # For tokenizers without a template and without special tokens for turns; of those it uses only the EOS token.
 PLAIN = TEMPLATES["plain"]

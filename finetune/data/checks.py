@@ -53,7 +53,14 @@ CHECKS: dict[str, Check] = {
         "warning",
         "fatal",
         "no end-of-turn token is trained on, so the model does not learn to stop; use a chat_template that writes one "
-        "after the assistant's content, or a tokenizer with an eos_token",
+        "after the assistant's content (a named one, such as glm4 or chatml, or your own with it inside {% generation %} "
+        "markers), or a tokenizer with an eos_token",
+    ),
+    "stop_not_trained": Check(
+        "warning",
+        "warning",
+        "the token that is trained at the end of the assistant's turn is none at which generation stops (eos_token, "
+        "generation_config.json); name it in eot_tokens",
     ),
     "end_of_turn_is_text": Check(
         "warning",

@@ -11,6 +11,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from finetune.data.chat_templates import PLAIN
 from finetune.data.messages import BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
+from finetune.data.tokenizer import find_stop_tokens
 
 ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -38,6 +39,7 @@ class Renderer:
     compiled: jinja2.Template  # the same, by transformers' sandboxed environment
     variables: dict[str, Any]  # the special tokens, under the names that templates use
     special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
+    up_to_stop: re.Pattern[str]  # matches special tokens up to the first at which generation stops
     bos: str  # what the tokenizer itself writes before plain text; may be empty
     eos: str  # written after plain text, so that the model learns to stop; empty if the tokenizer has none
     has_template: bool  # the tokenizer has a chat template; otherwise PLAIN is used
@@ -45,7 +47,7 @@ class Renderer:
     assistant_only: bool  # only what the assistant says is trained on
     reads_input: bool  # the template writes an Alpaca row's input apart from its instruction
     generation_prompt: str = ""  # what the template writes before the assistant's content
-    end_of_turn: str = ""  # what it writes after that content, up to the first special token
+    end_of_turn: str = ""  # what it writes after that content, up to the token at which generation stops
 
 
 def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None) -> Renderer:
@@ -57,7 +59,8 @@ def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None)
     if isinstance(template, dict):  # several, by name
         template = template.get("default") or next(iter(template.values()))
     words = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    longest_first = sorted(words | set(tokenizer.all_special_tokens), key=len, reverse=True)
+    special = _match_any(words | set(tokenizer.all_special_tokens))
+    stop = _match_any(set(find_stop_tokens(tokenizer)))
     bare, wrapped = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
     compiled = compile_template(template)
     _fix_date(compiled, date)
@@ -65,7 +68,8 @@ def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None)
         template=template,
         compiled=compiled,
         variables=dict(tokenizer.special_tokens_map),
-        special_tokens=re.compile("|".join(map(re.escape, longest_first)) or "(?!)"),
+        special_tokens=re.compile(special),
+        up_to_stop=re.compile(f"(?:(?!{stop})(?:{special}))*(?:{stop})"),
         bos=tokenizer.decode(wrapped[: wrapped.index(bare[0])]) if bare and bare[0] in wrapped else "",
         eos=tokenizer.eos_token or "",
         has_template=bool(tokenizer.chat_template),
@@ -75,6 +79,11 @@ def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None)
     )
     prompt, end = _probe_turn(renderer)
     return replace(renderer, generation_prompt=prompt, end_of_turn=end)
+
+
+def _match_any(words: set[str]) -> str:
+    """A pattern of any of `words`, the longest first; of nothing where there are none."""
+    return "|".join(map(re.escape, sorted(words, key=len, reverse=True))) or "(?!)"
 
 
 def _fix_date(compiled: jinja2.Template, date: str | None) -> None:
@@ -105,7 +114,10 @@ def _probe_turn(renderer: Renderer) -> tuple[str, str]:
         return "", ""
     after = answered.rpartition("ANSWER")[2]
     special = renderer.special_tokens.search(after)
-    return prompt, after[: special.end()] if special else after.rstrip()
+    if special is None:
+        return prompt, after.rstrip()
+    stop = renderer.up_to_stop.match(after, special.start())
+    return prompt, after[: (stop or special).end()]
 
 
 def apply_template(

@@ -28,7 +28,8 @@ def render_conversation(
         messages = [{key: value for key, value in message.items() if key != "input"} for message in messages]
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, conversation.tools)
-        spans = [(start, _find_end_of_turn(text, start, end, renderer)) for start, end in marked]
+        # White space that the markers include is trained on, as by transformers.
+        spans = [(start, max(end, _find_end_of_turn(text, start, end, renderer))) for start, end in marked]
     else:
         text = apply_template(renderer, messages, conversation.tools)
         found = None if conversation.tools else _find_by_layout(text, messages, renderer)
@@ -48,10 +49,17 @@ def render_conversation(
 
 
 def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> int:
-    """Where a trained span ends: after the end-of-turn token, before the white space that follows it.
+    """Where a trained span ends: after the token at which generation stops, or else the end-of-turn token.
 
-    A model stops at its end-of-turn token; it never has to write the newline that templates put after it.
+    The white space that follows it is left out: a model never has to write the newline that templates put there.
     """
+    end = _find_end_token(text, start, end, renderer)
+    last = max((match.start() for match in renderer.special_tokens.finditer(text, start, end)), default=end)
+    stop = renderer.up_to_stop.match(text, last)  # Cohere2 ends a turn with two tokens, and stops at the second
+    return max(end, stop.end()) if stop else end
+
+
+def _find_end_token(text: str, start: int, end: int, renderer: Renderer) -> int:
     inside = [match.end() for match in renderer.special_tokens.finditer(text, start, end)]
     if inside and not text[inside[-1] : end].strip():
         return inside[-1]

@@ -29,7 +29,7 @@ from finetune.hub import find_cache
 from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data, DatasetSource
 
-VERSION = 11  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 12  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 

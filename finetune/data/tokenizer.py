@@ -5,12 +5,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.constants import grow_rows
+from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.data.chat_templates import read_template
 from finetune.errors import UserError
 from finetune.hub import hub_error
 from finetune.pretrained_config import Vocabulary, load_config, refuse_other_folder
 from finetune.recipe.schema import Data, Model
+
+USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # a vocabulary that has one stops at it
 
 
 def load_tokenizer(model: Model, data: Data) -> Any:
@@ -20,6 +22,7 @@ def load_tokenizer(model: Model, data: Data) -> Any:
     """
     tokenizer = _load_own(model)
     _add_tokens(tokenizer, model)
+    tokenizer.stop_tokens = (*model.eot_tokens, *_read_stop_tokens(model, tokenizer))
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(data.chat_template)
     return tokenizer
@@ -149,9 +152,35 @@ def make_encoder(tokenizer: Any) -> Encoder:
 
 
 def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[int]:
-    """The tokens that end what the assistant says: the end of text, the recipe's and the known names of an end of turn."""
-    ends = {tokenizer.eos_token_id} - {None}
-    known = tokenizer.get_added_vocab()
-    usual = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
-    ends |= {known[name] for name in (*usual, *eot_tokens) if name in known}
-    return sorted(ends)
+    """The ids of the tokens that end what the assistant says; see `find_stop_tokens`."""
+    return sorted(tokenizer.convert_tokens_to_ids([*{*find_stop_tokens(tokenizer), *eot_tokens}]))
+
+
+def find_stop_tokens(tokenizer: Any) -> list[str]:
+    """The tokens at which generation stops: the end of text, the known names of an end of turn, and what `load_tokenizer` found."""
+    known = tokenizer.get_vocab()
+    stops = {tokenizer.eos_token, *USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())}
+    return sorted(token for token in stops if token in known)
+
+
+def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
+    """The tokens that the model's generation_config.json stops at; none where there is no such file."""
+    from transformers.utils import cached_file
+
+    if model.model_name_or_path is None:
+        return []
+    found = cached_file(
+        model.model_name_or_path,
+        GENERATION_FILE,
+        revision=model.model_revision,
+        _raise_exceptions_for_gated_repo=False,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    try:
+        content = json.loads(Path(found).read_bytes()) if found else {}
+    except (OSError, ValueError):  # said where the file is written into an export
+        return []
+    stops = content.get("eos_token_id") if isinstance(content, dict) else None
+    ids = stops if isinstance(stops, list) else [stops]
+    return [str(token) for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]

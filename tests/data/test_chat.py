@@ -42,7 +42,7 @@ TESTED_TEMPLATES = TEMPLATES | {"thinking": THINKING, "final end": FINAL_END}
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
 ENDS = dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "smollm3", "phi4", "thinking", "final end"), "<|im_end|>")
 ENDS |= {"llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "llama4": "<|eot|>", "gemma": "<end_of_turn>"}
-ENDS |= {"command-r": "<|END_OF_TURN_TOKEN|>", "granite": "<|end_of_text|>", "llama2": " <|end|>"}
+ENDS |= {"command-r": "<|END_OF_TURN_TOKEN|>", "granite": "<|end_of_text|>", "glm4": "<|user|>", "llama2": " <|end|>"}
 # Templates with a space before the assistant's words, which the model writes.
 SPACED = ("mistral", "mistral-v1", "mistral-v2", "mistral-v3", "mistral-v7", "llama2", "vicuna", "deepseek-v2")
 THOUGHTS = {
@@ -83,7 +83,7 @@ def test_only_the_assistants_turns_with_their_end_are_trained_on(name: str) -> N
     found = trained(
         conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), RENDERERS[name]
     )
-    space = " " if name in SPACED else ""
+    space = " " if name in SPACED else "\n" if name == "glm4" else ""
     assert found == [f"{space}Hello user{end}", f"{space}{THOUGHTS.get(name, '')}Goodbye{end}"]
 
 

@@ -5,6 +5,7 @@ DeepSeek, Command R, Granite, OLMo 2, SmolLM3, Qwen3, Gemma 3), the test data of
 Vicuna's prompt. >> and << stand around what is trained on.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from finetune.data.chat_templates import ALIASES, TEMPLATES, read_template
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.renderer import make_renderer
+from finetune.data.tokenizer import end_of_answer_ids, load_tokenizer
 from finetune.errors import UserError
-from finetune.recipe.schema import DatasetSource
-from tests.conftest import make_tokenizer
+from finetune.recipe.schema import Data, DatasetSource, Model
+from tests.conftest import make_model, make_tokenizer
 from tests.data.test_chat import conversation
 
 ENDS = (
@@ -54,6 +56,7 @@ PUBLISHED = {
     "smollm3": SMOLLM3 + "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n>>Hi there<|im_end|><<\n<|im_start|>user\nWho are you<|im_end|>\n<|im_start|>assistant\n>>A model<|im_end|><<\n",
     "qwen": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n>>Hi there<|im_end|><<\n<|im_start|>user\nWho are you<|im_end|>\n<|im_start|>assistant\n>>A model<|im_end|><<\n",
     "qwen3": "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n>>Hi there<|im_end|><<\n<|im_start|>user\nWho are you<|im_end|>\n<|im_start|>assistant\n>><think>\n\n</think>\n\nA model<|im_end|><<\n",
+    "glm4": "[gMASK]<sop><|system|>\nBe brief.<|user|>\nHello<|assistant|>>>\nHi there<|user|><<\nWho are you<|assistant|>>>\nA model<|user|><<",
     "gemma": "<s><start_of_turn>user\nBe brief.\n\nHello<end_of_turn>\n<start_of_turn>model\n>>Hi there<end_of_turn><<\n<start_of_turn>user\nWho are you<end_of_turn>\n<start_of_turn>model\n>>A model<end_of_turn><<\n",
 }  # fmt: skip
 
@@ -127,7 +130,7 @@ def test_smollm3_writes_calls_as_its_system_message_asks_for_them() -> None:
     assert text.endswith(f"<|im_start|>assistant\n>><tool_call>\n{CALL}\n</tool_call><|im_end|><<\n")
 
 
-@pytest.mark.parametrize("name", ["llama2", "mistral-v1", "phi3", "phi4", "zephyr", "vicuna", "alpaca", "deepseek-v2", "command-r", "olmo2"])  # fmt: skip
+@pytest.mark.parametrize("name", ["llama2", "mistral-v1", "phi3", "phi4", "zephyr", "vicuna", "alpaca", "deepseek-v2", "command-r", "olmo2", "glm4"])  # fmt: skip
 def test_a_family_without_tools_refuses_them(name: str) -> None:
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}]
     rows = document({"messages": [*messages, {"role": "tool", "content": "x"}, {"role": "assistant", "content": "y"}]})
@@ -144,6 +147,67 @@ def test_reasoning_of_qwen3_is_trained_after_the_last_question_only() -> None:
     )
     reasoned = document({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "B", "reasoning_content": "so"}]})  # fmt: skip
     assert marked(reasoned, "qwen3").endswith(">><think>\nso\n</think>\n\nB<|im_end|><<\n")
+
+
+# Command R7B's own (https://huggingface.co/CohereLabs/c4ai-command-r7b-12-2024), without its preamble. Generation stops at the
+# second of the two tokens that end a turn.
+COHERE2 = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'assistant' %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|>"
+    "<|START_RESPONSE|>{{ message['content'] }}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>{% else %}<|START_OF_TURN_TOKEN|><|USER_TOKEN|>"
+    "{{ message['content'] }}<|END_OF_TURN_TOKEN|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|START_OF_TURN_TOKEN|><|CHATBOT_TOKEN|><|START_RESPONSE|>{% endif %}"
+)
+MARKED = COHERE2.replace("{{ message['content'] }}<|END_RESPONSE|>", "{% generation %}{{ message['content'] }}<|END_RESPONSE|>{% endgeneration %}")  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [COHERE2, MARKED])
+@pytest.mark.parametrize("content", ["Hi there", '{"tool": 1}'])
+def test_the_token_that_generation_stops_at_is_trained(template: str, content: str) -> None:
+    tokenizer = tokenizer_with("chatml")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*ENDS, "<|START_RESPONSE|>", "<|END_RESPONSE|>", "<|CHATBOT_TOKEN|>"]})  # fmt: skip
+    tokenizer.chat_template, tokenizer.eos_token = template, "<|END_OF_TURN_TOKEN|>"
+    rendered = render(conversation("Hello", content, "Who are you", "A model"), make_renderer(tokenizer, True))
+    ended = [f"{words}<|END_RESPONSE|><|END_OF_TURN_TOKEN|>" for words in (content, "A model")]
+    assert [rendered.text[start:end] for start, end in rendered.spans] == ended
+    assert "stop_not_trained" not in rendered.findings
+    tokenizer.eos_token = "<|END_RESPONSE|>"
+    rendered = render(conversation("Hello", content), make_renderer(tokenizer, True))
+    assert [rendered.text[start:end] for start, end in rendered.spans] == [f"{content}<|END_RESPONSE|>"]
+
+
+def test_a_turn_that_ends_with_a_token_at_which_generation_does_not_stop_is_a_finding(tmp_path: Path) -> None:
+    tokenizer = tokenizer_with("llama4")
+    asked = conversation("Hello", "Hi there")
+    assert "stop_not_trained" in render(asked, make_renderer(tokenizer, True)).findings
+    folder = make_model(tmp_path)
+    tokenizer.save_pretrained(folder)
+    end = tokenizer.convert_tokens_to_ids("<|eot|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [0, end]}))
+    for model in (
+        Model(model_name_or_path=str(folder)),
+        Model(model_name_or_path=str(folder), eot_tokens=("<|eot|>",)),
+    ):
+        loaded = load_tokenizer(model, Data())
+        assert "stop_not_trained" not in render(asked, make_renderer(loaded, True)).findings
+        assert end in end_of_answer_ids(loaded)
+        (folder / "generation_config.json").unlink(missing_ok=True)
+
+
+def test_white_space_inside_generation_markers_is_trained_as_by_transformers() -> None:
+    tokenizer = tokenizer_with("chatml")
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' }}{% if message['role'] == 'assistant' %}"
+        "{% generation\n%}{{ message['content'] + '<|im_end|>\n' }}{% endgeneration %}"
+        "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    )
+    asked = conversation("Hello", "Hi there", "Who are you", "A model")
+    rendered = render(asked, make_renderer(tokenizer, True))
+    theirs = tokenizer.apply_chat_template(
+        [{"role": m["role"], "content": m["content"]} for m in asked.messages],
+        return_dict=True, return_assistant_tokens_mask=True,
+    )  # fmt: skip
+    of_theirs = [i for i, is_trained in zip(theirs["input_ids"], theirs["assistant_masks"], strict=True) if is_trained]
+    assert "".join(rendered.text[start:end] for start, end in rendered.spans) == tokenizer.decode(of_theirs)
 
 
 ADD = {"instruction": "Add the numbers.", "input": "2 and 3", "output": "5"}
