@@ -113,6 +113,11 @@ def _load_own(model: Model) -> Any:
         raise _describe_failure(name, revision, error) from None
     if not tokenizer.is_fast:
         raise UserError(f"{name}: its tokenizer has no tokenizer.json, which is needed to mask exactly what is trained")
+    for name in (
+        "is_local",
+        "local_files_only",
+    ):  # how transformers has just loaded it: nothing for the files of an export
+        tokenizer.init_kwargs.pop(name, None)
     return tokenizer
 
 

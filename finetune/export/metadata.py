@@ -112,7 +112,7 @@ def _config(target: TargetModel, dtype: torch.dtype, trust_remote_code: bool) ->
     if "torch_dtype" in config:
         config["torch_dtype"] = name
     if config.get("use_cache") is False:
-        del config["use_cache"]  # training turned it off; generation needs it on, the default
+        config["use_cache"] = True  # training turned it off; generation needs it
     if not trust_remote_code:
         config.pop("auto_map", None)  # the code that it names is not in the folder, and transformers has the class
     return config

@@ -55,10 +55,11 @@ def evaluate(
 
         loss, metrics = measure_held_out(run.model, batches, run.world, run.objectives.held_out)
         results["eval_loss"] = loss
+        if step == 0 and run.recipe.method_facts.needs_reference:
+            metrics.pop(ACCURACY, None)  # the model still is its own reference: every margin is 0
         shown = {f"eval_{name}": value for name, value in metrics.items()}
         run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown})
-        is_reference = step == 0 and run.recipe.method_facts.needs_reference
-        run.log.say(f"step {step}: held-out loss {loss:.4f}{describe_order(metrics, is_reference)}")
+        run.log.say(f"step {step}: held-out loss {loss:.4f}{describe_order(metrics)}")
     if run.sample_prompts and "sample_prompts" not in results:
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
         for prompt, sample in zip(run.recipe.run.sample_prompts, samples, strict=True):
@@ -68,13 +69,13 @@ def evaluate(
     return progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
 
 
-def describe_order(metrics: Mapping[str, float], is_reference: bool) -> str:
-    """The share of pairs in order; empty where there is none, or the model still is its own reference: margins are 0.
+def describe_order(metrics: Mapping[str, float]) -> str:
+    """The share of pairs in order; empty where it was not measured.
 
-    >>> describe_order({ACCURACY: 0.75}, False), describe_order({ACCURACY: 0.0}, True), describe_order({}, False)
-    (', 75% of the pairs in order', '', '')
+    >>> describe_order({ACCURACY: 0.75}), describe_order({})
+    (', 75% of the pairs in order', '')
     """
-    return f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics and not is_reference else ""
+    return f", {metrics[ACCURACY]:.0%} of the pairs in order" if ACCURACY in metrics else ""
 
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:

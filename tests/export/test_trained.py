@@ -224,8 +224,13 @@ def test_generation_config_and_model_stand_without_the_base(trained: Path, tmp_p
     try:
         assert main(command) == 0
     finally:
-        base.rename(trained / "model-untied")
+        base = base.rename(trained / "model-untied")
     assert json.loads((out / "generation_config.json").read_text()) == GENERATION
+    assert json.loads((out / "config.json").read_text())["use_cache"] is True, (
+        "as the base's, though training turns it off"
+    )
+    base_tokenizer, tokenizer = (json.loads((at / "tokenizer_config.json").read_text()) for at in (base, out))
+    assert tokenizer == base_tokenizer
     assert torch.equal(logits_of(AutoModelForCausalLM.from_pretrained(out)), in_training(trained, run.name))
 
 
