@@ -12,8 +12,9 @@ def test_lora_under_fsdp1_on_one_rank_is_refused_by_name(tiny_recipe: Callable[.
     recipe = tiny_recipe(use_peft=True)
     ended = launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(recipe), "--config", str(config)], ranks=1)
     assert ended.returncodes == (2,), ended.outputs[0]
-    assert ended.outputs[0].splitlines()[-1] == (
-        f"{config}: on one rank FSDP1 is NO_SHARD, which cannot hold frozen parameters (LoRA's base, frozen_modules); use "
+    place, said = ended.outputs[0].splitlines()[-1].split(": ", 1)
+    assert place.startswith(f"{config}:") and said == (
+        "on one rank FSDP1 is NO_SHARD, which cannot hold frozen parameters (LoRA's base, frozen_modules); use "
         "accelerate_config: single, which is the same layout, or set fsdp_version: 2"
     )
     assert "Traceback" not in ended.outputs[0]

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint.retention import list_checkpoints
 from finetune.checkpoint.save import Saver
+from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import load_tokenizer
@@ -29,7 +30,7 @@ from finetune.optim.optimizer import build_optimizer
 from finetune.pretrained_config import load_config, read_facts
 from finetune.progress import Progress
 from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Data, Lora, Model, Optimization
+from finetune.recipe.schema import Data, Lora, Model, Optimization, Recipe
 from finetune.safetensors_io.tensors import read, read_folder
 from finetune.training.loop import accumulate_gradients
 from tests.models.families import documents, packed, padded, plain_loss
@@ -112,6 +113,8 @@ def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
         model_name_or_path=job["folder"], attn_implementation=job.get("attn_implementation", "auto"), dtype="float32"
     )
     try:
+        facts = read_facts(load_config(recipe), job["folder"])
+        refuse_problems(find_problems(Recipe(path="recipe.yaml", model=recipe), facts=facts))
         model: Any = load_model(recipe, Lora(), 0, world)[0]
         check_training_forward(model, recipe, Data(packing=job["packing"], max_length=64), world)
     except UserError as error:

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint.inputs import find_changed_inputs, fingerprint_inputs
+from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.recipe.reader import read_recipe
-from finetune.training.distillation import check_teacher
+from finetune.recipe.schema import Recipe
+from finetune.training.distillation import read_teacher_facts
 from finetune.training.method_objectives import make_objectives
 from finetune.training.summary import describe_teacher
 from tests.conftest import make_chat, make_model
@@ -227,13 +229,17 @@ def test_the_content_of_a_teacher_is_compared_when_a_run_resumes(recipes: dict[s
 def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str, Path], tmp_path: Path) -> None:
     recipe = read_recipe(str(recipes["jsd"]))
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    check_teacher(recipe, tokenizer, FSDP2)
+
+    def judge(own: Recipe, sharding: Sharding) -> None:
+        refuse_problems(find_problems(own, sharding, None, 2, teacher=read_teacher_facts(own, tokenizer)))
+
+    judge(recipe, FSDP2)
 
     def refusal(teacher: Path, sharding: Sharding = FSDP2, in_4_bits: bool = False) -> str:
         with pytest.raises(UserError) as error:
             keys = [f"teacher_model_name_or_path={teacher}", f"teacher_load_in_4bit={str(in_4_bits).lower()}"]
             own = read_recipe(str(recipes["jsd"]), keys)
-            check_teacher(own, tokenizer, sharding)
+            judge(own, sharding)
         assert "\n" not in str(error.value)
         return str(error.value)
 

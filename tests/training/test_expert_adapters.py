@@ -145,7 +145,9 @@ def test_what_is_no_parameter_of_experts_is_refused(
 def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_path: Path) -> None:
     from finetune.distributed.sharding import Sharding
 
-    with pytest.raises(UserError, match=r"lora_target_parameters: FSDP1 flattens .*; set fsdp_version: 2"):
+    with pytest.raises(
+        UserError, match=r"lora_target_parameters cannot be combined with fsdp_version: 1.*; set fsdp_version: 2"
+    ):
         fine_tune(read_recipe(str(recipes["mixtral"])), Sharding(layout="fsdp1"))
     for key, sentence in (
         ("use_dora=true", "use_dora: peft has no DoRA for lora_target_parameters"),

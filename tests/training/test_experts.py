@@ -176,4 +176,4 @@ def test_a_dense_model_has_no_auxiliary_loss(folder: Path, tiny_recipe: Callable
     recipe = tiny_recipe(router_aux_loss_coef=0.1)
     finished = run_python(["finetune/run.py", "--recipe", str(recipe)])
     assert finished.returncode == EXIT_USER_ERROR
-    assert "router_aux_loss_coef: LlamaForCausalLM is a dense model; leave the key out" in finished.stderr
+    assert "is a dense model (llama); remove it" in finished.stderr
