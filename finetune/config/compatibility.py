@@ -200,6 +200,13 @@ MACHINE: tuple[Rule, ...] = (
         fix={"activation_offload": False},
     ),
     _machine_rule(
+        "flex_attention of padded rows", "attn_implementation", "packing",
+        when=lambda c: is_set("attn_implementation", "flex_attention")(c) and not c.recipe.data.packing and c.machine.device == "cpu",
+        message="attn_implementation: flex_attention cannot be combined with packing: false on a CPU: transformers' outputs of padded "
+        "rows are not finite there",
+        advice="remove the key", fix={"attn_implementation": "auto"},
+    ),
+    _machine_rule(
         "fp16 on a CPU", "mixed_precision", when=lambda c: c.precision == "fp16" and c.machine.device == "cpu",
         message="mixed_precision: fp16 does not train on a CPU", advice="use bf16 or no", fix=BF16,
     ),

@@ -17,6 +17,8 @@ GATHERED_FAMILIES = ("olmo2", "phi3")
 # Those whose losses under expert parallelism are held to one process's (tests/training/test_expert_parallel.py).
 EP_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
 TRANSPOSED_FAMILIES = ("gpt_oss",)  # whose experts are [experts, in, out]
+MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # of which peft adapts no MAMBA_MODULES
+MAMBA_MODULES = {"out_proj", "conv1d"}
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
 
@@ -135,6 +137,11 @@ def _has_unsharded_experts(case: Case) -> bool:
     return shards > 1 and any(shard_experts((model.experts, each), size, shards) is None for each in rows)
 
 
+def _names_mamba_modules(case: Case) -> bool:
+    targets = case.recipe.lora.lora_target_modules
+    return targets == "all-linear" or bool(MAMBA_MODULES & {target.rpartition(".")[2] for target in targets})
+
+
 def _other_quantization(case: Case) -> Iterator[str]:
     """Keys that ask for another quantization than that of the files."""
     stored, usual, asked = case.model.quantization, Quantization(), case.recipe.quantization
@@ -193,6 +200,12 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c.quantization.bits is not None and c.model.experts,
         message=lambda c: (f"{c.load_key}: {c.name} is a mixture of experts ({c.model.model_type}), whose experts are not quantized here"),
         advice="remove it, and name the unquantized model", of_teacher=True,
+    ),
+    _model_rule(
+        "adapters of Mamba's layers", "lora_target_modules", "use_peft",
+        when=lambda c: c.recipe.lora.use_peft and c.model.model_type in MAMBA_FAMILIES and _names_mamba_modules(c),
+        message=lambda c: f"lora_target_modules: peft cannot adapt {' and '.join(sorted(MAMBA_MODULES))} of {c.model.model_type}",
+        advice="name other linear layers",
     ),
     # Mixtures
     _model_rule(

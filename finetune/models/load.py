@@ -130,11 +130,17 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    with init_empty_weights(include_buffers=False):
-        # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs the one that is used.
-        model: Any = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
-        )
+    try:
+        with init_empty_weights(include_buffers=False):
+            # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs the one that is used.
+            model: Any = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
+            )
+    except Exception as error:  # each family reads its config in its own way
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"{config.model_type}: transformers cannot build the model of this config ({reason}); name another model"
+        ) from error
     model.config.architectures = model.config.architectures or [
         type(model).__name__
     ]  # an inline model_config names none

@@ -51,6 +51,10 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     print(format_plan(plan))
     print("data       " + "\n           ".join(report.lines()))
     epoch = data.train.steps_per_epoch
+    machine = MachineFacts(device="cpu" if on_cpu else "cuda")
+    for note in find_problems(recipe, world.sharding, ranks=world.size, machine=machine, steps=data.train.steps):
+        if note.is_note and str(note) not in plan.remarks:
+            print(f"remark     {note}")
     print(f"steps      {f'{epoch:,} an epoch, ' if epoch else ''}{data.train.steps:,} in all")
     print(f"attention  {attention}")
 

@@ -7,6 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from finetune.config.compatibility import find_problems
+from finetune.config.facts import MachineFacts
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.checks import check_longest_example
 from finetune.distributed.parallelize import count_wrapped_units, unwrap
@@ -66,6 +68,9 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     ]
     if recipe.optimization.optim_in_backward:
         lines.append("update  each parameter in the backward, its gradient freed at once")
+    machine = MachineFacts(device="cuda" if world.device.type == "cuda" else "cpu")
+    notes = find_problems(recipe, sharding, ranks=world.size, machine=machine, steps=run.data.train.steps)
+    lines += [f"note    {note}" for note in notes if note.is_note]
     lines += describe_offload(run.optimizer)
     lines += describe_quantized(model, recipe.quantization)
     lines += describe_teacher(run.objectives.training, run.data.report.longest)

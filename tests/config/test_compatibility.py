@@ -108,6 +108,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([LORA, "use_dora=true"], replace(FSDP2, fp8=Fp8()), 2, None, None, "DoRA measures the rows of the frozen weights"),
     ([], replace(FSDP2, fp8=Fp8()), 2, MIXTURE, None, "which torchao does not multiply in FP8; set mixed_precision: bf16"),
     ([], replace(FSDP2, fp8=Fp8()), 2, LLAMA | {"hidden_size": 24}, None, "M has no linear layer that can be multiplied in FP8"),
+    ([LORA], FSDP2, 2, LLAMA | {"model_type": "falcon_h1"}, None, "peft cannot adapt conv1d and out_proj of falcon_h1; name other"),
     # mixtures
     (["torch_compile=true"], FSDP2, 2, MIXTURE, None, "tokens for each expert differ from step to step; set torch_compile: false"),
     (["activation_checkpointing_keeps=attention_and_projections"], FSDP2, 2, MIXTURE, None, "the experts of M multiply matrices"),
@@ -137,6 +138,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
     # the machine
     (["activation_offload=true"], FSDP2, 1, None, CPU, "on a CPU activations are in host memory already; set activation_offload: false"),
+    (["attn_implementation=flex_attention", "packing=false"], FSDP2, 1, None, CPU, "outputs of padded rows are not finite there"),
     ([], replace(FSDP2, mixed_precision="fp16"), 1, None, CPU, "mixed_precision: fp16 does not train on a CPU; use bf16 or no"),
     (["torch_compile=true"], FSDP2, 1, None, replace(CPU, has_compiler=False), "none on the PATH; install one (g++)"),
     (["use_liger_kernel=true"], FSDP2, 1, None, CPU, "Liger's kernels run on CUDA only, and this is a CPU run"),

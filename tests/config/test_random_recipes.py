@@ -210,7 +210,8 @@ def test_what_no_rule_refuses_starts(count: int, place: Place, tmp_path: Path) -
     machine, runs = describe_machine(single), []
     while len(runs) < count:
         recipe = place.draw_recipe(draw)
-        if recipe.model.torch_compile or judge_as_a_run(recipe, single, 1, machine=machine):
+        compiles = recipe.model.torch_compile or recipe.model.attn_implementation == "flex_attention"  # for minutes
+        if compiles or judge_as_a_run(recipe, single, 1, machine=machine):
             continue
         number = len(runs)
         path = tmp_path / f"{number}.yaml"
