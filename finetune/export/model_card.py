@@ -16,7 +16,7 @@ from finetune.export.merge_choice import MergeChoice
 from finetune.export.merge_measure import TRAINED
 from finetune.export.source import Source
 from finetune.json_lines import read_json_lines
-from finetune.metrics import find_divergence, losses_of
+from finetune.metrics import describe_missing, find_divergence, losses_of
 from finetune.recipe.keys import keys_of
 from finetune.recipe.method_schema import describe_method
 from finetune.recipe.schema import Lora, Quantization
@@ -151,6 +151,9 @@ def _training(source: Source) -> str:
         ]
     diverged = find_divergence(losses_of(lines, state.get("step")))
     warning = [f"**This run diverged**: {diverged}."] if diverged else []
+    step = state.get("step")
+    if source.run and isinstance(step, int) and (missing := describe_missing(source.run / "metrics.jsonl", step)):
+        warning.append(f"The run's metrics are incomplete: {missing}.")
     return "\n\n".join([*warning, _table(("", ""), rows)])
 
 
