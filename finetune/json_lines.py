@@ -5,9 +5,13 @@ A line ends at "\\n" and nowhere else: JSON text may hold U+2028, U+0085 and the
 
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
+
+MAX_DEPTH = 100
+LONG_NUMBER = re.compile(rb"[0-9]{19}")
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
@@ -47,9 +51,37 @@ def _drop_cut_line(file: Any) -> None:
     file.truncate(end)
 
 
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text that comes from outside; an integer of more digits than any count has is a float.
+
+    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH.
+    """
+    read_integer = _read_integer if LONG_NUMBER.search(text) else None  # json's own is faster
+    try:
+        value = json.loads(text.decode("utf-8"), parse_int=read_integer)
+    except RecursionError:
+        raise ValueError("nested too deep") from None
+    level, depth = [value], 0
+    while level and text.count(b"[") + text.count(b"{") > MAX_DEPTH:
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, list | dict)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")
+    return value
+
+
+def _read_integer(digits: str) -> int | float:
+    return int(digits) if len(digits) < 19 else float(digits)
+
+
 def _parse(line: bytes) -> dict[str, Any] | None:
     try:
-        value = json.loads(line.decode("utf-8"))
-    except (ValueError, RecursionError):
+        value = parse_json(line)
+    except ValueError:
         return None
     return value if isinstance(value, dict) else None

@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Literal, TextIO
 
 # Escape becomes its picture, as do the other control characters; C1 controls, overrides of the direction of writing and
@@ -45,8 +46,9 @@ class CleanStream:
         self.has_failed = False  # a write, or what it left in the buffer
 
     def write(self, text: str) -> int:
-        if not BETWEEN_BARS.fullmatch(text):
-            start = "\r" if text.startswith("\r") else ""
+        moves = _is_of_bar(sys._getframe(1))
+        if not (moves and BETWEEN_BARS.fullmatch(text)):
+            start = "\r" if moves and text.startswith("\r") else ""
             text = start + printable(text.removeprefix(start))
         with self._noting_failure():
             self.unfiltered.write(text)
@@ -71,6 +73,11 @@ class CleanStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.unfiltered, name)
+
+
+def _is_of_bar(caller: FrameType) -> bool:
+    """Whether tqdm writes: it alone may move the cursor, whatever the text says that others print."""
+    return str(caller.f_globals.get("__name__", "")).startswith("tqdm.")
 
 
 @contextmanager

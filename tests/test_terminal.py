@@ -115,6 +115,9 @@ def test_bars_still_move_and_messages_do_not() -> None:
     assert "\x1b[A" in stream.getvalue()
     print("a.jsonl: \x1b[A\rforged", file=CleanStream(forged := io.StringIO()))
     assert controls(forged.getvalue()) == {"\n"}
+    for piece in ("\x1b[A", "\rSPOOFED", "\n\n\x1b[A"):  # tokens of a model, as chat prints them
+        print(piece, end="", file=CleanStream(forged := io.StringIO()))
+        assert controls(forged.getvalue()) <= {"\n"}
 
 
 def controls(text: str) -> set[str]:

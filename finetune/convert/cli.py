@@ -17,6 +17,7 @@ from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 from finetune.recipe.overrides import COMMAND_LINE
 from finetune.recipe.reader import read_recipe
 from finetune.recipe.schema import DatasetSource
+from finetune.recipe.yaml_file import load_yaml
 
 EXIT_TO_DO = 1
 MISSING_FILE = "no such file or folder, here or in the recipe's folder"
@@ -49,8 +50,8 @@ def convert_command(arguments: argparse.Namespace) -> int:
 def refuse_own(source: Path) -> None:
     """Raises `UserError` where `source` is a recipe of ours already."""
     try:
-        theirs = yaml.safe_load(source.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError):
+        theirs = load_yaml(source.read_text(encoding="utf-8"), is_foreign=True)
+    except (OSError, ValueError):
         return  # reading it as another tool's says what is wrong
     if isinstance(theirs, dict) and is_ours(theirs, source):
         raise UserError(

@@ -157,6 +157,10 @@ def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
             continue
         if text.strip():
             yield number, text
+        elif isinstance(stream, io.BufferedReader):  # blank lines that follow are skipped together
+            while blank := len(ahead := stream.peek()) - len(ahead.lstrip(b"\n")):
+                stream.read(blank)
+                number += blank
 
 
 def _read_text(path: str) -> Iterator[NumberedRow]:

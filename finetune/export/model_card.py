@@ -20,6 +20,7 @@ from finetune.metrics import describe_missing, find_divergence, losses_of
 from finetune.recipe.keys import keys_of
 from finetune.recipe.method_schema import describe_method
 from finetune.recipe.schema import Lora, Quantization
+from finetune.recipe.yaml_file import load_yaml
 from finetune.safetensors_io.header import read_json
 
 CARD_FILE = "README.md"
@@ -123,8 +124,8 @@ def _front_of(card: Path) -> dict[str, Any]:
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     match = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
     try:
-        front = yaml.safe_load(match[1]) if match else None
-    except yaml.YAMLError:
+        front = load_yaml(match[1]) if match else None
+    except ValueError:
         front = None
     return front if isinstance(front, dict) else {}
 

@@ -4,8 +4,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-import yaml
-
 from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.durable import restore_exports, restore_folder
@@ -13,6 +11,7 @@ from finetune.errors import UserError
 from finetune.json_lines import read_json_object
 from finetune.recipe.quantization import read_recipe_quantization
 from finetune.recipe.schema import Quantization
+from finetune.recipe.yaml_file import load_yaml
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 
@@ -129,7 +128,7 @@ def _run_of(path: Path) -> Path | None:
 def _read_recipe(run: Path | None) -> dict[str, Any]:
     """recipe.yaml of a run; empty where there is none that can be read."""
     try:
-        recipe = yaml.safe_load((run / "recipe.yaml").read_text(encoding="utf-8")) if run is not None else None
-    except (OSError, ValueError, yaml.YAMLError):
+        recipe = load_yaml((run / "recipe.yaml").read_text(encoding="utf-8")) if run is not None else None
+    except (OSError, ValueError):
         return {}
     return recipe if isinstance(recipe, dict) else {}

@@ -10,6 +10,7 @@ import yaml
 
 from finetune.errors import UserError
 
+LIMIT_BYTES = 2**18  # PyYAML reads about 80 KB a second
 UNREADABLE = object()  # the value of an entry that is reported as a problem already
 
 
@@ -75,7 +76,13 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
     cannot be read, or is not a mapping.
     """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        with path.open("rb") as file:
+            raw = file.read(LIMIT_BYTES + 1)
+        if len(raw) > LIMIT_BYTES:
+            raise UserError(
+                f"{path}: more than {LIMIT_BYTES // 1024} KiB of YAML; name a folder or a glob of files instead"
+            )
+        text = raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not text in UTF-8 (byte {error.start}); save it as UTF-8") from None
     except OSError as error:
@@ -93,6 +100,22 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
         raise UserError(f"{path}{_line_of(error)}: not YAML: {_problem_of(error)}") from None
     except RecursionError:
         raise UserError(f"{path}: nested too deep to be read") from None
+
+
+def load_yaml(text: str, is_foreign: bool = False) -> Any:
+    """The value of a YAML text that comes from outside.
+
+    Raises `ValueError` where it is not YAML, larger than LIMIT_BYTES, nested too deep, or has aliases.
+    """
+    if len(text) > LIMIT_BYTES:
+        raise ValueError(f"more than {LIMIT_BYTES // 1024} KiB of YAML")
+    try:
+        node = yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
+        return None if node is None else _construct(node)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {_problem_of(error)}") from None
+    except (RecursionError, TypeError):  # a list as a key
+        raise ValueError("not YAML that can be read here: nested too deep, or a key that is no text") from None
 
 
 def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> tuple[Entry, list[str]]:

@@ -74,7 +74,7 @@ def render_page(
     }
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
-    return template.render(
+    page = template.render(
         title=" · ".join(run.name for run in runs) or "Waiting",
         subtitle=_describe_runs(runs),
         live=live,
@@ -92,6 +92,7 @@ def render_page(
         # `<` is escaped, so that no name of a run can end the script element.
         data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
     )
+    return page.encode("utf-8", "replace").decode()  # a file of JSON may hold half of a surrogate pair
 
 
 def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> dict[str, Any]:

@@ -1,21 +1,21 @@
 """What a run's folder holds, and the plan of that run; read without torch, also of a run that is in progress or was killed."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from finetune.benchmark_results import BENCHMARKS, BenchmarkResult, read_benchmarks
 from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
-from finetune.json_lines import read_json_lines
+from finetune.json_lines import parse_json, read_json_lines
 from finetune.plan.plan import Plan, make_plan
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.method_schema import METHODS, RowKind
 from finetune.recipe.reader import read_recipe
+from finetune.recipe.yaml_file import load_yaml
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
@@ -28,6 +28,24 @@ REPORTED_FILES = (
     ENVIRONMENT,
     BENCHMARKS,
 )  # beside the checkpoints' manifests
+
+
+# What the page computes with, by the kind that it needs: a type, a mapping of keys, or a list of one kind.
+NUMBER = float
+OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_bytes"), int) | {
+    "idle_expert_share_by_layer": [NUMBER]
+}
+OF_RECIPE = {"model_config": {}, "model_name_or_path": str}
+OF_ENVIRONMENT = {"ranks": int}
+OF_SAMPLE = {"step": int}
+OF_SOURCE = dict.fromkeys(
+    ("rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates"), int
+)
+OF_DATA_REPORT = {
+    "findings": [{"rows": int, "of": int, "where": [str]}],
+    "sources": [OF_SOURCE],
+    "eval_sources": [OF_SOURCE],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +89,7 @@ class RunRecord:
         return [
             (float(line["step"]), float(line[key]))
             for line in self.lines
-            if isinstance(line.get(key), int | float) and isinstance(line.get("step"), int | float)
+            if isinstance(line.get(key), int | float) and 0 <= line.get("step", -1) < 2**53
         ]
 
     def last(self, key: str) -> Any:
@@ -102,12 +120,14 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         name=folder.resolve().name,
-        lines=tuple(_read_json_lines(folder / METRICS)),
-        recipe=_read_mapping(folder / RECIPE),
+        lines=tuple(
+            _keep_kinds(line, dict.fromkeys(line, NUMBER) | OF_METRICS) for line in _read_json_lines(folder / METRICS)
+        ),
+        recipe=_keep_kinds(_read_mapping(folder / RECIPE), OF_RECIPE),
         sharding=_read_mapping(folder / SHARDING),
-        environment=_read_mapping(folder / ENVIRONMENT),
-        data_report=_read_mapping(folder / DATA_REPORT),
-        samples=tuple(_read_json_lines(folder / SAMPLES)),
+        environment=_keep_kinds(_read_mapping(folder / ENVIRONMENT), OF_ENVIRONMENT),
+        data_report=_keep_kinds(_read_mapping(folder / DATA_REPORT), OF_DATA_REPORT),
+        samples=tuple(_keep_kinds(line, OF_SAMPLE) for line in _read_json_lines(folder / SAMPLES)),
         checkpoints=tuple(_read_checkpoints(folder / "checkpoints")),
         benchmarks=tuple(read_benchmarks(folder)),
     )
@@ -122,11 +142,11 @@ def plan_run(run: RunRecord) -> Plan | None:
         recipe = read_recipe(str(run.folder / RECIPE))
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
         if configs:  # the trained model's own, which needs no hub
-            config = json.loads(configs[-1].read_text(encoding="utf-8"))
+            config = _read_mapping(configs[-1])
             recipe = replace(recipe, model=replace(recipe.model, model_name_or_path=None, model_config=config))
         sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
         return make_plan(recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU"))
-    except (UserError, OSError, ValueError):
+    except Exception:  # a damaged config fails wherever the plan first computes with it
         return None
 
 
@@ -142,12 +162,29 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     kind = "JSON" if path.suffix == ".json" else "YAML"
-    text = path.read_text(encoding="utf-8", errors="replace")
+    raw = path.read_bytes()
     try:
-        found = json.loads(text) if kind == "JSON" else yaml.safe_load(text)
-    except (ValueError, yaml.YAMLError):
+        found = parse_json(raw) if kind == "JSON" else load_yaml(raw.decode("utf-8", errors="replace"))
+    except ValueError:
         raise UserError(f"{path}: not {kind}; the file was changed after the run wrote it") from None
     return found if isinstance(found, dict) else {}
+
+
+def _keep_kinds(value: Any, kind: Any) -> Any:
+    """`value` without those parts of it that are of another kind than `kind` names; None where it is itself."""
+    if isinstance(kind, dict):
+        if not isinstance(value, dict):
+            return None
+        kept = {key: _keep_kinds(inner, kind[key]) if key in kind else inner for key, inner in value.items()}
+        return {key: inner for key, inner in kept.items() if inner is not None or key not in kind}
+    if isinstance(kind, list):
+        found = [_keep_kinds(inner, kind[0]) for inner in value] if isinstance(value, list) else []
+        return [inner for inner in found if inner is not None]
+    wanted = int | float if kind is NUMBER else kind
+    if kind is NUMBER and isinstance(value, float) and abs(value) > 1e300:
+        return math.copysign(math.inf, value)  # whatever is computed with it would be infinite
+    is_right = isinstance(value, wanted) and not isinstance(value, bool)
+    return value if is_right and (kind is not int or abs(value) < 2**63) else None
 
 
 def _read_checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
@@ -158,7 +195,7 @@ def _read_checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
             continue
         sizes = [_size_of(entry) for entry in files.values()] if isinstance(files, dict) else []
         digits = manifest.parent.name.removeprefix("step-")
-        if digits.isdigit():
+        if digits.isdecimal() and len(digits) < 16:
             yield SavedCheckpoint(manifest.parent.name, int(digits), sum(sizes), len(sizes))
 
 

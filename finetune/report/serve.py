@@ -10,7 +10,6 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from finetune.errors import UserError
 from finetune.plan.plan import Plan
@@ -20,6 +19,7 @@ from finetune.report.run_data import REPORTED_FILES, RunRecord, plan_run, read_r
 ADDRESS = "127.0.0.1"  # this machine alone: a report shows data, and asks for no password
 DEFAULT_PORT, PORTS_TRIED = 8000, 20
 # A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own; its Host header shows it.
+MAX_CONNECTIONS = 64  # each has a thread, also one that asks for nothing
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
 
@@ -108,6 +108,9 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = os.name == "posix"
 
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return threading.active_count() <= MAX_CONNECTIONS  # one beyond them is closed
+
     def handle_error(self, request: Any, client_address: Any) -> None:
         if not isinstance(sys.exception(), ConnectionError):  # a page that was closed meanwhile is no error
             super().handle_error(request, client_address)
@@ -116,13 +119,12 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     live_page: LivePage
     protocol_version = "HTTP/1.1"
-    timeout = 60  # seconds that an idle connection is kept
+    timeout = 10  # seconds that an idle connection is kept
 
     def do_GET(self) -> None:
-        host = urlsplit(f"//{self.headers.get('Host', '')}").netloc.rpartition("@")[2]
-        if _without_port(host) not in HOSTS:
+        if _without_port(self.headers.get("Host", "")) not in HOSTS:
             return self._answer(HTTPStatus.FORBIDDEN, b"this report is served to localhost alone\n", "text/plain")
-        if urlsplit(self.path).path != "/":
+        if self.path.partition("?")[0] != "/":
             return self._answer(HTTPStatus.NOT_FOUND, b"the report is at /\n", "text/plain")
         state, html = self.live_page.current()
         if self.headers.get("If-None-Match") == f'"{state}"':

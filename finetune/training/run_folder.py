@@ -23,6 +23,7 @@ from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
 from finetune.recipe.reader import write_recipe
 from finetune.recipe.schema import Recipe
+from finetune.recipe.yaml_file import load_yaml
 
 METRICS = "metrics.jsonl"
 RECIPE = "recipe.yaml"
@@ -72,8 +73,8 @@ def _first_day(recipe_of_run: Path) -> str | None:
     if not recipe_of_run.is_file():
         return date.today().isoformat()
     try:
-        known: str | None = yaml.safe_load(recipe_of_run.read_text(encoding="utf-8")).get("chat_template_date")
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        known: str | None = load_yaml(recipe_of_run.read_text(encoding="utf-8")).get("chat_template_date")
+    except (OSError, ValueError, AttributeError) as error:
         raise UserError(f"{recipe_of_run}: cannot be read ({error}); set chat_template_date to the run's day") from None
     return known
 

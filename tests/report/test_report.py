@@ -1,6 +1,7 @@
 """`finetune report` on folders as runs leave them, read as text and looked at in a browser."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -153,6 +154,32 @@ def test_what_is_not_a_run_is_one_sentence(made: str, tmp_path: Path) -> None:
     code, _, errors = _report(str(run))
     assert (code, len(errors.strip().splitlines())) == (2, 1)
     assert str(run) in errors
+
+
+DAMAGED: list[tuple[str, str]] = [
+    ("metrics.jsonl", '{"step": 60, "epoch": "x", "loss": [1], "tokens_per_second": {}, "exact_match": "all"}\n'),
+    ("metrics.jsonl", '{"step": 1' + "0" * 4000 + ', "loss": 1' + "0" * 4000 + ', "peak_memory_bytes": 1e400}\n'),
+    ("metrics.jsonl", '{"step": 1, "loss": 1e308, "idle_expert_share_by_layer": ["a"]}\n{"step": null, "loss": -1e308}\n'),
+    ("metrics.jsonl", '{"step": 1, "loss": ' + "[" * 100_000 + "\n{}\n"),
+    ("samples.jsonl", '{"step": "a", "prompt": [], "answer": "\\ud800"}\n{"step": 1, "prompt": "a"}\n'),
+    ("data_report.json", '{"findings": [1, {"rows": "x", "where": [1]}], "sources": {"a": 1}, "eval_sources": [[], {"tokens": "x"}]}'),
+    ("data_report.json", '{"a":' * 100_000),
+    ("environment.json", '{"ranks": [], "device": {}}'),
+    ("recipe.yaml", "a: &a [*a]\n"),
+    ("recipe.yaml", "model_config: text\nmodel_name_or_path: [1]\n"),
+    ("accelerate.yaml", "[" * 100_000),
+    ("recipe.yaml", "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{'abcdefghij'[i]}: &{'abcdefghij'[i]} [{'*' + 'abcdefghij'[i - 1]},{'*' + 'abcdefghij'[i - 1]}]\n" for i in range(1, 9))),
+]  # fmt: skip
+
+
+def test_a_damaged_run_is_a_report_or_one_sentence(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    whole = make_run(tmp_path / "whole", tiny_recipe())
+    for number, (name, content) in enumerate(DAMAGED):
+        run = tmp_path / str(number)
+        shutil.copytree(whole, run)
+        (run / name).write_text(content)
+        code, _, errors = _report(str(run))
+        assert code == 0 or (code == 2 and errors.strip().count("\n") == 0 and name in errors), (name, content[:60])
 
 
 def _has_color(picture: Path, css: str) -> bool:
