@@ -111,6 +111,27 @@ class _Text:
             if not self._read():
                 return ""
 
+    def take(self, sign: str) -> None:
+        """Moves after `sign`, which must come next. Raises `ValueError`."""
+        if self.peek() != sign:
+            raise ValueError(f"{sign} is expected")
+        self.at += 1
+
+    def parse(self, decoder: RowDecoder) -> Any:
+        """The value that begins at `at`, and moves to its end. Raises `ValueError`, `RecursionError`."""
+        while True:
+            try:
+                value, end = decoder.raw_decode(self.buffer, self.at)
+            except json.JSONDecodeError as error:
+                is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - 10
+                if is_cut and self.grow(1):
+                    continue
+                raise
+            if end == len(self.buffer) and self.grow(1):
+                continue
+            self.at = end
+            return value
+
     def grow(self, number: int) -> bool:
         """Reads more of the row that begins at `at`; False at the end. Raises `UserError` for a row too long to hold."""
         if len(self.buffer) - self.at > MAX_ROW_BYTES:
@@ -134,20 +155,60 @@ class _Text:
         return bool(chunk)
 
 
-def read_wrapped_rows(path: str, raw: bytes) -> list[dict[str, Any]] | None:
-    """The one list of rows in `{"data": [{...}, {...}]}`; None where the file is no such object."""
+def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] | None:
+    """The one list of rows in `{"data": [{...}, {...}]}`, read a second time; None where the file is no such object."""
+    kinds: dict[str, set[bool]] = {}  # of each key's list: whether its values are rows
     try:
-        whole = json.loads(raw, cls=RowDecoder)
+        for key, value in _walk_object(_Text(path, stream)):
+            if value is LIST and key in kinds:
+                raise UserError(
+                    f"{path}: two keys of its one object have the same name; only one could be read: rename or join them"
+                )
+            kinds.setdefault(key, set())
+            if value is not LIST:
+                kinds[key].add(isinstance(value, dict))
     except (ValueError, RecursionError):
         return None
-    if isinstance(whole, RepeatedKeys) and whole.has_own:
-        raise UserError(
-            f"{path}: two keys of its one object have the same name; only one could be read: rename or join them"
-        )
-    lists = [v for v in whole.values() if isinstance(v, list) and v and all(isinstance(row, dict) for row in v)]
+    lists = [key for key, found in kinds.items() if found == {True}]
     if len(lists) != 1:
         raise UserError(f"{path}: one JSON object; a list of rows, or one row a line (JSON Lines) is expected")
-    return list(lists[0])
+    stream.seek(0)
+    return (row for key, row in _walk_object(_Text(path, stream)) if key == lists[0] and row is not LIST)
+
+
+LIST = object()  # the beginning of a list, or of another value
+
+
+def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
+    """(key, LIST) for each key of one object, and (key, value) for each value of its list. Raises `ValueError` for anything else."""
+    decoder = RowDecoder()
+    text.peek()
+    text.take("{")
+    while True:
+        text.peek()
+        key, has_list = text.parse(decoder), False
+        if not isinstance(key, str):
+            raise ValueError("a key is expected")
+        text.take(":")
+        yield key, LIST
+        if has_list := text.peek() == "[":
+            text.take("[")
+        while not (has_list and text.peek() == "]"):
+            text.peek()
+            value = text.parse(decoder)
+            if not has_list:
+                break
+            yield key, value
+            if text.peek() != "]":
+                text.take(",")
+        if has_list:
+            text.take("]")
+        if text.peek() == "}":
+            break
+        text.take(",")
+    text.take("}")
+    if text.peek():
+        raise ValueError("more text after its value")
 
 
 def _skip_space(text: str, position: int) -> int:

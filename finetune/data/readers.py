@@ -27,7 +27,8 @@ from finetune.data.messages import BadRow
 from finetune.errors import UserError
 from finetune.units import has_lines
 
-UNPACKED_TIMES = 64  # what a .gz unpacks to, as a multiple of its size; text makes 3 to 20
+PARQUET_ROWS = 32  # held at a time
+UNPACKED_TIMES = 64  # what a .gz or a Parquet file unpacks to, as a multiple of its size; text makes 3 to 20
 UNPACKED_BYTES = 64 * 2**20  # whatever its size
 MAGIC = {
     b"\xff\xfe": "text in UTF-16; save it as UTF-8",
@@ -89,7 +90,6 @@ class _Unpacked(io.RawIOBase):
 
     def __init__(self, packed: gzip.GzipFile, path: str) -> None:
         self._packed, self._path = packed, path
-        self._most = max(UNPACKED_BYTES, UNPACKED_TIMES * Path(path).stat().st_size)
 
     def readable(self) -> bool:
         return True
@@ -102,12 +102,17 @@ class _Unpacked(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         count = self._packed.readinto(buffer)
-        if self._packed.tell() > self._most:
-            raise UserError(
-                f"{self._path}: unpacks to more than {self._most // 2**20:,} MiB, {UNPACKED_TIMES} times its size; "
-                "is it data? unpack it, and name the unpacked file"
-            )
+        _limit_unpacked(self._path, self._packed.tell())
         return count
+
+
+def _limit_unpacked(path: str, size: int) -> None:
+    most = max(UNPACKED_BYTES, UNPACKED_TIMES * Path(path).stat().st_size)
+    if size > most:
+        raise UserError(
+            f"{path}: unpacks to more than {most // 2**20:,} MiB, {UNPACKED_TIMES} times its size; "
+            "is it data? unpack it, and name the unpacked file"
+        )
 
 
 @contextmanager
@@ -183,7 +188,7 @@ def _read_json(path: str) -> Iterator[NumberedRow]:
             return
         decoder = RowDecoder()
         if start.startswith(b"{") and isinstance(first, str) and isinstance(parse_line(first, decoder), BadRow):
-            rows = read_wrapped_rows(path, stream.read())  # an object over many lines, or a damaged first row
+            rows = read_wrapped_rows(path, stream)  # an object over many lines, or a damaged first row
             if rows is not None:
                 yield from enumerate(rows, 1)
                 return
@@ -245,17 +250,34 @@ def _decode_lines(path: str, stream: IO[bytes]) -> Iterator[str]:
             raise UserError(f"{path}:{number}: not UTF-8: {error.reason} at byte {error.start + 1}") from None
 
 
+def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
+    """A few rows at a time: one value of a dictionary can stand in every row, and only then takes its memory each time."""
+    from pyarrow.parquet import ParquetFile
+
+    with ParquetFile(path) as file:
+        groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+        _limit_unpacked(path, sum(group.total_byte_size for group in groups))
+        for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+            yield from batch.to_pylist()
+
+
 def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
-    """Parquet and Arrow, through the `datasets` library, streamed so that it makes no copy."""
+    """Parquet, and Arrow through the `datasets` library, streamed so that it makes no copy."""
     import datasets
 
     # What it cannot read it would log as well as raise.
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     number = 0
     try:
-        for row in datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True):
+        if kind == "parquet":
+            rows = _parquet_rows(path)
+        else:
+            rows = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
+        for row in rows:
             number += 1
             yield number, remove_none_values(row)
+    except UserError:
+        raise
     except Exception as error:  # pyarrow, fsspec and datasets each have their own
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"{path}: cannot be read as {kind} after row {number}: {reason}") from None

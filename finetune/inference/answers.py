@@ -9,12 +9,13 @@ from threading import Event
 from types import FrameType
 from typing import Any
 
-import jinja2
 import torch
 from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+from finetune.constants import GENERATION_FILE
 from finetune.data.messages import Message
+from finetune.data.renderer import TEMPLATE_ERRORS
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
 from finetune.inference.inference_model import InferenceModel
@@ -68,6 +69,9 @@ def answer(
                 stopping_criteria=[_StopWhen(interrupted)],
                 **_sampling_options(model, sampling),
             )
+        except (ValueError, TypeError, LookupError, AttributeError) as error:  # a setting that transformers refuses
+            reason = " ".join(str(error).split())
+            raise UserError(f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it") from None
         except torch.OutOfMemoryError:
             raise UserError(
                 f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use a shorter one, or more or larger GPUs"
@@ -92,7 +96,7 @@ def encode_messages(model: InferenceModel, messages: Sequence[Message]) -> list[
         text = model.tokenizer.apply_chat_template(
             list(messages), chat_template=model.template, add_generation_prompt=True, tokenize=False
         )
-    except (jinja2.TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+    except TEMPLATE_ERRORS as error:
         raise UserError(f"{model.name}: its chat template rejects the conversation: {error}") from None
     return list(model.tokenizer(text, add_special_tokens=False).input_ids)
 
@@ -100,14 +104,19 @@ def encode_messages(model: InferenceModel, messages: Sequence[Message]) -> list[
 def end_ids(model: InferenceModel) -> list[int]:
     """The tokens that end an answer: those of the model's generation config, and of its tokenizer."""
     own = model.model.generation_config.eos_token_id
-    listed = [own] if isinstance(own, int) else list(own or [])
-    return sorted({*listed, *end_of_answer_ids(model.tokenizer)})
+    listed = own if isinstance(own, list) else [own]
+    return sorted(
+        {*(token for token in listed if type(token) is int and token >= 0), *end_of_answer_ids(model.tokenizer)}
+    )
 
 
 def _sampling_options(model: InferenceModel, sampling: Sampling) -> dict[str, Any]:
     ends = end_ids(model)
     pad = model.tokenizer.pad_token_id
     options: dict[str, Any] = {
+        "num_return_sequences": 1,  # one answer, written as it is made
+        "num_beams": 1,
+        "return_dict_in_generate": False,
         "eos_token_id": ends or None,
         "pad_token_id": pad if pad is not None else (ends or [0])[0],
     }

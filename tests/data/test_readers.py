@@ -3,6 +3,7 @@
 import gzip
 import json
 import tracemalloc
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -188,6 +189,32 @@ def test_a_gzip_bomb_is_an_error_before_it_is_unpacked(tmp_path: Path, name: str
     with pytest.raises(UserError, match=name + problem):
         list(read_file(str(path)))
     assert tracemalloc.get_traced_memory()[1] < 150 * 2**20
+    tracemalloc.stop()
+
+
+def test_a_parquet_bomb_is_read_a_few_rows_at_a_time_or_not_at_all(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 500, pa.int32()), pa.array(["a" * 2_000_000]))
+    parquet.write_table(pa.table({"text": repeated}), tmp_path / "many.parquet", compression="zstd")
+    before = pa.total_allocated_bytes()
+    sizes = [len(row["text"]) for _, row in read_file(str(tmp_path / "many.parquet")) if isinstance(row, dict)]
+    assert (len(sizes), set(sizes)) == (500, {2_000_000})
+    assert pa.default_memory_pool().max_memory() - before < 400 * 2**20
+    parquet.write_table(pa.table({"text": ["a" * 200_000_000]}), tmp_path / "one.parquet", compression="zstd")
+    with pytest.raises(UserError, match=r"one\.parquet: unpacks to more than 64 MiB"):
+        list(read_file(str(tmp_path / "one.parquet")))
+
+
+def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) -> None:
+    rows = [{"text": "a" * 1000, "more": [1, {"b": None}]} for _ in range(20_000)]
+    path = written(tmp_path, "a.json", json.dumps({"version": {"a": [1]}, "none": [], "data": rows}, indent=1).encode())
+    cut = written(tmp_path, "cut.jsonl", b'{"text": "a\n' + b'{"text": "b"}\n' * 2_000_000)
+    tracemalloc.start()
+    assert sum(row == rows[0] for _, row in read_file(str(path))) == len(rows)
+    assert [isinstance(row, BadRow) for _, row in islice(read_file(str(cut)), 3)] == [True, False, False]
+    assert tracemalloc.get_traced_memory()[1] < 12 * 2**20
     tracemalloc.stop()
 
 

@@ -278,6 +278,25 @@ def test_what_cannot_be_talked_to_is_one_sentence(
     assert said.endswith(f"again, or export it again: finetune export {tmp_path} --output {model} --overwrite")
 
 
+def test_odd_settings_of_a_model_are_one_answer_or_one_sentence(
+    tiny_llama: Callable[..., Path], chat: Callable[..., str]
+) -> None:
+    model = tiny_llama()
+    settings = model / "generation_config.json"
+    ask = (model, "--prompt", QUESTION, "--json")
+    plain = read_answers(chat(*ask))
+    for several in (
+        {"num_return_sequences": 3, "do_sample": True},
+        {"num_beams": 4},
+        {"return_dict_in_generate": True},
+    ):
+        settings.write_text(json.dumps(several))
+        assert read_answers(chat(*ask)) == plain, several
+    for odd in ({"repetition_penalty": -1}, {"forced_eos_token_id": "x"}, {"guidance_scale": "x"}):
+        settings.write_text(json.dumps(odd))
+        assert chat(*ask, code=2).splitlines()[-1].startswith(f"{model}: generation_config.json: cannot be used: "), odd
+
+
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:
     from finetune.inference.answers import Sampling, answer
 

@@ -112,6 +112,8 @@ def test_only_what_has_changed_is_sent_and_to_this_machine_alone(
         assert b"0.1230" in changed.read()
         assert get(Host=f"localhost:{port}").status == 200
         assert get(Host=f"elsewhere.example:{port}").status == 403, "no other site's name is answered"
+        assert get(Host="[").status == 403
+        assert get("//[").status == 404
         assert get("/metrics.jsonl").status == 404, "nothing but the report"
         (run / "metrics.jsonl").write_text('{"step": 1}\n???\n{"step": 2}\n')
         assert b"not a JSON object" in get().read(), "a damaged run is named, and the server keeps running"
