@@ -1,11 +1,10 @@
 """The launching of ranks that all distributed tests stand on."""
 
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import GRACE_SECONDS, launch_ranks
+from tests.ranks import launch_ranks
 
 
 def test_ranks_find_each_other_and_a_failed_rank_ends_the_rest(tmp_path: Path) -> None:
@@ -18,10 +17,8 @@ def test_ranks_find_each_other_and_a_failed_rank_ends_the_rest(tmp_path: Path) -
     )
     assert launch_ranks(script, ["well"], ranks=2).check().outputs == ("rank 0 of 2 well\n", "rank 1 of 2 well\n")
 
-    started = time.monotonic()
     finished = launch_ranks(script, ["fail"], ranks=2, timeout=30)
     assert finished.returncodes == (-9, 3)
-    assert time.monotonic() - started < GRACE_SECONDS + 5
     with pytest.raises(AssertionError, match="rank 1 ended with 3"):
         finished.check()
 

@@ -2,7 +2,7 @@
 
 import errno
 import json
-import shutil
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,9 +65,16 @@ class RankGroup:
 
 def _sentence(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        place = Path(error.filename or ".")
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT) and place.parent.is_dir()
-        free = disk_size(shutil.disk_usage(place.parent).free) if is_full else ""
-        left = f" ({free} free there); make room, or set output_dir to a larger disk" if is_full else ""
-        return f"{error.filename or 'the disk'}: {error.strerror}{left}"
+        return f"{error.filename or 'the disk'}: {error.strerror}{_describe_full_disk(error)}"
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+
+
+def _describe_full_disk(error: OSError) -> str:
+    """What to do where a disk, or a user's quota, has no bytes or no files left; empty for other errors."""
+    folder = Path(error.filename or ".").parent
+    if error.errno not in (errno.ENOSPC, errno.EDQUOT) or not folder.is_dir():
+        return ""
+    disk = os.statvfs(folder)
+    if disk.f_files and not disk.f_favail:
+        return " (no inodes are left there, though bytes are); remove files, or set output_dir to another disk"
+    return f" ({disk_size(disk.f_frsize * disk.f_bavail)} free there); make room, or set output_dir to a larger disk"

@@ -74,12 +74,16 @@ def test_a_second_run_in_one_folder_is_refused(tmp_path: Path, tiny_recipe: Call
             r"\.safetensors: No space left on device \(.* free there\); make room, or set output_dir to a larger disk",
         ),
         (
+            "size=200m,nr_inodes=12",
+            r": No space left on device \(no inodes are left there, though bytes are\); remove files, or set output_dir to another disk",
+        ),
+        (
             "size=60m",  # enough for what is written, not for what the export wants to be free beside it
             r"the run will write 3 checkpoints of 1\.32 MB and an export of 215 kB \(with 67\.1 MB to spare\), but 62\.\d MB are free here",
         ),
         ("ro", r"cannot be written \(Read-only file system\); set output_dir to a folder that can"),
     ],
-    ids=["too small for one", "too small for all", "read-only"],
+    ids=["too small for one", "too few inodes", "too small for all", "read-only"],
 )
 def test_a_run_that_could_not_save_does_not_start(
     tmp_path: Path, tiny_recipe: Callable[..., Path], mount: str, said: str

@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -30,11 +29,9 @@ def test_a_rank_that_waits_ends_after_its_peer_was_killed(leaves: bool) -> None:
             assert rank.stdout is not None and rank.stderr is not None
             assert rank.stdout.readline() == b"watching\n"
             peer.kill()  # not yet waited for: a zombie, as under a parent that sleeps
-            killed = time.monotonic()
             said = rank.stderr.read().decode()
             assert rank.wait() == (0 if leaves else 1), said
     if not leaves:
-        assert time.monotonic() - killed < 1.0 + 5.0
         assert "rank 0: rank 1 ended 1 s ago" in said
 
 
