@@ -2,15 +2,18 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import zip_longest
 
 from finetune.data.formats import Completion, Conversation, Document, Text
-from finetune.data.messages import Message
+from finetune.data.messages import BadRow, Message
 from finetune.data.renderer import Renderer, Span
-from finetune.data.spans import render_conversation
+from finetune.data.spans import AskedTurn, ask_turn, is_as_asked, read_messages, render_conversation
 
+THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
+COMPARED = ("unlike_inference", "prompt_not_continued")  # the findings that show a difference
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers passes them to templates as one
 
 
@@ -24,10 +27,96 @@ class RenderedText:
     findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
+    difference: str = ""  # the first token that is not what inference sees, for the finding that says so
+
+
+def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
+    """The texts in which the turns of a document are trained on, as `renderer.turns` asks. Raises `BadRow`.
+
+    Every trained turn stands after exactly what inference gives when it is asked for: the template, applied to the
+    conversation so far, with the generation prompt. `auto` writes as few texts as have this property: one for a template
+    that writes a turn alike whatever follows it.
+    """
+    if not isinstance(document, Conversation) or not renderer.assistant_only:
+        return (render(document, renderer),)
+    if renderer.turns == "last":
+        document = _keep_turns(document, [i for i, trained in enumerate(document.trained) if trained][-1:])
+    whole = None
+    if renderer.turns != "split":
+        try:
+            whole = render(document, renderer)
+        except BadRow:  # the turns cannot be found in the whole text
+            if renderer.turns == "whole":
+                raise
+        if whole is not None and is_as_asked(whole.text, document, renderer):
+            return (whole,)
+    messages = read_messages(document, renderer)
+    wanted = [i for i, trained in enumerate(document.trained) if trained]
+    asked = {i: turn for i in wanted if (turn := ask_turn(messages, i, document.tools, renderer))}
+    if whole is not None and (renderer.turns == "whole" or len(asked) < len(wanted)):
+        return (_compare_with_asked(whole, asked, renderer),)
+    if len(asked) < len(wanted) or not wanted:
+        return (render(document, renderer),)
+    if whole is not None and all(turn.is_in(whole.text) and turn.is_continued for turn in asked.values()):
+        return (whole,)
+    texts: list[RenderedText] = []
+    while asked:  # from the last turn to the first: a text holds every earlier turn that it writes as inference does
+        last = max(asked)
+        text = asked[last].text
+        held = {i: turn for i, turn in asked.items() if i == last or (renderer.turns != "split" and turn.is_in(text))}
+        texts.append(_render_asked(_keep_turns(document, held), held, renderer))
+        asked = {i: turn for i, turn in asked.items() if i not in held}
+    split = ("turns_split",) if len(texts) > 1 else ()
+    return tuple(replace(text, findings=(*text.findings, *split)) for text in reversed(texts))
+
+
+def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversation:
+    """The conversation up to the last of `turns`, with these alone trained on."""
+    kept = set(turns)
+    if not kept:
+        return conversation
+    trained = tuple(i in kept for i in range(max(kept) + 1))
+    return replace(conversation, messages=conversation.messages[: len(trained)], trained=trained)
+
+
+def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
+    """The text of a conversation that ends with the last of `turns`, in which all of these stand as inference has them."""
+    text = turns[max(turns)].text
+    spans = {i: (turn.start, turn.end) for i, turn in sorted(turns.items())}
+    findings = (
+        *_check_turns(conversation, text, tuple(spans.values()), renderer),
+        *_find_dropped(conversation, text, spans),
+    )
+    return _compare_with_asked(RenderedText(text, tuple(spans.values()), False, findings), turns, renderer)
+
+
+def _compare_with_asked(rendered: RenderedText, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
+    """`rendered`, with the findings of what inference would see or write otherwise, and the first token of that."""
+    for i, turn in sorted(turns.items()):
+        expected = turn.prompt if not turn.is_continued else turn.text[: turn.end]
+        if rendered.text.startswith(expected) and turn.is_continued:
+            continue
+        name = "prompt_not_continued" if not turn.is_continued else "unlike_inference"
+        found, seen = _show_difference(rendered.text, expected, renderer)
+        difference = f"message {i + 1} is trained with {found!r} where inference has {seen!r}"
+        return replace(rendered, findings=(*rendered.findings, name), difference=difference)
+    return rendered
+
+
+def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
+    """(the first token of `text` that differs, the token that `expected` has there)."""
+    tokens = [renderer.backend.encode(each, add_special_tokens=False) for each in (text, expected)]
+    ids = zip_longest(*(each.ids for each in tokens))
+    first = next((i for i, (one, other) in enumerate(ids) if one != other), 0)
+    found, seen = (
+        each[slice(*encoded.offsets[first])] if first < len(encoded.ids) else ""
+        for each, encoded in zip((text, expected), tokens, strict=True)
+    )
+    return found, seen
 
 
 def render(document: Document, renderer: Renderer) -> RenderedText:
-    """The text of a document and what of it is trained on. Raises `BadRow` if the chat template rejects it."""
+    """A document as one text and what of it is trained on. Raises `BadRow` if the chat template rejects it."""
     match document:
         case Text(text):
             # A BOS in the text would be a second one beside the tokenizer's own.
@@ -123,7 +212,8 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
         yield "tool_calls_dropped"
     if any(not trained[i] for i in dropped) or not _holds_tools(conversation, text, turns):
         yield "tools_dropped"
-    if trained[last] and not _holds(text, _take_last_line(_read_reasoning(messages[last]))):
+    reasoned = (i for i in answers if trained[i])
+    if any(not _holds(answers[i], _read_reasoning(messages[i]).rpartition("\n")[2].strip()) for i in reasoned):
         yield "reasoning_dropped"
 
 
@@ -132,7 +222,10 @@ def _is_empty(message: Message) -> bool:
 
 
 def _read_reasoning(message: Message) -> str:
-    return next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "").strip()
+    """What the assistant thinks before it answers: from its own key, or from the tags inside the content."""
+    own = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "").strip()
+    inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1] if not own else ""
+    return own or (inside.strip() if THINKING_END.search(message["content"]) else "")
 
 
 def _take_last_line(content: str) -> str:

@@ -98,7 +98,28 @@ CHECKS: dict[str, Check] = {
         "(chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
     ),
     "reasoning_dropped": Check(
-        "warning", "fatal", "the chat template drops reasoning_content; use one that writes it, or remove the key"
+        "warning",
+        "fatal",
+        "the chat template drops an answer's reasoning; use one that writes it (and turns: auto), or remove it",
+    ),
+    "unlike_inference": Check(
+        "warning",
+        "warning",
+        "an answer, or what stands before it, is not what the model sees and writes when it is asked for this turn: the chat "
+        "template writes earlier turns differently once others follow; remove turns: whole",
+    ),
+    "prompt_not_continued": Check(
+        "warning",
+        "warning",
+        "a trained answer does not follow the prompt that inference gives (one that opens <think>, for an answer without "
+        "reasoning): the model is never trained at the place where it is asked; give the answers reasoning_content, or use a "
+        "chat_template whose prompt is what its answers begin with",
+    ),
+    "turns_split": Check(
+        "notice",
+        "notice",
+        "the turns are trained in several documents, each with the prompt that inference gives, because the chat template "
+        "writes earlier turns differently once others follow (turns: whole keeps one document)",
     ),
     "empty_answer": Check(
         "warning",
@@ -198,6 +219,8 @@ class Tally:
 
     rows: dict[str, int] = field(default_factory=dict)
     where: dict[str, list[str]] = field(default_factory=dict)
+    details: dict[str, str] = field(default_factory=dict)  # what it was in the first row
+    tokens: dict[str, int] = field(default_factory=dict)  # that it adds to the data
 
     def add(self, name: str, places: Sequence[str], rows: int | None = None) -> None:
         """Counts check `name` as found at `places`, or in `rows` rows of which `places` are the first."""
@@ -214,7 +237,10 @@ class Tally:
             check = CHECKS[name]
             severity = check.every if rows >= of or rows > check.many * of else check.some
             unused = f"; not used: {list_columns(unused_columns)}" if check.names_unused else ""
-            found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), check.what + unused))
+            more = f"; {self.tokens[name]:,} more tokens" if name in self.tokens else ""
+            first = f"; first: {self.details[name]}" if name in self.details else ""
+            what = check.what + unused + more + first
+            found.append(Finding(name, severity, rows, of, tuple(self.where.get(name, ())), what))
         order = {"fatal": 0, "warning": 1, "notice": 2}
         return sorted(found, key=lambda finding: (order[finding.severity], -finding.rows))
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from finetune.data.chat import RenderedText, render
+from finetune.data.chat import RenderedText, render, render_turns
 from finetune.data.formats import Conversation, Document, Row, name_rendering, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.preferences import is_empty_answer, parse_pair
@@ -60,12 +60,15 @@ def render_group(group: Group, renderer: Renderer) -> tuple[tuple[RenderedText, 
 
     Raises `BadRow` where the chat template rejects one of them, or it is not valid Unicode.
     """
-    texts = tuple(render(document, renderer) for document in group.documents)
+    if len(group.documents) == 1:
+        texts = render_turns(group.documents[0], renderer)
+    else:
+        texts = tuple(render(document, renderer) for document in group.documents)
     try:
         encoded = [text.text.encode() for text in texts]
     except UnicodeEncodeError:
         raise BadRow(NOT_UNICODE) from None
-    if len(texts) == 1:
+    if len(group.documents) == 1:
         return texts, ()
     findings = () if group.rating else tuple(_check_pair(group, texts))
     if {"sides_equal", "side_empty", "side_untrained"} & set(findings):

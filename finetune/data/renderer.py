@@ -12,6 +12,7 @@ from finetune.data.chat_templates import PLAIN
 from finetune.data.messages import BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
 from finetune.data.tokenizer import find_stop_tokens
+from finetune.recipe.data_schema import Turns
 
 ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -46,11 +47,13 @@ class Renderer:
     has_markers: bool  # the template has {% generation %}
     assistant_only: bool  # only what the assistant says is trained on
     reads_input: bool  # the template writes an Alpaca row's input apart from its instruction
+    turns: Turns = "auto"
+    backend: Any = None  # tokenizers.Tokenizer, to show a token in a finding
     generation_prompt: str = ""  # what the template writes before the assistant's content
     end_of_turn: str = ""  # what it writes after that content, up to the token at which generation stops
 
 
-def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None) -> Renderer:
+def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None, turns: Turns = "auto") -> Renderer:
     """`date`: the day, as 2026-01-31, for a template that asks for today's; None: today.
 
     Raises `UserError` if the tokenizer's chat template is not valid Jinja, or exceeds the limits of the sandbox.
@@ -76,6 +79,8 @@ def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None)
         has_markers=bool(GENERATION_MARKER.search(template)),
         assistant_only=assistant_only,
         reads_input=bool(INPUT.search(template)),
+        turns=turns,
+        backend=tokenizer.backend_tokenizer,
     )
     prompt, end = _probe_turn(renderer)
     return replace(renderer, generation_prompt=prompt, end_of_turn=end)

@@ -9,6 +9,7 @@ conversation and comparing the texts.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
@@ -23,9 +24,7 @@ def render_conversation(
     Every assistant turn is trained on, except those with `train: false`. The last value is empty if the template's own
     markers are not one pair for each turn. Raises `BadRow` if the template rejects the conversation, or hides its turns.
     """
-    messages = list(conversation.messages)
-    if not renderer.reads_input:  # messages of role and content alone are rendered faster
-        messages = [{key: value for key, value in message.items() if key != "input"} for message in messages]
+    messages = read_messages(conversation, renderer)
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages, conversation.tools)
         # White space that the markers include is trained on, as by transformers.
@@ -46,6 +45,14 @@ def render_conversation(
             "applied to one of them"
         )
     return text, tuple(span for i, span in turns.items() if conversation.trained[i]), turns
+
+
+def read_messages(conversation: Conversation, renderer: Renderer) -> list[Message]:
+    """The messages as the template reads them."""
+    if renderer.reads_input:
+        return list(conversation.messages)
+    # Messages of role and content alone are rendered faster.
+    return [{key: value for key, value in message.items() if key != "input"} for message in conversation.messages]
 
 
 def _find_end_of_turn(text: str, start: int, end: int, renderer: Renderer) -> int:
@@ -80,6 +87,7 @@ class _Layout:
     between: tuple[str, ...]  # [messages + 1]: text before, between and after the contents
     trims: tuple[bool, ...]  # [messages]: whether the template removes white space around the content
     starts: tuple[int, ...]  # [messages]: where in `between` an assistant's turn starts, after the generation prompt
+    is_asked: tuple[bool, ...]  # [messages]: whether inference sees the same before the turn, and writes the same
 
 
 def _find_by_layout(text: str, messages: list[Message], renderer: Renderer) -> list[Span] | None:
@@ -107,6 +115,20 @@ def _find_by_layout(text: str, messages: list[Message], renderer: Renderer) -> l
             spans.append((position + start, _find_end_of_turn(text, position + start, end, renderer)))
         position = end
     return spans
+
+
+def _match_layout(text: str, messages: list[Message], renderer: Renderer) -> tuple[_Layout, list[str]] | None:
+    """The layout that gives this text and the contents that fill it; None if there is none."""
+    if any(len(message) > 2 for message in messages):
+        return None
+    layout = _probe_layout(tuple(message["role"] for message in messages), renderer)
+    if layout is None:
+        return None
+    contents = [m["content"].strip() if trim else m["content"] for m, trim in zip(messages, layout.trims, strict=True)]
+    pieces = [layout.between[0]]
+    for content, after in zip(contents, layout.between[1:], strict=True):
+        pieces += (content, after)
+    return (layout, contents) if "".join(pieces) == text else None
 
 
 @lru_cache(maxsize=1024)
@@ -141,9 +163,83 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
             trims.append(trimmed)
             starts.append(start)
             position = at + len(mark) + (not trimmed)
+        between.append(text[position:])
+        is_asked = _probe_turns(text, messages, between, renderer)
     except (BadRow, IndexError):
         return None
-    return _Layout((*between, text[position:]), tuple(trims), tuple(starts))
+    return _Layout(tuple(between), tuple(trims), tuple(starts), is_asked)
+
+
+def _probe_turns(text: str, messages: list[Message], between: list[str], renderer: Renderer) -> tuple[bool, ...]:
+    """Whether inference sees and writes each turn as it is in `text`; the first and the last of each kind are rendered."""
+    kinds: dict[tuple[Any, ...], list[int]] = {}
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            around = [each["role"] for each in messages[max(i - 1, 0) : i + 2]]
+            kinds.setdefault((i == 0, *around, between[i], between[i + 1]), []).append(i)
+    is_asked = [True] * len(messages)
+    for of_kind in kinds.values():
+        asked = [ask_turn(messages, i, (), renderer) for i in dict.fromkeys((of_kind[0], of_kind[-1]))]
+        if not all(turn is not None and turn.is_continued and turn.is_in(text) for turn in asked):
+            for i in of_kind:
+                is_asked[i] = False
+    return tuple(is_asked)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedTurn:
+    """An assistant's turn as inference asks for it: after the conversation so far. Returned by `ask_turn`."""
+
+    prompt: str  # the conversation before it, with the generation prompt
+    text: str  # the conversation that ends with it
+    start: int  # of what is trained on
+    end: int
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether what is trained on follows the prompt, with nothing between that the model would have to write."""
+        return (
+            not self.prompt
+            or (self.text.startswith(self.prompt)
+            and not self.text[len(self.prompt) : self.start].strip())
+        )
+
+    def is_in(self, text: str) -> bool:
+        """Whether `text`, of a longer conversation, has the turn, and all before it, as inference has them."""
+        return text.startswith(self.text[: self.end])
+
+
+def ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> AskedTurn | None:
+    """Turn `i`, asked for by itself; None if it is unknown where it begins. Raises `BadRow` as rendering does."""
+    prompt = apply_template(renderer, messages[:i], tools, add_generation_prompt=True) if i else ""
+    start: int | None
+    if renderer.has_markers:
+        text, marked = apply_marked_template(renderer, messages[: i + 1], tools)
+        if not marked:
+            return None
+        start, end = marked[-1]
+        end = max(end, _find_end_of_turn(text, start, end, renderer))
+        return AskedTurn(prompt, text, max(start, len(prompt)) if text.startswith(prompt) else start, end)
+    text = apply_template(renderer, messages[: i + 1], tools)
+    start = _find_start_of_turn(text, messages[:i], tools, renderer)
+    if start is None:
+        return None
+    end = _find_end_of_turn(text, start, len(text), renderer)
+    stop = text.rfind(renderer.end_of_turn, start, end) if renderer.end_of_turn else -1
+    if stop >= 0:  # what follows belongs to the end of the whole conversation: Phi-3 writes its end of text there
+        stop += len(renderer.end_of_turn)
+        end = end if renderer.special_tokens.sub("", text[stop:end]).strip() else stop
+    return AskedTurn(prompt, text, start, end)
+
+
+def is_as_asked(text: str, conversation: Conversation, renderer: Renderer) -> bool:
+    """Whether it is known without rendering parts of the conversation that inference sees each trained turn as in `text`."""
+    found = _match_layout(text, read_messages(conversation, renderer), renderer)
+    return (
+        found is not None
+        and not conversation.tools
+        and all(asked for asked, trained in zip(found[0].is_asked, conversation.trained, strict=True) if trained)
+    )
 
 
 def _find_by_prefix(text: str, messages: list[Message], tools: Tools, renderer: Renderer) -> list[Span]:

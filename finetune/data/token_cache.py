@@ -29,7 +29,7 @@ from finetune.hub import find_cache
 from finetune.recipe.method_schema import RowKind
 from finetune.recipe.schema import Data, DatasetSource
 
-VERSION = 12  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 13  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
@@ -98,6 +98,7 @@ def cache_key(
 def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer and the options."""
     options: dict[str, Any] = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
+    options["turns"] = data.turns
     if data.chat_template_date is not None and asks_for_date(tokenizer):
         options["date"] = data.chat_template_date
     template = tokenizer.chat_template or PLAIN

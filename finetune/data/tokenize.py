@@ -14,7 +14,7 @@ import numpy as np
 import xxhash
 
 from finetune.constants import IGNORE_INDEX, count_cores
-from finetune.data.chat import RenderedText
+from finetune.data.chat import COMPARED, RenderedText
 from finetune.data.checks import Tally
 from finetune.data.groups import GroupReader, render_group
 from finetune.data.json_rows import RepeatedKeys
@@ -74,7 +74,7 @@ def tokenize_rows(
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
     stats.group_size, stats.is_rated = GROUP_SIZES[kind], kind == "ratings"
-    renderer = make_renderer(tokenizer, data.assistant_only_loss, data.chat_template_date)
+    renderer = make_renderer(tokenizer, data.assistant_only_loss, data.chat_template_date, data.turns)
     reader, encoder = GroupReader(kind), make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
@@ -166,12 +166,27 @@ def _check_tokens(
     where = [name_place(stats.files[file], row) for file, row in places]
     for name in sorted({name for document in documents for name in document.findings}):
         _add_rows(stats, name, [place for place, d in zip(where, documents, strict=True) if name in d.findings])
+        difference = next((d.difference for d in documents if d.difference and name in d.findings), "")
+        if difference and name in COMPARED:
+            stats.tally.details.setdefault(name, difference)
+    _count_split(documents, where, tokens, stats)
     _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
     if bos is not None:
         starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
         doubled = (tokens.input_ids[starts] == bos) & (tokens.input_ids[starts + 1] == bos)
         _add_rows(stats, "doubled_bos", [where[i] for i in np.flatnonzero(tokens.lengths > 1)[doubled]])
     return tokens
+
+
+def _count_split(documents: list[RenderedText], where: list[str], tokens: Tokens, stats: SourceStats) -> None:
+    """Counts the tokens that rows have more in several documents than in their longest alone."""
+    lengths: dict[str, list[int]] = {}
+    for place, document, length in zip(where, documents, tokens.lengths.tolist(), strict=True):
+        if "turns_split" in document.findings:
+            lengths.setdefault(place, []).append(length)
+    more = sum(sum(of_row) - max(of_row) for of_row in lengths.values())
+    if more:
+        stats.tally.tokens["turns_split"] = stats.tally.tokens.get("turns_split", 0) + more
 
 
 def _add_rows(stats: SourceStats, name: str, places: list[str]) -> None:

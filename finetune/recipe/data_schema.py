@@ -7,6 +7,8 @@ from annotated_types import Ge, Gt
 
 from finetune.recipe.markers import FileOrName, Positive, SameOnResume
 
+Turns = Literal["auto", "split", "whole", "last"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DatasetSource:
@@ -86,6 +88,13 @@ class Data:
         "anything else truncated.",
     ] = None
     assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on the assistant's turns."] = True
+    turns: Annotated[
+        Turns,
+        SameOnResume,
+        "How the turns of a conversation become documents. whole: one document, as the chat template writes the conversation. "
+        "split: a document for each of the assistant's turns, with the prompt that the model has when it is asked for that turn. "
+        "auto: whole where each turn has that prompt anyway, else as few documents as give it. last: the last turn alone.",
+    ] = "auto"
     on_bad_row: Annotated[
         Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
     ] = "error"
