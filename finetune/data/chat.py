@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import zip_longest
 
 from finetune.data.formats import Completion, Conversation, Document, Text
@@ -11,6 +12,7 @@ from finetune.data.messages import BadRow, Message
 from finetune.data.renderer import Renderer, Span
 from finetune.data.spans import AskedTurn, ask_turn, is_as_asked, read_messages, render_conversation
 
+CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
 COMPARED = ("unlike_inference", "prompt_not_continued")  # the findings that show a difference
@@ -49,7 +51,9 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
             if renderer.turns == "whole":
                 raise
         if whole is not None and is_as_asked(whole.text, document, renderer):
-            return (whole,)
+            cut = renderer.turns == "auto" and any(_cuts_token(whole.text, span, renderer) for span in whole.spans[:-1])
+            if not cut:
+                return (whole,)
     messages = read_messages(document, renderer)
     wanted = [i for i, trained in enumerate(document.trained) if trained]
     asked = {i: turn for i in wanted if (turn := ask_turn(messages, i, document.tools, renderer))}
@@ -57,17 +61,42 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
         return (_compare_with_asked(whole, asked, renderer),)
     if len(asked) < len(wanted) or not wanted:
         return (render(document, renderer),)
-    if whole is not None and all(turn.is_in(whole.text) and turn.is_continued for turn in asked.values()):
+
+    def holds(text: str, i: int) -> bool:
+        turn = asked[i]
+        return turn.is_in(text) and (i == wanted[-1] or not _cuts_token(text, (turn.start, turn.end), renderer))
+
+    if whole is not None and all(holds(whole.text, i) and turn.is_continued for i, turn in asked.items()):
         return (whole,)
     texts: list[RenderedText] = []
     while asked:  # from the last turn to the first: a text holds every earlier turn that it writes as inference does
         last = max(asked)
         text = asked[last].text
-        held = {i: turn for i, turn in asked.items() if i == last or (renderer.turns != "split" and turn.is_in(text))}
+        held = {i: turn for i, turn in asked.items() if i == last or (renderer.turns != "split" and holds(text, i))}
         texts.append(_render_asked(_keep_turns(document, held), held, renderer))
         asked = {i: turn for i, turn in asked.items() if i not in held}
     split = ("turns_split",) if len(texts) > 1 else ()
     return tuple(replace(text, findings=(*text.findings, *split)) for text in reversed(texts))
+
+
+def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
+    """Whether a token of the text as a whole, as inference has it in later turns, crosses a border of a trained span."""
+    for border in span:
+        special = renderer.special_tokens
+        begin, end = max(border - CONTEXT, 0), border + CONTEXT
+        begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
+        following = special.search(text, border, end)
+        end = following.start() if following else end
+        if begin < border < min(end, len(text)) and not _keeps_border(text[begin:border], text[border:end], renderer):
+            return True
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _keeps_border(before: str, after: str, renderer: Renderer) -> bool:
+    """Whether two texts have the same tokens together as apart."""
+    parts = [renderer.backend.encode(text, add_special_tokens=False) for text in (before, after, before + after)]
+    return bool(parts[0].offsets[-1:] == parts[2].offsets[: len(parts[0].ids)][-1:])
 
 
 def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversation:

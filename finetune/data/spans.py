@@ -198,10 +198,8 @@ class AskedTurn:
     @property
     def is_continued(self) -> bool:
         """Whether what is trained on follows the prompt, with nothing between that the model would have to write."""
-        return (
-            not self.prompt
-            or (self.text.startswith(self.prompt)
-            and not self.text[len(self.prompt) : self.start].strip())
+        return not self.prompt or (
+            self.text.startswith(self.prompt) and not self.text[len(self.prompt) : self.start].strip()
         )
 
     def is_in(self, text: str) -> bool:
@@ -215,12 +213,15 @@ def ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) 
     start: int | None
     if renderer.has_markers:
         text, marked = apply_marked_template(renderer, messages[: i + 1], tools)
-        if not marked:
+        begin = len(prompt) if text.startswith(prompt) else 0
+        marked = [(max(start, begin), end) for start, end in marked if end > begin]
+        # Phi-3's ends the whole conversation with a mark of its own, around its end of text.
+        words = [span for span in marked if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or marked
+        if not words:
             return None
-        start, end = marked[-1]
-        end = max(end, _find_end_of_turn(text, start, end, renderer))
-        return AskedTurn(prompt, text, max(start, len(prompt)) if text.startswith(prompt) else start, end)
-    text = apply_template(renderer, messages[: i + 1], tools)
+        start = words[0][0] if begin else words[-1][0]
+        return AskedTurn(prompt, text, start, max(words[-1][1], _find_end_of_turn(text, start, words[-1][1], renderer)))
+    text = _continue_prompt(prompt, apply_template(renderer, messages[: i + 1], tools), messages[:i], tools, renderer)
     start = _find_start_of_turn(text, messages[:i], tools, renderer)
     if start is None:
         return None
@@ -230,6 +231,20 @@ def ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) 
         stop += len(renderer.end_of_turn)
         end = end if renderer.special_tokens.sub("", text[stop:end]).strip() else stop
     return AskedTurn(prompt, text, start, end)
+
+
+def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools, renderer: Renderer) -> str:
+    """`text`, of a conversation that ends with an answer to `prompt`, with what it writes otherwise before it as in `prompt`.
+
+    gpt-oss writes the reasoning before a tool call until the conversation ends: the last answer has seen it.
+    """
+    if text.startswith(prompt):
+        return text
+    asks = prompt.removeprefix(apply_template(renderer, before, tools))
+    other = apply_template(renderer, [*before, {"role": "assistant", "content": "ANSWER"}], tools)
+    shared = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
+    at = text.rfind(asks, 0, shared) if asks and asks != prompt else -1
+    return text if at < 0 else prompt + text[at + len(asks) :]
 
 
 def is_as_asked(text: str, conversation: Conversation, renderer: Renderer) -> bool:

@@ -140,11 +140,12 @@ def test_a_family_without_tools_refuses_them(name: str) -> None:
 
 def test_reasoning_of_qwen3_is_trained_after_the_last_question_only() -> None:
     asked = conversation("Q", "<think>\nhm\n</think>\n\nA", "Q", "<think>\nso\n</think>\n\nB")
-    text = marked(asked, "qwen3")
-    assert text.endswith(
-        "<|im_start|>assistant\n>>A<|im_end|><<\n<|im_start|>user\nQ<|im_end|>\n"
-        "<|im_start|>assistant\n>><think>\nso\n</think>\n\nB<|im_end|><<\n"
-    )
+    rendered = render(asked, make_renderer(tokenizer_with("qwen3"), True, turns="whole"))
+    assert "reasoning_dropped" in rendered.findings
+    assert [rendered.text[slice(*span)] for span in rendered.spans] == [
+        "A<|im_end|>",
+        "<think>\nso\n</think>\n\nB<|im_end|>",
+    ]
     reasoned = document({"messages": [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "B", "reasoning_content": "so"}]})  # fmt: skip
     assert marked(reasoned, "qwen3").endswith(">><think>\nso\n</think>\n\nB<|im_end|><<\n")
 
