@@ -152,7 +152,8 @@ MACHINE: tuple[Rule, ...] = (
     *(
         _machine_rule(
             f"report_to: {name}", "report_to",
-            when=lambda c, name=name, package=package: c.recipe.run.report_to == name and not c.machine.has_package(package),
+            when=lambda c, name=name, package=package: c.recipe.run.report_to == name
+            and not c.machine.has_package(package),
             message=f"report_to: {name}: its package is not installed",
             advice=f'pip install "finetune[{name}]", or set report_to: none (metrics.jsonl is always written)',
             fix={"report_to": "none"},
@@ -185,7 +186,8 @@ MACHINE: tuple[Rule, ...] = (
     ),
     Rule(
         name="Liger's families", keys=("use_liger_kernel",), needs=("model", "machine"),
-        when=lambda c: c.recipe.model.use_liger_kernel and c.machine.liger_families is not None and c.model.model_type not in c.machine.liger_families,
+        when=lambda c: c.recipe.model.use_liger_kernel and c.machine.liger_families is not None
+        and c.model.model_type not in c.machine.liger_families,
         message=lambda c: f"use_liger_kernel: Liger has no kernels for {c.model.model_type}", advice="remove it",
         fix={"use_liger_kernel": False},
     ),
@@ -195,13 +197,15 @@ MACHINE: tuple[Rule, ...] = (
         advice="install one (g++), or set torch_compile: false", fix={"torch_compile": False},
     ),
     _machine_rule(
-        "activation_offload on a CPU", "activation_offload", when=lambda c: c.recipe.model.activation_offload and c.machine.device == "cpu",
+        "activation_offload on a CPU", "activation_offload", when=lambda c: c.recipe.model.activation_offload
+        and c.machine.device == "cpu",
         message="activation_offload: on a CPU activations are in host memory already",
         fix={"activation_offload": False},
     ),
     _machine_rule(
         "flex_attention of padded rows", "attn_implementation", "packing",
-        when=lambda c: is_set("attn_implementation", "flex_attention")(c) and not c.recipe.data.packing and c.machine.device == "cpu",
+        when=lambda c: is_set("attn_implementation", "flex_attention")(c) and not c.recipe.data.packing
+        and c.machine.device == "cpu",
         message="attn_implementation: flex_attention cannot be combined with packing: false on a CPU: transformers' outputs of padded "
         "rows are not finite there",
         advice="remove the key", fix={"attn_implementation": "auto"},

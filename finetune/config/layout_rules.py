@@ -70,7 +70,8 @@ def _layout_rule(name: str, *keys: str, **others: Any) -> Rule:
 
 
 def _exclude(
-    feature: str, is_on: Callable[[Case], object], key: str, when: Callable[[Case], object], what: str | Callable[[Case], str],
+    feature: str, is_on: Callable[[Case], object], key: str, when: Callable[[Case], object],
+        what: str | Callable[[Case], str],
     why: str = "", *, advice: str = "", fix: Mapping[str, Any] | None = None,
 ) -> Rule:  # fmt: skip
     """A rule: `what` (of `key`) cannot be combined with `feature`, a key of recipe or layout."""
@@ -275,7 +276,8 @@ RULES: tuple[Rule, ...] = (
     _exclude(
         "tp_size", has_tp, "method", is_set("method", "distill"), "method: distill", advice="set tp_size: 1",
     ),
-    *(_exclude("tp_size", has_tp, key, is_set(key, True), f"{key}: true", advice=f"set {key}: false, or tp_size: 1", fix={key: False})
+    *(_exclude("tp_size", has_tp, key, is_set(key, True), f"{key}: true", advice=f"set {key}: false, or tp_size: 1",
+        fix={key: False})
       for key in ("use_dora", "torch_compile", "use_liger_kernel", "activation_offload", "optim_in_backward")),
     # Sequence parallelism
     _exclude(
@@ -287,7 +289,8 @@ RULES: tuple[Rule, ...] = (
         "only the packed attention that is built in works where ranks share a row",
         fix={"attn_implementation": "auto"},
     ),
-    *(_exclude("cp_size", has_sp, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in ("activation_offload", "optim_in_backward")),
+    *(_exclude("cp_size", has_sp, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in (
+        "activation_offload", "optim_in_backward")),
     # Expert parallelism
     _layout_rule(
         "expert parallelism without FSDP2", "expert_parallel_size", "fsdp_version",
@@ -297,7 +300,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _layout_rule(
         "ranks of expert parallelism", "expert_parallel_size",
-        when=lambda c: has_ep(c) and c.layout.layout == "fsdp2" and c.ranks // (c.layout.replicate_size or 1) % c.layout.expert_parallel_size,
+        when=lambda c: has_ep(c) and c.layout.layout == "fsdp2" and c.ranks // (c.layout.replicate_size
+        or 1) % c.layout.expert_parallel_size,
         message=_describe_ep_ranks, advice=_advise_ep_size, fix={"expert_parallel_size": 1},
     ),
     _layout_rule(
@@ -311,7 +315,8 @@ RULES: tuple[Rule, ...] = (
         "expert_parallel_size", has_ep, "mixed_precision", lambda c: c.precision in ("fp16", "fp8"),
         lambda c: f"mixed_precision: {c.precision}", advice="set it to bf16", fix=BF16,
     ),
-    *(_exclude("expert_parallel_size", has_ep, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in ("activation_offload", "optim_in_backward")),
+    *(_exclude("expert_parallel_size", has_ep, key, is_set(key, True), f"{key}: true", fix={key: False}) for key in (
+        "activation_offload", "optim_in_backward")),
     # FP8
     Rule(
         name="a quantized base in FP8", keys=("load_in_4bit", "load_in_8bit", "mixed_precision"), needs=("layout",),
@@ -347,7 +352,8 @@ RULES: tuple[Rule, ...] = (
         "micro-batches with optim_in_backward", "optim_in_backward", "global_batch_size",
         "gradient_accumulation_steps", when=lambda c: IN_BACKWARD(c) and _count_micro_batches(c) > 1,
         message=lambda c: f"optim_in_backward: a step of {c.global_batch_size} rows is {_count_micro_batches(c)} micro-batches of " f"{c.recipe.batch.per_device_train_batch_size} on {counted(c.ranks, 'rank')}, but a gradient that is freed in the backward " "cannot wait for the next micro-batch",
-        advice=lambda c: f"set global_batch_size: {c.recipe.batch.per_device_train_batch_size * c.ranks}, or " f"per_device_train_batch_size: {-(-c.global_batch_size // c.ranks)}",
+        advice=lambda c: f"set global_batch_size: {c.recipe.batch.per_device_train_batch_size * c.ranks}, or "
+        f"per_device_train_batch_size: {-(-c.global_batch_size // c.ranks)}",
     ),
     _exclude(
         "distributed_type: MULTI_GPU", lambda c: c.layout.layout == "ddp", "optim_in_backward", IN_BACKWARD,

@@ -246,7 +246,8 @@ RULES: tuple[Rule, ...] = (
     _size_rule(
         "experts over ranks", "expert_parallel_size", when=lambda c: c.model.experts % c.layout.expert_parallel_size,
         message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: a layer of {c.name} has {c.model.experts} experts, and " f"{c.model.experts} / {c.layout.expert_parallel_size} is no whole number"),
-        advice=lambda c: set_to_divisor("expert_parallel_size", math.gcd(c.model.experts, c.ranks // (c.layout.replicate_size or 1))),
+        advice=lambda c: set_to_divisor("expert_parallel_size", math.gcd(c.model.experts,
+        c.ranks // (c.layout.replicate_size or 1))),
         fix={"expert_parallel_size": 1},
     ),
     _size_rule(

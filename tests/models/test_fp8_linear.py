@@ -147,6 +147,6 @@ def test_the_plan_refuses_the_same(tmp_path: Path) -> None:
         planned(dense, quantization=Quantization(load_in_4bit=True))
     with pytest.raises(UserError, match="or remove use_dora"):
         planned(dense, lora=Lora(use_peft=True, use_dora=True))
-    with pytest.raises(UserError, match="mixtral is a mixture of experts"):
+    with pytest.raises(UserError, match="is a mixture of experts, which torchao"):
         planned(make_model(tmp_path / "experts", model_type="mixtral", num_local_experts=4))
     assert "torchao" in sys.modules
