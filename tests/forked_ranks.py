@@ -19,15 +19,21 @@ from tests.ranks import free_port, open_stores
 
 def import_all() -> None:
     """Imports what a run imports on its way, so that no rank has to; what is there then, no rank's collector looks at."""
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
     import finetune.checkpoint.resume
     import finetune.data.prepare
     import finetune.distributed.world
     import finetune.export.export
     import finetune.models.load
+    import finetune.models.teacher
+    import finetune.optim.offloaded
     import finetune.optim.optimizer
-    import finetune.training.finish  # noqa: F401
+    import finetune.run
+    import finetune.training.dry_run
+    import finetune.training.finish
+    import finetune.training.preference_objective  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -1,16 +1,20 @@
-"""A thousand random faults, one line of counts: `python tests/soak.py [--faults 1000] [--seed 0] [--workers 2] [--minutes 60]`.
+"""Random faults, one line of counts: `python tests/soak.py [--faults 1000] [--seed 0] [--workers 2] [--minutes 60]`.
 
-Kills, preemptions, damaged checkpoints, token caches and samples, edited inputs, in every layout with every optimizer;
-see tests/checkpoint/soaking.py. Ends with 1 where anything was lost, and keeps that run's folder.
+Kills, preemptions, damaged checkpoints, token caches, references, samples and metrics, edited inputs, in every layout with
+every kind of recipe; see tests/checkpoint/soaking.py. Ends with 1 where anything was lost, or differed and was not said, and
+keeps that run's folder. Runs are many times faster in memory (TMPDIR=/dev/shm); `--scratch` is for optimizer state on a disk.
+
+A long soak is done in parts: `--counts benchmarks/results/soak/soak.json` adds its counts to those of the parts before, under
+the next seed.
 """
 
 import argparse
-import importlib.util
 import itertools
 import json
 import mmap
 import os
 import random
+import resource
 import shutil
 import sys
 import tempfile
@@ -18,44 +22,87 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
+
+import psutil
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from tests.checkpoint.faults import LAYOUTS, Setup  # noqa: E402
+from finetune.export import reload_process  # noqa: E402
+from tests.checkpoint.faults import LAYOUTS, RECIPES, Setup  # noqa: E402
 from tests.checkpoint.soaking import faults_in, soak  # noqa: E402
 from tests.forked_ranks import import_all  # noqa: E402
+from tests.warm_processes import start_server, warm_reload  # noqa: E402
 
 OPTIMIZERS = ("adamw_bf16_moments", "adamw_torch_fused", "adamw_torch", "adamw_8bit")
+TABLES = ("kinds", "recipes", "layouts")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, help="default: 0, or with --counts the first that it does not have")
     parser.add_argument("--workers", type=int, default=2, help="stories at the same time")
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--launcher", type=float, default=0.02, help="share of lives that `finetune launch` starts")
+    parser.add_argument("--scratch", type=Path, default=Path("/var/tmp"), help="a folder on a disk, for nvme")
+    parser.add_argument(
+        "--counts", type=Path, help="a JSON file with the counts of earlier parts, to which these are added"
+    )
     options = parser.parse_args()
+    known = json.loads(options.counts.read_text()) if options.counts and options.counts.exists() else {}
+    if options.seed is None:
+        options.seed = len(known.get("seeds", {}))
     root, started = Path(tempfile.mkdtemp(prefix="soak-")), time.monotonic()
     import_all()
+    del vars(sys.modules["__main__"])["__file__"]  # else each process of the server would run this file's imports
+    start_server()
+    vars(forkserver._forkserver)["ensure_running"] = lambda: None  # a forked rank uses it, and is not its parent
+    vars(reload_process)["subprocess"] = warm_reload()
     done = memoryview(mmap.mmap(-1, 8 * options.workers)).cast("q")  # faults of each worker, seen by all
     workers = [fork_worker(options, root, worker, done) for worker in range(options.workers)]
     ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in workers]
+    for child in psutil.Process().children(recursive=True):  # openers of exports whose run was killed
+        child.kill()
     results = [json.loads(path.read_text()) for path in sorted(root.glob("worker*.json"))]
-    counts = sum((Counter(result["counts"]) for result in results), Counter[str]())
-    lost = [text for result in results for text in result["lost"]]
-    for text in lost:
-        print(f"LOST {text}", file=sys.stderr)
-    print(
-        json.dumps(
-            {"faults": faults_in(counts), "lost": len(lost), "minutes": round((time.monotonic() - started) / 60, 1)}
-            | dict(sorted(counts.items()))
-        )
-    )
-    if lost or any(ended):
+    part = summarize(results, options.seed, time.monotonic() - started)
+    for kind in ("lost", "silent"):
+        for text in (text for result in results for text in result[kind]):
+            print(f"{kind.upper()} {text}", file=sys.stderr)
+    if options.counts:
+        options.counts.parent.mkdir(parents=True, exist_ok=True)
+        options.counts.write_text(json.dumps(add(known, part), indent=1) + "\n")
+    print(json.dumps(part))
+    if part["lost"] or part["silent"] or any(ended):
         sys.exit(1)
     shutil.rmtree(root, ignore_errors=True)
+
+
+def summarize(results: list[dict[str, Any]], seed: int, seconds: float) -> dict[str, Any]:
+    """What all workers have counted."""
+    tables = {name: sum((Counter(result[name]) for result in results), Counter[str]()) for name in TABLES}
+    faults = faults_in(tables["kinds"])
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "faults": faults,
+        "lost": sum(len(result["lost"]) for result in results),
+        "silent": sum(len(result["silent"]) for result in results),
+        "minutes": round(seconds / 60, 1),
+        "cpu_minutes": round((used.ru_utime + used.ru_stime) / 60, 1),
+        "seeds": {str(seed): faults},
+    } | {name: dict(sorted(table.items())) for name, table in tables.items()}
+
+
+def add(known: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
+    """The sum of two `summarize`."""
+    return {
+        key: dict(sorted((Counter(known.get(key, {})) + Counter(value)).items()))
+        if isinstance(value, dict)
+        else round(known.get(key, 0) + value, 1)
+        for key, value in part.items()
+    }
 
 
 def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memoryview) -> int:
@@ -70,7 +117,7 @@ def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memo
         return sum(done) >= options.faults or time.monotonic() > ends
 
     try:
-        mine = itertools.islice(setups(root, options.seed), worker, None, options.workers)
+        mine = itertools.islice(setups(root, options.scratch, options.seed), worker, None, options.workers)
         chance = random.Random(options.seed + worker)
         soak(mine, chance, is_enough, options.launcher, root / f"worker{worker}.json")
         code = 0
@@ -80,23 +127,20 @@ def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memo
         os._exit(code)
 
 
-def setups(root: Path, seed: int) -> Iterator[Setup]:
-    """Every layout with every optimizer, again and again in another order, each in a folder of its own."""
+def setups(root: Path, scratch: Path, seed: int) -> Iterator[Setup]:
+    """Every layout with every kind of recipe, again and again in another order, each in a folder of its own."""
     chance = random.Random(seed)
-    optimizers = OPTIMIZERS if importlib.util.find_spec("torchao") else OPTIMIZERS[:-1]
-    pairs: list[tuple[str, str]] = [
-        (layout, optim)
-        for layout in LAYOUTS
-        for optim in optimizers
-        if (layout, optim) != ("FULL_SHARD", "adamw_8bit")  # refused by name
-    ]
+    pairs = [(layout, kind) for layout in LAYOUTS for kind in RECIPES]
     for number in itertools.count():
         if number % len(pairs) == 0:
             chance.shuffle(pairs)
-        layout, optim = pairs[number % len(pairs)]
-        lora, streaming, asynchronous, exports = (chance.random() < share for share in (0.4, 0.3, 0.5, 0.25))
-        limit = chance.choice((1, 2, 3, None))
-        yield Setup(root / f"setup{number}", layout, optim, lora, streaming, asynchronous, limit, exports)
+        layout, kind = pairs[number % len(pairs)]
+        streaming, asynchronous, exports = (chance.random() < share for share in (0.3, 0.5, 0.5))
+        limit, optim = chance.choice((1, 2, 3, None)), chance.choice(OPTIMIZERS)
+        folder = root / f"setup{number}"
+        yield Setup(
+            folder, scratch / f"{root.name}-{number}", layout, kind, optim, streaming, asynchronous, limit, exports
+        )
 
 
 if __name__ == "__main__":

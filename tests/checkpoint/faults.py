@@ -1,5 +1,6 @@
 """What the soak does to files: damage to checkpoints, token caches and samples, edits of what a run is made from."""
 
+import json
 import random
 import shutil
 from dataclasses import dataclass
@@ -8,11 +9,40 @@ from typing import Any
 
 import yaml
 
+from finetune.config.compatibility import find_problems
+from finetune.config.facts import with_expert_parallelism
+from finetune.distributed.accelerate_config import read_sharding
+from finetune.plan.architecture import find_local_facts
+from finetune.recipe.reader import read_recipe
+from tests.checkpoint.comparing import STEPS
 from tests.conftest import CHAT_TEMPLATE, make_chat, make_model
 from tests.training.layouts import write_config
 
-STEPS = 6
-LAYOUTS = {"single": 1, "full_shard": 2, "ddp": 2, "hybrid": 4, "FULL_SHARD": 2, "shard_grad_op": 2}  # -> ranks
+# Layout -> (ranks, the Accelerate file's name, its mesh)
+LAYOUTS: dict[str, tuple[int, str, dict[str, int]]] = {
+    "single": (1, "single", {}),
+    "full_shard": (2, "full_shard", {}),
+    "ddp": (2, "ddp", {}),
+    "hybrid": (4, "full_shard", {"dp_replicate_size": 2, "dp_shard_size": 2}),
+    "FULL_SHARD": (2, "FULL_SHARD", {}),
+    "shard_grad_op": (2, "shard_grad_op", {}),
+    "tp": (2, "full_shard", {"tp_size": 2}),
+    "sp": (2, "full_shard", {"cp_size": 2}),
+    "ep": (2, "full_shard", {}),
+}
+LORA = {"use_peft": True, "lora_r": 4}
+RECIPES: dict[str, dict[str, Any]] = {  # ROOT stands for the setup's root, SCRATCH for a folder on a disk
+    "full": {},
+    "lora": LORA,
+    "qlora": LORA | {"load_in_4bit": True},
+    "dpo": {"method": "dpo"},  # a reference pass
+    "dpo lora": {"method": "dpo"} | LORA,
+    "kto": {"method": "kto"},
+    "distill": {"method": "distill", "teacher_model_name_or_path": "ROOT/other"},
+    "best": {"keep_best_checkpoint": True},
+    "nvme": {"optim_offload": "nvme", "offload_dir": "SCRATCH"},
+    "mixture": {},
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,9 +50,10 @@ class Setup:
     """What a story's run is: its inputs below `root`, and how it is trained. Hashable: stories share a reference."""
 
     root: Path
+    scratch: Path
     layout: str
+    kind: str  # of RECIPES
     optim: str
-    lora: bool
     streaming: bool
     asynchronous: bool
     limit: int | None
@@ -30,12 +61,12 @@ class Setup:
 
     @property
     def ranks(self) -> int:
-        return LAYOUTS[self.layout]
+        return LAYOUTS[self.layout][0]
 
     @property
     def label(self) -> str:
-        kinds = [name for name in ("lora", "streaming", "asynchronous", "exports") if getattr(self, name)]
-        return " ".join([self.layout, self.optim, *kinds, f"limit={self.limit}"])
+        kinds = [name for name in ("streaming", "asynchronous", "exports") if getattr(self, name)]
+        return " ".join([self.layout, self.kind, self.optim, *kinds, f"limit={self.limit}"])
 
     @property
     def cache(self) -> Path:
@@ -47,50 +78,89 @@ class Setup:
 
     def recipe(self, name: str, limit: int | None) -> dict[str, Any]:
         """The recipe of the run `name`, keeping `limit` checkpoints."""
-        return {
-            "model_name_or_path": str(self.root / "model"),
-            "chat_template": str(self.root / "template.jinja"),
-            "datasets": [{"path": str(self.root / "chat.jsonl")}],
-            "eval_datasets": [{"path": str(self.root / "held_out.jsonl")}],
-            "exact_match_samples": 1,
-            "dataset_cache_dir": str(self.cache),
-            "streaming": self.streaming,
-            "max_length": 64,
-            "global_batch_size": 4,
-            "max_steps": STEPS,
-            "save_steps": 1,
-            "save_total_limit": limit,
-            "async_save": self.asynchronous,
-            "learning_rate": 1e-2,
-            "attention_dropout": 0.1,
-            "logging_steps": 1,
-            "optim": self.optim,
-            "use_peft": self.lora,
-            "export_at_end": self.exports,
-            "timeout_seconds": 60,
-            "output_dir": str(self.root / name),
-        } | ({"lora_r": 4} if self.lora else {})
+        keys = json.loads(
+            json.dumps(RECIPES[self.kind]).replace("ROOT", str(self.root)).replace("SCRATCH", str(self.scratch))
+        )
+        return (
+            {
+                "run_name": "soak",
+                "model_name_or_path": str(self.root / "model"),
+                "chat_template": str(self.root / "template.jinja"),
+                "datasets": [{"path": str(self.root / "chat.jsonl")}],
+                "eval_datasets": [{"path": str(self.root / "held_out.jsonl")}],
+                "eval_steps": 2,
+                "exact_match_samples": 1,
+                "dataset_cache_dir": str(self.cache),
+                "streaming": self.streaming,
+                "max_length": 64,
+                "global_batch_size": 4,
+                "max_steps": STEPS,
+                "save_steps": 1,
+                "save_total_limit": limit,
+                "async_save": self.asynchronous,
+                "learning_rate": 1e-2,
+                "attention_dropout": 0.1,
+                "logging_steps": 1,
+                "optim": self.optim,
+                "export_at_end": self.exports,
+                "timeout_seconds": 60,
+                "output_dir": str(self.root / name),
+            }
+            | ({"expert_parallel_size": 2} if self.layout == "ep" else {})
+            | keys
+        )
+
+    def is_possible(self) -> bool:
+        """Whether the rulebook allows it; the setup's files are there."""
+        path = self.root / "possible.yaml"
+        path.write_text(yaml.safe_dump(self.recipe("run", self.limit)))
+        recipe = read_recipe(str(path))
+        sharding = with_expert_parallelism(read_sharding(str(self.config), None, {}), recipe)
+        problems = find_problems(recipe, sharding, find_local_facts(recipe.model), self.ranks)
+        return not any(not problem.is_note for problem in problems)
 
 
 def make_inputs(setup: Setup) -> None:
     """The model, data, template and Accelerate file of a setup, and a copy of them all to restore from."""
     setup.root.mkdir(parents=True)
-    make_model(setup.root / "model", num_hidden_layers=1, hidden_size=32, intermediate_size=32)
-    make_model(setup.root / "other", num_hidden_layers=1, hidden_size=32, intermediate_size=32, seed=1)
-    make_chat(setup.root / "chat.jsonl", rows=24)
-    held_out = '{"messages": [{"role": "user", "content": "A\u2028B"}, {"role": "assistant", "content": "C"}]}\n'
-    (setup.root / "held_out.jsonl").write_text(held_out, encoding="utf-8")
+    sizes: dict[str, Any] = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    if setup.kind == "mixture" or setup.layout == "ep":
+        sizes |= {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+    make_model(setup.root / "model", **sizes)
+    make_model(setup.root / "other", seed=1, **sizes)
+    make_rows(setup.root / "chat.jsonl", setup.kind, 24)
+    make_rows(setup.root / "held_out.jsonl", setup.kind, 2)
     (setup.root / "template.jinja").write_text(CHAT_TEMPLATE)
-    made = write_config(setup.root, "full_shard", mesh=(2, 2)) if setup.layout == "hybrid" else None
-    made = made or write_config(setup.root, setup.layout)
-    made.rename(setup.config)
+    _, layout, sizes = LAYOUTS[setup.layout]
+    write_config(setup.root, layout, sizes=sizes or None).rename(setup.config)
     content = yaml.safe_load(setup.config.read_text()) | {"use_cpu": True}
     setup.config.write_text(yaml.safe_dump(content))
     pristine = setup.root / "pristine"
     pristine.mkdir()
-    for name in ("chat.jsonl", "template.jinja"):
+    for name in FILES:
         shutil.copy(setup.root / name, pristine / name)
-    shutil.copytree(setup.root / "model", pristine / "model")
+    for name in MODELS:
+        shutil.copytree(setup.root / name, pristine / name)
+
+
+FILES, MODELS = ("chat.jsonl", "held_out.jsonl", "template.jinja"), ("model", "other")
+
+
+def make_rows(path: Path, kind: str, rows: int) -> None:
+    """Conversations, or what the method of `kind` reads in their place; the last ends in a line separator of Unicode."""
+    make_chat(path, rows=rows)
+    conversations = [json.loads(line)["messages"] for line in path.read_text().splitlines()]
+    conversations[-1][0]["content"] += "\u2028"
+    made = []
+    for number, (question, answer) in enumerate(conversations):
+        wrong = answer | {"content": "No" + " idea" * (number % 3) + "."}
+        if kind.startswith("dpo"):
+            made.append({"prompt": [question], "chosen": [answer], "rejected": [wrong]})
+        elif kind == "kto":
+            made.append({"prompt": [question], "completion": [(answer, wrong)[number % 2]], "label": number % 2 == 0})
+        else:
+            made.append({"messages": [question, answer]})
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in made), encoding="utf-8")
 
 
 def phases(setup: Setup, name: str, newest: int, chance: random.Random) -> list[tuple[str, str]]:
@@ -113,6 +183,14 @@ def phases(setup: Setup, name: str, newest: int, chance: random.Random) -> list[
     return found
 
 
+def find_edits(setup: Setup) -> list[str]:
+    """What of its inputs can be edited so that the run must not continue without a word."""
+    edits = ["chat template", "tokenizer", "held-out data", "data order" if setup.streaming else "data"]
+    if "use_peft" in RECIPES[setup.kind] or setup.kind in ("dpo", "kto"):
+        edits.append("base")
+    return [*edits, "teacher"] if setup.kind == "distill" else edits
+
+
 def edit(setup: Setup, kind: str) -> None:
     """Changes one input of the run."""
     if kind == "chat template":
@@ -123,21 +201,21 @@ def edit(setup: Setup, kind: str) -> None:
         text = path.read_text()
         assert '"e":' in text and '"t":' in text
         path.write_text(text.replace('"e":', '"\x00":').replace('"t":', '"e":').replace('"\x00":', '"t":'))
-    elif kind == "LoRA base":
-        shutil.copy(setup.root / "other" / "model.safetensors", setup.root / "model" / "model.safetensors")
+    elif kind in ("base", "teacher"):
+        one, other = MODELS if kind == "base" else reversed(MODELS)
+        shutil.copy(setup.root / other / "model.safetensors", setup.root / one / "model.safetensors")
     else:
-        path = setup.root / "chat.jsonl"
-        rows = path.read_text().splitlines(keepends=True)
-        path.write_text("".join(reversed(rows)) if kind == "data order" else "".join(rows).replace("7", "8"))
+        path = setup.root / ("held_out.jsonl" if kind == "held-out data" else "chat.jsonl")
+        rows = path.read_text(encoding="utf-8").split("\n")[:-1]
+        rows = rows[::-1] if kind == "data order" else [row.replace("What", "Whet") for row in rows]
+        path.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
 
 
 def restore(setup: Setup) -> None:
     """Puts every input back as it was."""
-    pristine = setup.root / "pristine"
-    for name in ("chat.jsonl", "template.jinja"):
-        shutil.copy(pristine / name, setup.root / name)
-    for path in (pristine / "model").iterdir():
-        shutil.copy(path, setup.root / "model" / path.name)
+    for path in (setup.root / "pristine").rglob("*"):
+        if path.is_file():
+            shutil.copy(path, setup.root / path.relative_to(setup.root / "pristine"))
 
 
 def damage_checkpoint(checkpoint: Path, chance: random.Random) -> str:
@@ -162,8 +240,8 @@ def damage_file(path: Path, chance: random.Random) -> str:
 
 
 def damage_samples(path: Path, chance: random.Random) -> str:
-    """Leaves samples.jsonl as a kill in the middle of a line would."""
-    if chance.random() < 0.5:
+    """Leaves samples.jsonl or metrics.jsonl as a kill in the middle of a line would."""
+    if path.name == "samples.jsonl" and chance.random() < 0.5:
         path.write_bytes(path.read_bytes()[: -chance.randint(1, 20)])
         return "cut"
     with path.open("ab") as file:

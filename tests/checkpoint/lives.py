@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import psutil
 import yaml
 
+from tests.checkpoint.comparing import Images
 from tests.checkpoint.faults import Setup
 from tests.forked_ranks import fork_ranks, kill, reap, run_main
 from tests.ranks import ROOT, environment
@@ -51,8 +52,8 @@ class Life:
         self.log.write_bytes(b"")
         self.seen_at = 0.0  # seconds after the start at which what the moment waits for was there
 
-    def run(self, moment: Moment | None, usual_seconds: float) -> Ended:
-        """Starts the ranks, disturbs them at `moment`, and waits for their ends."""
+    def run(self, moment: Moment | None, usual_seconds: float, images: Images | None = None) -> Ended:
+        """Starts the ranks, disturbs them at `moment`, and waits for their ends. Takes `images` of the run's folder meanwhile."""
         arguments = ["--recipe", str(self.recipe), "--config", str(self.setup.config)]
         if self.by_launcher:
             return self._by_launcher(arguments, moment, usual_seconds)
@@ -69,10 +70,27 @@ class Life:
                 for rank in range(len(processes)) if moment.victim is None else [moment.victim]:
                     os.kill(processes[rank], moment.number)
                 met = self._words(moment)
+            elif images and not met and not codes and images.is_new():
+                self._stand_still(processes, codes, images)
             elif now - started > LONGEST_SECONDS or (dead_since and now > dead_since + GRACE_SECONDS):
                 kill(processes, codes)
-            time.sleep(0.001 if moment and not met else 0.02)
+            time.sleep(0.004 if (moment and not met) or images else 0.02)
         return Ended([codes[rank] for rank in range(len(processes))], met, self.log.read_text(errors="replace"))
+
+    @staticmethod
+    def _stand_still(processes: list[int], codes: dict[int, int], images: Images) -> None:
+        """One of `images`, while no rank moves; none where one has ended."""
+        for process in processes:
+            os.kill(process, signal.SIGSTOP)
+        for rank, process in enumerate(processes):
+            _, status = os.waitpid(process, os.WUNTRACED)
+            if not os.WIFSTOPPED(status):
+                codes[rank] = os.waitstatus_to_exitcode(status)
+        if not codes:
+            images.take()
+        for rank, process in enumerate(processes):
+            if rank not in codes:
+                os.kill(process, signal.SIGCONT)
 
     def _is_due(self, moment: Moment, elapsed: float, usual_seconds: float) -> bool:
         if not self.seen_at and (moment.pattern is None or any(self.setup.root.glob(moment.pattern))):

@@ -1,16 +1,18 @@
 """Runs under every fault that a checkpoint must survive, in random order: stories of one run each, through run.py.
 
-A story is one run in one layout with one optimizer. Before each of its lives something may be damaged or edited; during
-it the ranks may be killed or preempted. After each life every checkpoint that is published must be, bit for bit, that of
-a reference run which nobody disturbed, and none that was sound may be gone; at the end metrics and export are compared too.
+A story is one run of one recipe in one layout. Before each of its lives something may be damaged or edited; during it the
+ranks may be killed or preempted, and images of the run's folder are taken, each what a SIGKILL of all ranks would leave there.
+After each life what is there, and each image, must be what a reference run left that nobody disturbed (see comparing.py).
 """
 
 import json
+import os
 import random
 import re
 import shutil
 import signal
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -18,29 +20,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint import manifest, retention
-from tests.checkpoint import faults
-from tests.checkpoint.faults import STEPS
+from tests.checkpoint import comparing, faults
+from tests.checkpoint.comparing import METRICS, SAMPLES, STEPS, Images, Lost, Reference, Silent
 from tests.checkpoint.lives import Ended, Life, Moment
 
 STORIES = 2  # of one setup, against one reference
 LIVES = 20  # of one story that are disturbed; in the next it must come to its end
-EDITS = {"chat template", "tokenizer", "data", "data order", "LoRA base"}
-CLOCK = ("tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds")
-
-
-class Lost(Exception):
-    """Something that was promised did not hold; its text says what."""
-
-
-@dataclass(frozen=True, slots=True)
-class Reference:
-    """What a run leaves that nobody disturbed: STEP -> checksums of its tensor files; losses; files of the export -> digests."""
-
-    checkpoints: dict[int, dict[str, Any]]
-    losses: list[tuple[int, float]]
-    export: dict[str, str]
-    stores: list[Path]  # the token cache's
-    seconds: float
+IMAGES = 40  # of one life, at most
 
 
 @dataclass(slots=True)
@@ -53,6 +39,7 @@ class Story:
     chance: random.Random
     counts: Counter[str]
     launcher_share: float
+    has_samples: bool = True  # samples.jsonl was never damaged
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoint was damaged and not written again since
     sound: set[int] = field(default_factory=set)  # steps whose checkpoint must be there, or a later one
 
@@ -70,13 +57,16 @@ class Story:
     def _live(self, is_disturbed: bool) -> bool:
         """Faults, one life, and a look at what it left. Returns whether the story is over."""
         done = self._done_before() if is_disturbed else []
-        edit = self._edit() if is_disturbed and self.sound and self.chance.random() < 0.4 else None
+        edit = self._edit() if is_disturbed and self.sound and self.chance.random() < 0.25 else None
         newest = max(self.sound, default=0)
         moment = self._moment(newest) if is_disturbed and not edit else None
         by_launcher = self.chance.random() < self.launcher_share
-        life = Life(self.setup, self.name, by_launcher)
+        name = self._aside() if edit == "held-out data" and not self.reference.keeps_best else self.name
+        life = Life(self.setup, name, by_launcher)
+        wants_images = is_disturbed and not edit and not by_launcher
+        images = Images(self.run_folder, self.setup.root / "images", IMAGES) if wants_images else None
         try:
-            ended = life.run(moment, self.reference.seconds)
+            ended = life.run(moment, self.reference.seconds, images)
         finally:
             if edit:
                 faults.restore(self.setup)
@@ -85,12 +75,42 @@ class Story:
         self.counts.update(done)
         self.counts["lives by the launcher" if by_launcher else "lives"] += 1
         if edit:
-            self._check_refusal(ended, edit)
+            self._check_edit(ended, edit, name)
             self.counts[f"edited: {edit}"] += 1
             return False
         if ended.met:
-            self.counts[f"{ended.met}"] += 1
-        return self._look(ended, newest)
+            self.counts[ended.met] += 1
+        before, damaged = set(self.sound), set(self.damaged)
+        is_over = self._look(ended, newest)
+        if images and images.taken:
+            return self._look_at_images(images, before, damaged) and is_over
+        return is_over
+
+    def _look_at_images(self, images: Images, before: set[int], damaged: set[int]) -> bool:
+        """Judges the images in a child, whose locks end with it. Often the story continues from one of them; returns whether not."""
+        chosen = self.chance.choice(images.taken) if self.chance.random() < 0.5 else None
+        copy = self.setup.root / "chosen"
+        if chosen:
+            shutil.copytree(chosen, copy)
+        found = in_child(
+            lambda: images.judge(self.reference, before, damaged, self.has_samples), copy.with_suffix(".json")
+        )
+        self.counts.update(found)
+        shutil.rmtree(images.taken[0].parent)
+        if chosen is None:
+            return True
+        shutil.rmtree(self.run_folder)
+        copy.rename(self.run_folder)
+        self.sound = comparing.compare_checkpoints(self.run_folder, self.reference, before, damaged)
+        self.damaged = damaged
+        self.counts["lives from an image"] += 1
+        return False
+
+    def _aside(self) -> str:
+        """A copy of the run, for a life that goes another way."""
+        shutil.rmtree(self.setup.root / "aside", ignore_errors=True)
+        shutil.copytree(self.run_folder, self.setup.root / "aside")
+        return "aside"
 
     def _done_before(self) -> list[str]:
         """Damages between two lives; returns their names."""
@@ -104,19 +124,19 @@ class Story:
                 done.append(f"damaged: {kind}")
                 self.sound.discard(step)
                 self.damaged.add(step)
-        for store in self.reference.stores:
-            files = sorted(path for path in store.glob("*") if path.is_file())
-            if files and self.chance.random() < 0.5:
-                done.append(f"token cache: {faults.damage_file(self.chance.choice(files), self.chance)}")
-        if (self.run_folder / "samples.jsonl").exists() and self.chance.random() < 0.5:
-            done.append(f"samples.jsonl: {faults.damage_samples(self.run_folder / 'samples.jsonl', self.chance)}")
+        files = sorted(path for path in self.setup.cache.rglob("*") if path.is_file() and "lock" not in path.name)
+        if files and self.chance.random() < 0.5:
+            victim = self.chance.choice(files)
+            what = "reference" if victim.name.startswith("reference-") else "token cache"
+            done.append(f"{what}: {faults.damage_file(victim, self.chance)}")
+        for name, share in ((SAMPLES, 0.2), (METRICS, 0.2)):
+            if (self.run_folder / name).exists() and self.chance.random() < share:
+                done.append(f"{name}: {faults.damage_samples(self.run_folder / name, self.chance)}")
+                self.has_samples = self.has_samples and name != SAMPLES
         return done
 
     def _edit(self) -> str:
-        possible = sorted(EDITS - ({"data order"} if not self.setup.streaming else {"data"}))
-        if not self.setup.lora:
-            possible.remove("LoRA base")
-        kind = self.chance.choice(possible)
+        kind = self.chance.choice(faults.find_edits(self.setup))
         faults.edit(self.setup, kind)
         return kind
 
@@ -132,20 +152,25 @@ class Story:
         phase, pattern = self.chance.choice(faults.phases(self.setup, self.name, newest, self.chance))
         return Moment(number, victim, phase, pattern, self.chance.choice((0.0, 0.1 * self.chance.random())))
 
-    def _check_refusal(self, ended: Ended, edit: str) -> None:
-        if "Traceback" in ended.log or 2 not in ended.codes:
-            raise Lost(
-                f"{edit} was edited, and the run ended with {ended.codes}, not with 2 and a sentence\n{ended.log[-3000:]}"
-            )
+    def _check_edit(self, ended: Ended, edit: str, name: str) -> None:
+        """The start was refused with a sentence; held-out data that choose nothing are said in one, in the copy of the run."""
+        is_said = name != self.name
+        is_right = (
+            "eval_datasets: the same files are named" in ended.log and set(ended.codes) == {0}
+            if is_said
+            else 2 in ended.codes
+        )
+        if "Traceback" in ended.log or not is_right:
+            raise Silent(f"{edit} was edited, and the run ended with {ended.codes}\n{ended.log[-3000:]}")
         self._compare(ended)
 
     def _look(self, ended: Ended, newest: int) -> bool:
         if "Traceback" in ended.log and "another rank ended" not in ended.log:
             raise Lost(f"a traceback; codes {ended.codes}\n{ended.log[-4000:]}")
-        resumed = re.search(r"resumed at step (\d+)", ended.log)
+        resumed = comparing.resumed_step(ended.log)
         begun = re.search(r"^layout  ", ended.log, re.M) is not None
-        if begun and int(resumed[1] if resumed else 0) != newest:
-            raise Lost(f"resumed at step {resumed and resumed[1]}, but step {newest} was sound\n{ended.log[-3000:]}")
+        if begun and resumed != newest:
+            raise Lost(f"resumed at step {resumed}, but step {newest} was sound\n{ended.log[-3000:]}")
         if not self.sound and self.damaged and not begun and 2 in ended.codes:
             if "none of its checkpoints verif" not in ended.log:
                 raise Lost(f"every checkpoint was damaged, and this was said:\n{ended.log[-3000:]}")
@@ -168,64 +193,54 @@ class Story:
         return False
 
     def _compare(self, ended: Ended) -> None:
-        """Every checkpoint that is there is the reference's, and what was sound is there still, or a later one."""
+        """Every checkpoint, line and export that is there is the reference's, and what was sound is there still, or a later one."""
+        try:
+            self.sound = comparing.compare_checkpoints(self.run_folder, self.reference, self.sound, self.damaged)
+            comparing.compare_lines(self.run_folder, METRICS, self.reference, max(self.sound, default=0))
+            if self.has_samples:
+                comparing.compare_lines(self.run_folder, SAMPLES, self.reference, 0)
+            comparing.compare_export(self.run_folder, self.reference)
+        except Lost as what:
+            raise type(what)(f"{what}\n{ended.log[-3000:]}") from None
         there = dict(retention.list_checkpoints(self.run_folder))
-        now = set()
-        for step, path in there.items():
-            problems = manifest.find_problems(path)
-            if problems and step in self.damaged:
-                continue
-            if problems:
-                raise Lost(f"{path.name}: {problems}\n{ended.log[-3000:]}")
-            if step not in self.reference.checkpoints or tensors(path) != self.reference.checkpoints[step]:
-                raise Lost(f"{path.name} is not the checkpoint of the run that nobody disturbed\n{ended.log[-3000:]}")
-            now.add(step)
-        if self.sound and max(self.sound) not in now and max(now, default=-1) < max(self.sound):
-            raise Lost(f"step {max(self.sound)} was sound, and {sorted(there)} are left\n{ended.log[-3000:]}")
-        self.damaged &= there.keys() - now
-        self.sound = now
+        self.damaged &= {step for step, path in there.items() if manifest.find_problems(path)}
 
     def _check_end(self, ended: Ended) -> None:
-        if max(self.sound, default=0) != STEPS:
+        if STEPS not in self.sound:  # what a kill kept from being pruned may be there too
             raise Lost(f"finished, but {sorted(self.sound)} are there\n{ended.log[-3000:]}")
-        if losses(self.run_folder) != self.reference.losses:
-            raise Lost(f"other losses: {losses(self.run_folder)}, not {self.reference.losses}")
-        if exported(self.run_folder) != self.reference.export:
-            raise Lost(f"another export\n{ended.log[-3000:]}")
+        comparing.compare_lines(self.run_folder, METRICS, self.reference, STEPS, is_whole=True)
+        if self.has_samples:
+            comparing.compare_lines(self.run_folder, SAMPLES, self.reference, STEPS, is_whole=True)
+        comparing.compare_export(self.run_folder, self.reference, is_whole=True)
 
 
 def make_reference(setup: faults.Setup) -> Reference:
     """Runs `setup` once without a fault."""
-    name = "reference"
     started = time.monotonic()
-    ended = Life(setup, name, by_launcher=False, keep=None).run(None, 60.0)
+    ended = Life(setup, "reference", by_launcher=False, keep=None).run(None, 60.0)
     if set(ended.codes) != {0}:
         raise Lost(f"the reference ended with {ended.codes}\n{ended.log[-4000:]}")
-    run_folder = setup.root / name
-    checkpoints = {step: tensors(path) for step, path in retention.list_checkpoints(run_folder)}
-    assert sorted(checkpoints) == list(range(1, STEPS + 1)), ended.log
-    return Reference(
-        checkpoints, losses(run_folder), exported(run_folder), sorted(setup.cache.iterdir()), time.monotonic() - started
-    )
+    seconds = time.monotonic() - started
+    return comparing.read_reference(setup.root / "reference", setup.limit, setup.kind == "best", seconds)
 
 
-def tensors(checkpoint: Path) -> dict[str, Any]:
-    """The checksums of a checkpoint's tensor files."""
-    entries = manifest.read_manifest(checkpoint).files
-    return {name: entry for name, entry in entries.items() if name.endswith(".safetensors")}
-
-
-def losses(run_folder: Path) -> list[tuple[int, float]]:
-    """(step, loss) of every training line of metrics.jsonl."""
-    lines = [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
-
-
-def exported(run_folder: Path) -> dict[str, str]:
-    """Weight files of the export -> a digest."""
-    from finetune.data.sources import hash_file
-
-    return {path.name: hash_file(str(path)) for path in sorted((run_folder / "export").glob("*.safetensors"))}
+def in_child(function: Callable[[], Counter[str]], results: Path) -> Counter[str]:
+    """The counts that `function` returns in a forked process. Raises the `Lost` that it raises."""
+    process = os.fork()
+    if not process:
+        try:
+            found: dict[str, Any] = {"counts": function()}
+        except Lost as what:
+            found = {"lost": str(what), "is_silent": isinstance(what, Silent)}
+        except BaseException:
+            found = {"lost": traceback.format_exc(), "is_silent": False}
+        results.write_text(json.dumps(found))
+        os._exit(0)
+    os.waitpid(process, 0)
+    found = json.loads(results.read_text())
+    if "lost" in found:
+        raise (Silent if found["is_silent"] else Lost)(found["lost"])
+    return Counter(found["counts"])
 
 
 def soak(
@@ -236,20 +251,29 @@ def soak(
     report: Path,
 ) -> None:
     """Runs stories, setup after setup, until `is_enough(faults so far)`. Keeps the counts, and what was lost, in `report`."""
-    counts, lost = Counter[str](), list[str]()
+    total, lost, silent = Counter[str](), list[str](), list[str]()
+    by_recipe, by_layout = Counter[str](), Counter[str]()
     for setup in setups:
+        counts = Counter[str]()
         try:
             faults.make_inputs(setup)
+            if not setup.is_possible():
+                shutil.rmtree(setup.root)
+                continue
             reference = make_reference(setup)
             for story in range(STORIES):
                 run = Story(setup, f"run{story}", reference, chance, counts, launcher_share)
-                run.to_its_end(lambda: is_enough(faults_in(counts)))
+                run.to_its_end(lambda: is_enough(faults_in(total + counts)))  # noqa: B023
         except Lost as what:
-            lost.append(f"{setup.label}, {setup.root}: {what}")
+            (silent if isinstance(what, Silent) else lost).append(f"{setup.label}, {setup.root}: {what}")
         else:
             shutil.rmtree(setup.root, ignore_errors=True)
-        report.write_text(json.dumps({"counts": dict(counts), "lost": lost}))
-        if is_enough(faults_in(counts)):
+        total += counts
+        by_recipe[setup.kind] += faults_in(counts)
+        by_layout[setup.layout] += faults_in(counts)
+        found = {"kinds": dict(total), "recipes": dict(by_recipe), "layouts": dict(by_layout)}
+        report.write_text(json.dumps(found | {"lost": lost, "silent": silent}))
+        if is_enough(faults_in(total)):
             return
 
 
