@@ -193,8 +193,8 @@ def a_damaged_checkpoint_is_no_model_and_no_export() -> None:
 
 def metrics_that_cannot_be_written_are_a_sentence() -> None:
     metrics = ROOT / "full" / "metrics.jsonl"
-    line = json.dumps({"step": 1, "epoch": 0.5, "exact_match": 0.5}).encode() + b"\n"
-    with edited(metrics, lambda text: text + 2000 * line):
+    lines = "".join(json.dumps({"step": 1, "epoch": 0.5, "exact_match": i / 2000}) + "\n" for i in range(2000)).encode()
+    with edited(metrics, lambda text: text + lines):
         limit = (50_000, resource.RLIM_INFINITY)  # a longer file fails, as on a full disk
         outcome = resume("full", before=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
         is_refused(outcome, f"{metrics}: File too large")
