@@ -31,11 +31,11 @@ class MetricsLog:
     """Appends to metrics.jsonl, passes lines to a tracker, and prints. Only rank 0 has one with a file; the others' is
     silent."""
 
-    def __init__(self, path: Path | None, steps: int, start_step: int, tracker: Tracker | None = None) -> None:
+    def __init__(self, path: Path | None, steps: int, start_step: int, trackers: Sequence[Tracker] = ()) -> None:
         self._path = path
         self._file: Any = None
         self._unwritten = b""  # lines that a full disk has refused
-        self._tracker = tracker
+        self._trackers = list(trackers)
         self._display: Display | None = None
         self._losses: list[tuple[int, float]] = []  # (step, loss) of every training line
         self._has_diverged = False
@@ -96,13 +96,13 @@ class MetricsLog:
 
     @property
     def watch(self) -> str | None:
-        """Where the tracker shows the run; None without one."""
-        return None if self._tracker is None else self._tracker.watch
+        """Where the trackers show the run; None without one."""
+        return ", ".join(tracker.watch for tracker in self._trackers) or None
 
     def close_tracker(self) -> None:
         """Closes the tracker. To be called before the process group is destroyed."""
         self._call_tracker(lambda tracker: tracker.close())
-        self._tracker = None
+        self._trackers = []
 
     def close(self) -> None:
         """Ends the tracker, the bar and the file."""
@@ -128,16 +128,16 @@ class MetricsLog:
                 )
 
     def _call_tracker(self, act: Callable[[Tracker], None]) -> None:
-        """Calls `act` with the tracker; one that fails is reported once and not called again."""
-        if self._tracker is None:
-            return
-        try:
-            act(self._tracker)
-        except Exception as error:  # whatever its library raises: no reason to end a run
-            name, self._tracker = self._tracker.name, None
-            self.say(
-                f"report_to: {name}: it failed ({first_line(error)}); the run continues without it, metrics.jsonl has every line"
-            )
+        """Calls `act` with each tracker; one that fails is reported once and not called again."""
+        for tracker in list(self._trackers):
+            try:
+                act(tracker)
+            except Exception as error:  # whatever its library raises: no reason to end a run
+                self._trackers.remove(tracker)
+                self.say(
+                    f"report_to: {tracker.name}: it failed ({first_line(error)}); the run continues without it, metrics.jsonl "
+                    "has every line"
+                )
 
 
 def is_missing(path: Path) -> bool:

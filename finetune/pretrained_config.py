@@ -8,6 +8,7 @@ from typing import Any
 from finetune.config.facts import ModelFacts, read_model_facts
 from finetune.errors import UserError
 from finetune.hub import download_file
+from finetune.pretrained_adapter import refuse_other_path
 from finetune.recipe.schema import Model
 
 
@@ -55,21 +56,11 @@ def read_facts(config: Any, name: str | None, tokens: int | None = None) -> Mode
     return read_model_facts(config.to_dict(), name or "model_config", tokens)
 
 
-def refuse_other_folder(folder: Path) -> None:
-    """Raises `UserError` for a folder that holds something else of ours or peft's than a model."""
-    if (folder / "adapter_config.json").is_file():
-        raise UserError(
-            f"{folder}: holds an adapter, not a model; merge the two with `finetune export`, or name the adapter's base model"
-        )
-    if (folder / "checkpoints").is_dir():
-        raise UserError(f"{folder}: is a run's folder; name its export/, or one of its checkpoints/")
-
-
 def _pretrained_config(name: str, model: Model) -> Any:
     from transformers import AutoConfig
 
     folder = Path(name)
-    refuse_other_folder(folder)
+    refuse_other_path(folder)
     if folder.is_dir() and not (folder / "config.json").is_file():
         raise UserError(f"{name}: has no config.json; give a folder with config.json and *.safetensors, or a hub name")
     if folder.exists() and not folder.is_dir():

@@ -7,9 +7,11 @@ import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from finetune.config.compatibility import TRACKERS
 from finetune.errors import UserError
 from finetune.json_lines import read_json_object
 
@@ -42,16 +44,24 @@ class Tracker:
                 self.inner.finish()
 
 
-def open_tracker(
-    report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int
-) -> Tracker | None:
-    """The recipe's tracker with `settings` (the recipe, flat) as the run's configuration; None where none is asked for.
+def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
+    """The trackers that `report_to` names, each once; all: those whose packages are installed.
+
+    >>> list_trackers("none"), list_trackers(("wandb", "wandb", "mlflow"))
+    ((), ('wandb', 'mlflow'))
+    """
+    if report_to == "all":
+        return tuple(name for name, package in TRACKERS.items() if find_spec(package) is not None)
+    named = (report_to,) if isinstance(report_to, str) else report_to
+    return tuple(dict.fromkeys(name for name in named if name != "none"))
+
+
+def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int) -> Tracker:
+    """The tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
 
     A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main rank. Raises `UserError`
     where the tracker does not start. TensorBoard writes under `folder`; the others where their own environment says.
     """
-    if report_to == "none":
-        return None
     identity = read_json_object(folder / IDENTITY).get(report_to) if start_step else None
     try:
         with _quiet():

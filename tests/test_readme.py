@@ -27,6 +27,13 @@ def commands(program: str) -> list[list[str]]:
     return [words[1:] for words in lines if words and words[0] == program]
 
 
+def test_it_is_short_and_your_own_data_come_second() -> None:
+    assert len(README.splitlines()) <= 250
+    sections = re.findall(r"^## (.*)$", README, re.M)
+    assert sections[:2] == ["Two minutes, no GPU", "Your own data"]
+    assert "make quickstart" in README[: README.index("## ")], "the first screen has the command"
+
+
 def test_its_finetune_commands_are_read() -> None:
     found = commands("finetune")
     assert {words[0] for words in found} == {

@@ -1,4 +1,4 @@
-"""The structure of the package as the pages describe it: the README's tree, the walks of docs/design.md, names used once."""
+"""The structure of the package as the pages describe it: CONTRIBUTING's tree, the walks of docs/design.md, names used once."""
 
 import ast
 import re
@@ -26,10 +26,10 @@ def tree() -> list[str]:
     return [f"  {name:<17} {what}" for name, what in lines]
 
 
-def test_the_readme_ends_in_the_tree() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    blocks = re.findall(r"^```\n(finetune/\n.*?)^```$", readme, re.M | re.S)
-    assert blocks and readme.rstrip().endswith("```")
+def test_contributing_ends_in_the_tree() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```\n(finetune/\n.*?)^```$", page, re.M | re.S)
+    assert blocks and page.rstrip().endswith("```")
     assert blocks[-1].splitlines()[1:] == tree(), "\n" + "\n".join(tree())
 
 

@@ -152,8 +152,9 @@ MACHINE: tuple[Rule, ...] = (
     *(
         _machine_rule(
             f"report_to: {name}", "report_to",
-            when=lambda c, name=name, package=package: c.recipe.run.report_to == name
-            and not c.machine.has_package(package),
+            when=lambda c, name=name, package=package: (
+                name in (c.recipe.run.report_to, *c.recipe.run.report_to) and not c.machine.has_package(package)
+            ),
             message=f"report_to: {name}: its package is not installed",
             advice=f'pip install "finetune[{name}]", or set report_to: none (metrics.jsonl is always written)',
             fix={"report_to": "none"},

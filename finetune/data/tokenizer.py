@@ -9,7 +9,8 @@ from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.data.chat_templates import read_template
 from finetune.errors import UserError
 from finetune.hub import hub_error
-from finetune.pretrained_config import Vocabulary, load_config, refuse_other_folder
+from finetune.pretrained_adapter import refuse_other_path
+from finetune.pretrained_config import Vocabulary, load_config
 from finetune.recipe.schema import Data, Model
 
 USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # a vocabulary that has one stops at it
@@ -127,7 +128,7 @@ def _describe_failure(name: str, revision: str | None, error: Exception) -> User
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         return hub_error(name, cause, what="its tokenizer", revision=revision)
     if not (Path(name) / "tokenizer.json").is_file():
-        refuse_other_folder(Path(name))
+        refuse_other_path(Path(name))
         return UserError(f"{name}: has no tokenizer.json; name a folder that has one, or a hub name")
     reason = next(iter(str(error).strip().splitlines()), "") or type(error).__name__
     return UserError(f"{name}: its tokenizer cannot be loaded: {reason}")

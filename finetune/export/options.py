@@ -4,9 +4,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from finetune.checkpoint.manifest import STATE
 from finetune.durable import restore_exports, restore_folder
 from finetune.errors import UserError
 from finetune.export.publish import check_destination
+from finetune.json_lines import read_json_object
+from finetune.recipe.quantization import read_recipe_quantization
 from finetune.units import read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -25,6 +28,13 @@ class ExportOptions:
     adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
     trust_remote_code: bool = False
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
+
+
+def _was_quantized(source: Path) -> bool:
+    """Whether a checkpoint in `source`, by the recipe in its state, has an adapter of a quantized base."""
+    states = [source / STATE, *source.glob(f"*/{STATE}"), *source.glob(f"checkpoints/*/{STATE}")]
+    recipes = (read_json_object(state).get("recipe") for state in states)
+    return any(isinstance(each, dict) and read_recipe_quantization(each).bits is not None for each in recipes)
 
 
 def check_request(source: Path, output: Path, options: ExportOptions) -> None:
@@ -47,6 +57,8 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"--max-shard-size: {error}") from None
     if options.merge_onto is not None and not options.model:
         raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
+    if options.merge_onto is not None and not _was_quantized(source):
+        raise UserError(f"{source}: --merge-onto: not known to be trained on a quantized base; omit it")
     if source.resolve().is_relative_to(output.resolve()):
         raise UserError(f"{output}: holds what is exported; choose another --output")
     check_destination(output, options.overwrite)

@@ -38,6 +38,7 @@ class Answer:
     tokens: int
     seconds: float
     is_cut: bool = False  # at max_new_tokens, or at the end of what the model can read
+    limit: int | None = None  # the tokens that the model reads, where the answer is cut there
     is_interrupted: bool = False
 
 
@@ -83,6 +84,7 @@ def answer(
         tokens=len(new),
         seconds=time.monotonic() - started,
         is_cut=len(new) >= room and new[-1] not in ends,
+        limit=limit if room < sampling.max_new_tokens else None,
         is_interrupted=interrupted.is_set(),
     )
 
@@ -91,14 +93,14 @@ def encode_messages(model: InferenceModel, messages: Sequence[Message]) -> list[
     """The tokens that the model is asked with. Raises `UserError` where the chat template rejects the messages."""
     if model.template is None:
         text = "".join(message["content"] for message in messages)
-        return list(model.tokenizer(text).input_ids)
+        return list(model.tokenizer(text, verbose=False).input_ids)
     try:
         text = model.tokenizer.apply_chat_template(
             list(messages), chat_template=model.template, add_generation_prompt=True, tokenize=False
         )
     except TEMPLATE_ERRORS as error:
         raise UserError(f"{model.name}: its chat template rejects the conversation: {error}") from None
-    return list(model.tokenizer(text, add_special_tokens=False).input_ids)
+    return list(model.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 
 def end_ids(model: InferenceModel) -> list[int]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from finetune.benchmark_results import (
     BENCHMARKS,
@@ -20,7 +20,7 @@ from finetune.benchmark_results import (
 from finetune.constants import ADAPTER, EXPORT
 from finetune.data.messages import Message
 from finetune.durable import replace_file
-from finetune.errors import EXIT_INTERRUPTED, UserError
+from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from finetune.inference.find_model import ModelReference, find_model, locate_base
 from finetune.inference.prompts import check_utf8, make_messages, read_piped_prompt, read_prompts
 from finetune.plan.table import align_columns
@@ -225,14 +225,21 @@ def _answer_all(
     from finetune.inference.answers import answer
     from finetune.inference.conversation import write_piece
 
+    code = 0
     for number, messages in enumerate(prompts):
-        answers = []
+        answers: list[dict[str, Any]] = []
         if not as_json and len(prompts) > 1:
             print(f"{'' if number == 0 else chr(10)}> {messages[-1]['content']}")
         for speaker in speakers:
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
-            answered = answer(speaker.model, messages, sampling, (lambda _: None) if as_json else write_piece)
+            try:
+                answered = answer(speaker.model, messages, sampling, (lambda _: None) if as_json else write_piece)
+            except UserError as error:  # too long, say: the other prompts can be answered
+                _log(f"prompt {number + 1}: {error}" if len(prompts) > 1 else str(error))
+                answers.append({"model": speaker.model.name, "error": str(error)})
+                code = EXIT_USER_ERROR
+                continue
             if not as_json:
                 print()
             answers.append(
@@ -247,7 +254,7 @@ def _answer_all(
                 return EXIT_INTERRUPTED
         if as_json:
             print(json.dumps({"messages": messages, "answers": answers}, ensure_ascii=False), flush=True)
-    return 0
+    return code
 
 
 def _log(line: str) -> None:

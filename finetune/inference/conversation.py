@@ -110,6 +110,9 @@ def finish_answer(answered: Answer, sampling: Sampling) -> None:
         print()
     if answered.is_interrupted:
         print_styled("[stopped]", "dim")
+    elif answered.is_cut and answered.limit is not None:
+        end = f"the conversation has reached the {answered.limit:,} tokens that the model reads"
+        print_styled(f"[cut after {answered.tokens:,} tokens: {end}; /new starts over]", "dim")
     elif answered.is_cut:
         print_styled(f"[cut after {answered.tokens:,} tokens; --max-new-tokens allows more]", "dim")
     elif not answered.text.strip():

@@ -42,6 +42,10 @@ def find_model(name: str) -> ModelReference:
     restore_exports(path)
     restore_folder(path)
     if path.is_file():
+        if path.suffix.lower() == ".gguf":
+            raise UserError(
+                f"{name}: a GGUF file; chat with it in llama.cpp or Ollama, or name the folder it was made from"
+            )
         raise UserError(f"{name}: a file; give the folder that holds it")
     if not path.exists():
         if name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/")):

@@ -12,6 +12,7 @@ from finetune.hub import download_file
 from finetune.plan.families import FAMILIES
 from finetune.plan.family_facts import Family
 from finetune.plan.parts import LatentAttention, Mixture, TensorShape, read_latent_attention, read_mixture
+from finetune.pretrained_adapter import refuse_other_path
 from finetune.recipe.schema import Model
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
@@ -209,6 +210,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
         return model.model_config, "model_config"
     name = str(model.model_name_or_path)
     folder = Path(name)
+    refuse_other_path(folder)
     if folder.is_dir():
         path = folder / "config.json"
         if not path.is_file():

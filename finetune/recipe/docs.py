@@ -9,7 +9,7 @@ from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.recipe.keys import Key, keys_of
+from finetune.recipe.keys import Key, keys_of, recipe_keys
 from finetune.recipe.schema import SECTIONS, DatasetSource
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
@@ -28,6 +28,7 @@ accelerate_config: fsdp_full_shard
 datasets:
   - path: openai/gsm8k
     name: main
+    type: messages                    # questions and answers through the model's chat template
     prompt_column: question
     completion_column: answer
 max_length: 2048
@@ -42,6 +43,20 @@ learning_rate: 1e-5
 - A local path is looked for in the working directory, then in the recipe's folder; a name found in neither is a hub name.
 - Numbers are YAML 1.2's: `2e-5` is a number. Aliases (`*name`) are not read.
 """
+
+# What most recipes need, in the order of a file.
+USUAL = (
+    "model_name_or_path",
+    "accelerate_config",
+    "datasets",
+    "eval_split_size",
+    "max_length",
+    "global_batch_size",
+    "num_train_epochs",
+    "learning_rate",
+    "use_peft",
+    "eval_steps",
+)
 
 TITLES = {
     "model": "Model",
@@ -58,7 +73,8 @@ TITLES = {
 
 def document() -> str:
     """The page: every key with its type, default and help, in the order of the schema."""
-    parts = [INTRODUCTION]
+    keys = recipe_keys()
+    parts = [INTRODUCTION, f"## The ten keys that most recipes need\n\n{_table(keys[name] for name in USUAL)}"]
     for section, schema in SECTIONS.items():
         parts.append(f"## {TITLES[section]}\n\n{schema.__doc__}\n\n{_table(keys_of(schema, section).values())}")
         if section == "data":

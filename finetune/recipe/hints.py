@@ -56,6 +56,25 @@ IN_ACCELERATE_FILE: Mapping[str, str] = {
 }
 # What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
 IN_RECIPE: Mapping[str, str] = {"ep_size": "expert_parallel_size", "expert_parallel_degree": "expert_parallel_size"}
+LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
+# Names whose nearest spelling is something else, or that are no key anywhere here: name -> (the key that is meant, what to write).
+MEANT: Mapping[str, tuple[str, str]] = {
+    "peft_type": ("use_peft", "peft's name; use_peft: true trains LoRA adapters, the only kind here"),
+    "max_tokens": ("max_length", "no such key; max_length is the number of tokens in a row"),
+    "batch_size": (
+        "per_device_train_batch_size",
+        "torchtune's and Axolotl's name; per_device_train_batch_size is the rows of a micro-batch, global_batch_size those of a step",
+    ),
+    "load_best_model_at_end": (
+        "keep_best_checkpoint",
+        "Transformers' name; here it is keep_best_checkpoint, with eval_steps",
+    ),
+    "train_on_responses_only": (
+        "assistant_only_loss",
+        "Unsloth's name; here it is assistant_only_loss, true by default",
+    ),
+    **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "nproc", "nproc_per_node"), ("", LAUNCHED)),
+}
 
 # Other tools' values of keys that are the same here: key -> their name -> ours.
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
@@ -105,6 +124,9 @@ def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
             key,
             f"{key}: a key of each entry of datasets; write it there, as in datasets=[{{path: ..., {key}: ...}}]",
         )
+    if top_level and key in MEANT:
+        ours, sentence = MEANT[key]
+        return ours or key, f"{key}: {sentence}"
     foreign = foreign_names()
     if top_level and key in foreign:
         whose, ours = foreign[key]
@@ -134,6 +156,10 @@ def explain_value(key: str, value: object) -> str | None:
     >>> explain_value("optim", "paged_adamw_8bit")
     "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
     """
+    if key == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        return f"{value:g}: a number of steps is expected; a share of them is warmup_ratio: {value:g}"
+    if key == "resume_from_checkpoint" and value is False:
+        return "false: write none to start over, or auto to resume where there is a checkpoint"
     if not isinstance(value, str):
         return None
     ours, refused = OTHER_VALUES.get(key, {}).get(value), REFUSED_VALUES.get(key, {}).get(value)

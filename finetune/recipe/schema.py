@@ -15,7 +15,7 @@ from finetune.recipe.data_schema import Data as Data
 from finetune.recipe.data_schema import DatasetSource as DatasetSource
 from finetune.recipe.lora_schema import Lora as Lora
 from finetune.recipe.lora_schema import Quantization as Quantization
-from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, StepsOrShare
+from finetune.recipe.markers import NO_IN_YAML, ModulePatterns, Positive, ReadAs, StepsOrShare
 from finetune.recipe.markers import FileOrName as FileOrName
 from finetune.recipe.markers import SameOnResume as SameOnResume
 from finetune.recipe.method_schema import METHODS, MethodFacts
@@ -191,7 +191,9 @@ class Run:
         "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot of GPU memory in profile/.",
     ] = None
     report_to: Annotated[
-        Literal["none", "tensorboard", "wandb", "mlflow", "trackio"], "A tracker in addition to metrics.jsonl."
+        Literal["none", "all", "tensorboard", "wandb", "mlflow", "trackio"]
+        | tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...],
+        "A tracker in addition to metrics.jsonl, or a list of them; all: every one that is installed.",
     ] = "none"
 
 
@@ -220,7 +222,9 @@ class Checkpoint:
         "Write checkpoints in the background, from a copy in host memory; null: on a GPU.",
     ] = None
     resume_from_checkpoint: Annotated[
-        str, "auto: the newest checkpoint of output_dir that verifies; none: start over; or a checkpoint's path."
+        str,
+        ReadAs(True, "auto"),
+        "auto: the newest checkpoint of output_dir that verifies; none: start over; or a checkpoint's path.",
     ] = "auto"
     allow_changed_recipe: Annotated[
         bool,

@@ -22,6 +22,8 @@ EXPECTED = {
     "less_than": "a number below {lt:g}",
     "less_than_equal": "a number of at most {le:g}",
     "too_short": "a list of at least {min_length}",
+    "too_long": "a list of at most {max_length}",
+    "missing": "a list with one more entry",
 }
 NOT_FINITE = ("nan", "inf", "infinity")  # text in YAML, which writes .nan and .inf
 

@@ -26,7 +26,7 @@ from finetune.optim.learning_rate import build_schedule
 from finetune.progress import Progress
 from finetune.recipe.reader import to_dict
 from finetune.recipe.schema import Recipe
-from finetune.trackers import Tracker, open_tracker
+from finetune.trackers import Tracker, list_trackers, open_tracker
 from finetune.training.distillation import teacher_flop_per_token
 from finetune.training.evaluate import SAMPLES
 from finetune.training.objective import Objectives
@@ -99,19 +99,20 @@ def open_log(
     a silent log on the others. With it, on every rank, what an earlier start has logged of evaluations at this step.
     """
     step = progress.step
-    tracker: Tracker | None = None
+    trackers: list[Tracker] = []
     log = MetricsLog(None, data.train.steps, step)
 
     def start() -> dict[str, Any]:
-        nonlocal tracker, log
-        tracker = open_tracker(recipe.run.report_to, choose_run_name(recipe), folder, to_dict(recipe), step)
+        nonlocal log
+        for name in list_trackers(recipe.run.report_to):
+            trackers.append(open_tracker(name, choose_run_name(recipe), folder, to_dict(recipe), step))
         describe_run(folder, recipe, world)
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
         if recipe.quantization.bits is not None:
             _keep_comparison_rows(folder, data)
         samples = drop_later_lines(folder / SAMPLES, step)
-        log = MetricsLog(folder / METRICS, data.train.steps, step, tracker)
+        log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
         lines = [line for line in read_json_lines(folder / METRICS) if line is not None and line.get("step") == step]
         results = {key: value for line in lines for key, value in line.items() if key in ("eval_loss", "exact_match")}
         has_samples = any(sample["step"] == step and sample.get("expected") == "" for sample in samples)

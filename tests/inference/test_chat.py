@@ -256,13 +256,15 @@ def test_what_cannot_be_talked_to_is_one_sentence(
     run.mkdir()
     empty.mkdir()
     (run / "recipe.yaml").write_text("seed: 1\n")
-    ask = ("--prompt", QUESTION)
+    ask, gguf = ("--prompt", QUESTION), tmp_path / "model.gguf"
+    gguf.touch()
     long = "word " * 500
     for arguments, message in (
         ((tmp_path / "gone", *ask), f"{tmp_path / 'gone'}: no such folder; give a run's folder"),
         ((model / "config.json", *ask), f"{model / 'config.json'}: a file; give the folder that holds it"),
         ((run, *ask), f"{run}: has no export and no checkpoint yet; train on, or name another run"),
         ((empty, *ask), f"{empty}: nothing to export: "),
+        ((gguf, *ask), f"{gguf}: a GGUF file; chat with it in llama.cpp or Ollama"),
         (("owner/name", *ask), "owner/name: its weights is not on this machine and HF_HUB_OFFLINE is set"),
         ((model, *ask, "--compare"), f"{model}: does not say which model it was trained from; name it with "),
         ((model, *ask, "--top-p", "0"), "--top-p 0.0: above 0 and at most 1 is expected"),
@@ -295,6 +297,29 @@ def test_odd_settings_of_a_model_are_one_answer_or_one_sentence(
     for odd in ({"repetition_penalty": -1}, {"forced_eos_token_id": "x"}, {"guidance_scale": "x"}):
         settings.write_text(json.dumps(odd))
         assert chat(*ask, code=2).splitlines()[-1].startswith(f"{model}: generation_config.json: cannot be used: "), odd
+
+
+def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
+    tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And an answer that is cut where the model can read no further says so, instead of advising more tokens."""
+    model = tiny_llama(max_position_embeddings=48)
+    (tmp_path / "prompts.txt").write_text(f"{'word ' * 50}\nHi\n")
+    arguments = ["chat", str(model), "--prompts", str(tmp_path / "prompts.txt"), "--json", "--temperature", "0"]
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    first, second = (json.loads(line)["answers"][0] for line in shown.out.splitlines())
+    assert "and the model reads 48 at most" in first["error"] and second["tokens"] > 0
+    assert shown.err.splitlines()[-1].startswith(f"prompt 1: {model}: the conversation has ")
+
+    from finetune.inference.answers import Answer, Sampling
+    from finetune.inference.conversation import finish_answer
+
+    finish_answer(Answer("It", 3, 0.1, is_cut=True, limit=48), Sampling())
+    said = capsys.readouterr().out
+    assert (
+        "cut after 3 tokens: the conversation has reached the 48 tokens that the model reads; /new starts over" in said
+    )
 
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:

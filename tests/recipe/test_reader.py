@@ -10,6 +10,7 @@ from finetune.errors import UserError
 from finetune.recipe.hints import foreign_names, keys_without_counterpart
 from finetune.recipe.keys import recipe_keys
 from finetune.recipe.reader import RECIPES, read_recipe, to_dict, write_recipe
+from finetune.trackers import list_trackers
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 
@@ -62,6 +63,22 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_defaults(tmp_
     assert (recipe.data.datasets[0].path, recipe.data.datasets[0].weight) == ("a/b", 0.5)
 
 
+def test_forms_that_peers_take_are_read(tmp_path: Path) -> None:
+    recipe = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", "resume_from_checkpoint=true"])
+    assert recipe.checkpoint.resume_from_checkpoint == "auto"
+    for written, expected in (
+        ("[wandb]", ("wandb",)),
+        ("[wandb, mlflow]", ("wandb", "mlflow")),
+        ("[]", ()),
+        ("none", ()),
+    ):
+        read = read_recipe(None, ["model_name_or_path=a/b", "datasets=[{path: a/b}]", f"report_to={written}"])
+        assert list_trackers(read.run.report_to) == expected
+        write_recipe(read, tmp_path / "again.yaml")
+        assert list_trackers(read_recipe(str(tmp_path / "again.yaml")).run.report_to) == expected
+    assert "tensorboard" in list_trackers("all"), "which the tests have installed"
+
+
 def test_what_is_written_reads_back_as_the_same(tmp_path: Path) -> None:
     recipe = read_recipe("quickstart", ["chat_template='{{ x }}\n- é'", "learning_rate=1e-7"])
     write_recipe(recipe, tmp_path / "again.yaml")
@@ -106,6 +123,27 @@ MISTAKES = {
         "torch_compile"
     ],
     "chat_template_date: today": ["F:4: chat_template_date: today: not a date; use the form 2026-01-31"],
+    "profile_steps: [3]": ["F:4: profile_steps: [3] does not fit; a list with one more entry is expected"],
+    "peft_type: LORA": ["F:4: peft_type: peft's name; use_peft: true trains LoRA adapters, the only kind here"],
+    "max_tokens: 9": ["F:4: max_tokens: no such key; max_length is the number of tokens in a row"],
+    "batch_size: 8": [
+        "F:4: batch_size: torchtune's and Axolotl's name; per_device_train_batch_size is the rows of a micro-batch, "
+        "global_batch_size those of a step"
+    ],
+    "load_best_model_at_end: true": [
+        "F:4: load_best_model_at_end: Transformers' name; here it is keep_best_checkpoint, with eval_steps"
+    ],
+    "train_on_responses_only: true": [
+        "F:4: train_on_responses_only: Unsloth's name; here it is assistant_only_loss, true by default"
+    ],
+    "num_gpus: 2": ["F:4: num_gpus: no such key; --num-processes N says how many ranks run on this machine"],
+    "nproc: 2": ["F:4: nproc: no such key; --num-processes N says how many ranks run on this machine"],
+    "warmup_steps: 0.1": [
+        "F:4: warmup_steps: 0.1: a number of steps is expected; a share of them is warmup_ratio: 0.1"
+    ],
+    "resume_from_checkpoint: false": [
+        "F:4: resume_from_checkpoint: false: write none to start over, or auto to resume where there is a checkpoint"
+    ],
     "ep_size: 2": ["F:4: ep_size: no such key; here it is expert_parallel_size"],
     "sequence_parallel_size: 2": [
         "F:4: sequence_parallel_size: no such key; write parallelism_config_sp_size in a copy of the Accelerate file"

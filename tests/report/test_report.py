@@ -116,9 +116,13 @@ def test_several_runs_share_their_plots(tiny_recipe: Callable[..., Path], tmp_pa
     assert text.count('class="line run-1"') >= 5
     assert not re.search(r"https?://", text.replace("http://www.w3.org", ""))  # nothing is fetched
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
-    width = "w.document.querySelector('tbody th').getBoundingClientRect().width"
-    first_column, _ = look(page, tmp_path, width=390, height=900, dark=False, script=width)
-    assert first_column < 0.6 * 390, "on a phone the summary shows a run's name and at least one of its numbers"
+    bottoms = "[...w.document.querySelectorAll('.summary td')].map((cell) => cell.getBoundingClientRect().right)"
+    loss = "w.document.querySelector('#loss .plot').getBoundingClientRect()"
+    script = f"({{right: Math.max(...{bottoms}), top: {loss}.top, bottom: {loss}.bottom}})"
+    phone, _ = look(page, tmp_path, width=390, height=900, dark=False, script=script)
+    assert phone["right"] <= 390, "on a phone every number of the summary is seen"
+    desk, _ = look(page, tmp_path, width=1280, height=900, dark=False, script=script)
+    assert desk["top"] < desk["bottom"] <= 900, "the loss is on the first screen"
 
 
 def test_what_a_run_says_is_shown_and_never_run(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
+from finetune.config.compatibility import TRACKERS
 from finetune.metrics import MetricsLog
-from finetune.trackers import PACKAGES, Tracker
+from finetune.trackers import Tracker
 from tests.ranks import ROOT, launch_ranks
 
 Series = list[tuple[int, float]]  # (step, value)
@@ -25,7 +26,7 @@ def runs(
     tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[str], Path, list[str]]:
     """The trackers that are installed, the folder of their runs (each called by its tracker's name), and what was said."""
-    names = [name for name, package in PACKAGES.items() if find_spec(package)]
+    names = [name for name, package in TRACKERS.items() if find_spec(package)]
     if not names:
         pytest.skip("no tracker is installed; pip install tensorboard")
     monkeypatch.setenv("WANDB_MODE", "offline")
@@ -88,10 +89,23 @@ def test_a_tracker_that_fails_is_reported_once_and_the_run_continues(
         def log(self, numbers: dict[str, float], step: int) -> None:
             raise ConnectionError(f"no answer at step {step}\nsee the log")
 
-    log = MetricsLog(tmp_path / "metrics.jsonl", 3, 0, Tracker("mlflow", UnreachableServer(), "mlflow ui"))
+    class Server:
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            self.steps.append(step)
+
+        def finish(self) -> None:
+            pass
+
+    server = Server()
+    trackers = [Tracker("mlflow", UnreachableServer(), "mlflow ui"), Tracker("wandb", server, "its page")]
+    log = MetricsLog(tmp_path / "metrics.jsonl", 3, 0, trackers)
     for step in (1, 2):
         log.write({"step": step, "eval_loss": 1.0})
     log.close()
+    assert server.steps == [1, 2], "another tracker is still called"
     reported = "report_to: mlflow: it failed (no answer at step 1); the run continues without it, metrics.jsonl has every line\n"
     assert capsys.readouterr().err == reported
     assert [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1, 2]
