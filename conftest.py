@@ -4,7 +4,7 @@ from importlib.util import find_spec
 
 NEEDS = {
     "finetune/optim/adamw_8bit.py": "torchao",
-    "finetune/models/fp8_linear.py": "torchao",
+    "finetune/models/fp8.py": "torchao",
     "finetune/inference/harness.py": "lm_eval",
 }
 

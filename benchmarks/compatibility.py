@@ -13,7 +13,7 @@ from pathlib import Path
 
 from finetune.convert.cli import MISSING_FILE, read_back
 from finetune.convert.conversion import convert_file
-from finetune.convert.methods import Refusal
+from finetune.convert.recognize import Refusal
 from finetune.errors import UserError
 
 INTRODUCTION = """\

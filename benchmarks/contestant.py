@@ -49,9 +49,9 @@ class Turns:
 
 def ours(workspace: Path, layout: str, bf16: bool, keys: list[str], turns: Turns) -> None:
     """finetune's own run, all of it; only its batches are paced."""
+    from finetune.config.accelerate_file import read_sharding
+    from finetune.config.reader import read_recipe
     from finetune.data.batches import StoredBatches
-    from finetune.distributed.accelerate_config import read_sharding
-    from finetune.recipe.reader import read_recipe
     from finetune.run import fine_tune
 
     given = StoredBatches.batches
@@ -84,9 +84,9 @@ def step_batches(workspace: Path) -> Any:
     """The training batches of the recipe, for one process."""
     import torch
 
+    from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
-    from finetune.recipe.reader import read_recipe
 
     @dataclass(frozen=True)
     class Alone:

@@ -43,17 +43,17 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     from benchmarks.techniques import step_of
+    from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
     from finetune.distributed.parallelize import decoder_layers
     from finetune.distributed.world import DataParallelRank
-    from finetune.models.attention import install_attention
-    from finetune.models.layers import checkpoint_activations
+    from finetune.models.attention.documents import install_attention
+    from finetune.models.checkpointing import checkpoint_activations
+    from finetune.models.head.cross_entropy import install_loss
     from finetune.models.load import build_on_meta
-    from finetune.models.loss import install_loss
-    from finetune.optim.optimizer import build_optimizer
+    from finetune.optim.build import build_optimizer
     from finetune.pretrained_config import load_config
-    from finetune.recipe.reader import read_recipe
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     recipe = read_recipe("quickstart", {})

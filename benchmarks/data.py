@@ -26,12 +26,12 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
+from finetune.config.reader import read_recipe
 from finetune.constants import count_cores
 from finetune.data.inspect import SingleProcess
 from finetune.data.prepare import prepare_data
 from finetune.data.token_cache import open_cached_store
 from finetune.data.tokenizer import load_tokenizer
-from finetune.recipe.reader import read_recipe
 
 # The Llama 3 template with the markers that TRL asks for; ours needs none.
 MARKED = """\

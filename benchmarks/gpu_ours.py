@@ -77,19 +77,19 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any]:
     import torch
     import yaml
 
-    from finetune.distributed.accelerate_config import read_sharding
+    from finetune.config.accelerate_file import read_sharding
+    from finetune.config.schema import Lora, Model, Optimization, Quantization
     from finetune.distributed.parallelize import Values, parallelize
     from finetune.distributed.world import join
-    from finetune.models.attention import install_attention
-    from finetune.models.experts import install_experts, install_routing
-    from finetune.models.layers import checkpoint_activations, compile_layers
+    from finetune.models.attention.documents import install_attention
+    from finetune.models.checkpointing import checkpoint_activations, compile_layers
+    from finetune.models.head.cross_entropy import install_loss
     from finetune.models.load import build_on_meta
     from finetune.models.lora import add_adapters, base_name, is_adapter, with_adapters
-    from finetune.models.loss import install_loss
-    from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
-    from finetune.optim.optimizer import build_optimizer
+    from finetune.models.moe.experts import install_experts, install_routing
+    from finetune.models.quantized.base import fill_quantized_layers, quantize_layers
+    from finetune.optim.build import build_optimizer
     from finetune.pretrained_config import load_config
-    from finetune.recipe.schema import Lora, Model, Optimization, Quantization
 
     config_file = workspace / "accelerate.yaml"
     layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
@@ -121,7 +121,7 @@ def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any]:
         quantization = Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True)
         unfilled = quantize_layers(model, quantization, torch.bfloat16, {})
     if world.sharding.fp8 is not None:
-        from finetune.models.fp8_linear import multiply_in_fp8
+        from finetune.models.fp8 import multiply_in_fp8
 
         multiply_in_fp8(model, world.sharding)
     model = parallelize(model, values, world, unfilled).train()
@@ -136,11 +136,11 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
     """Trains `steps` steps after `warm_up`; the clock is the device's own."""
     import torch
 
+    from finetune.config.methods import Method
     from finetune.distributed.gradients import clip_gradients
-    from finetune.recipe.method_schema import Method
     from finetune.training.loop import accumulate_gradients
-    from finetune.training.objective import SFT, Objective
-    from finetune.training.preference_objective import PreferenceObjective
+    from finetune.training.objectives.preference import PreferenceObjective
+    from finetune.training.objectives.sft import SFT, Objective
     from finetune.training.reference import without_adapters
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 

@@ -9,12 +9,12 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from finetune.config.schema import Batch, Data, Recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.world import World
 from finetune.plan.architecture import read_architecture
 from finetune.plan.communication import count_communication
 from finetune.plan.run_spec import RunSpec
-from finetune.recipe.schema import Batch, Data, Recipe
 
 KINDS = {
     "allgather": "all-gather",

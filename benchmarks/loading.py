@@ -27,11 +27,11 @@ import torch
 import transformers.models.llama.modeling_llama  # noqa: F401  (imported once, before ranks are forked)
 from safetensors.torch import save_file
 
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.schema import Lora, Model
 from finetune.distributed.world import World, join, leave
 from finetune.errors import exit_code
 from finetune.models.load import load_model
-from finetune.recipe.schema import Lora, Model
 
 SHARD_BYTES = 500 * 2**20
 SAMPLED_EVERY_SECONDS = 0.02

@@ -26,13 +26,13 @@ from torch import nn  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
 
+from finetune.config.layout import Sharding  # noqa: E402
+from finetune.config.schema import Optimization  # noqa: E402
 from finetune.distributed.parallelize import parallelize  # noqa: E402
-from finetune.distributed.sharding import Sharding  # noqa: E402
 from finetune.distributed.world import World, join, leave  # noqa: E402
-from finetune.optim.offloaded import OffloadedOptimizer  # noqa: E402
-from finetune.optim.optimizer import build_optimizer  # noqa: E402
+from finetune.optim.build import build_optimizer  # noqa: E402
+from finetune.optim.nvme import OffloadedOptimizer  # noqa: E402
 from finetune.plan.table import align_columns  # noqa: E402
-from finetune.recipe.schema import Optimization  # noqa: E402
 from finetune.units import MIB  # noqa: E402
 
 VOCABULARY, TOKENS = 2048, 64

@@ -23,8 +23,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[0] = str(ROOT)
 
 from benchmarks.loading import make_checkpoint, sampled  # noqa: E402
+from finetune.config.schema import Lora, Model, Optimization, Quantization  # noqa: E402
 from finetune.errors import exit_code  # noqa: E402
-from finetune.recipe.schema import Lora, Model, Optimization, Quantization  # noqa: E402
 
 BASES = {
     "bf16": Quantization(),
@@ -56,10 +56,10 @@ def measure(base: str, folder: Path) -> Measured:
     """Loads the model on this base, and trains some steps."""
     import torch
 
-    from finetune.distributed.sharding import Sharding
+    from finetune.config.layout import Sharding
     from finetune.distributed.world import join
     from finetune.models.load import load_model
-    from finetune.optim.optimizer import build_optimizer
+    from finetune.optim.build import build_optimizer
 
     sharding = Sharding(layout="fsdp2", use_cpu=True, mixed_precision="bf16", activation_checkpointing=True)
     world, lora, begun = join(sharding), Lora(use_peft=True), time.perf_counter()

@@ -129,7 +129,7 @@ def train_here(
 
     from finetune.distributed.gradients import clip_gradients
     from finetune.models.load import load_model
-    from finetune.optim.optimizer import build_optimizer
+    from finetune.optim.build import build_optimizer
     from finetune.training.loop import accumulate_gradients
 
     begin()
@@ -159,11 +159,11 @@ def run_rank(contestant: str, stage: int, steps: int, folder: Path) -> None:
     import torch
 
     from benchmarks.layouts import peak, reset_peak
+    from finetune.config.accelerate_file import read_sharding
+    from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
-    from finetune.distributed.accelerate_config import read_sharding
     from finetune.distributed.world import join, leave
-    from finetune.recipe.reader import read_recipe
 
     torch.set_num_threads(1)
     recipe = read_recipe(str(folder / "recipe.yaml"))

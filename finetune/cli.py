@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TypeAlias
 
 from finetune import __version__
+from finetune.config.overrides import read_overrides
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
-from finetune.recipe.overrides import read_overrides
 from finetune.terminal import clean_output, discard, silence_libraries
 
 # Subcommand -> the function that runs it, by name: importing it would import torch.

@@ -5,7 +5,7 @@ from contextlib import suppress
 
 import torch
 
-from finetune.hub import find_cache
+from finetune.files.hub import find_cache
 
 # Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the default
 # of 8: one for each kind of layer, with and without gradients, and for a batch of one row.

@@ -10,8 +10,8 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
-    from finetune.recipe.schema import Batch, Lora, Model
+    from finetune.config.layout import Sharding
+    from finetune.config.schema import Batch, Lora, Model
 
 IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it
 # Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a CPU

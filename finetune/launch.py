@@ -9,14 +9,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_expert_parallelism
+from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.reader import find_file, read_recipe
 from finetune.constants import count_cores
-from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.plan.architecture import find_local_facts
-from finetune.pretrained_adapter import complete_lora
-from finetune.recipe.reader import find_file, read_recipe
 
 RUN = Path(__file__).resolve().parent / "run.py"
 REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # of which the rank has written why

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.facts import ModelFacts, read_model_facts
+from finetune.config.pretrained_adapter import refuse_other_path
+from finetune.config.schema import Model
 from finetune.errors import UserError
-from finetune.hub import download_file
-from finetune.pretrained_adapter import refuse_other_path
-from finetune.recipe.schema import Model
+from finetune.files.hub import download_file
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,16 +8,16 @@ from pathlib import Path
 # A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root must.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import adopt_quantization, with_expert_parallelism
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.overrides import read_overrides
+from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Recipe
 from finetune.errors import end_process, exit_code
 from finetune.plan.architecture import find_local_facts
-from finetune.pretrained_adapter import complete_lora
-from finetune.recipe.overrides import read_overrides
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Recipe
 from finetune.terminal import silence_libraries
 
 
@@ -51,17 +51,17 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.export.logits_check import check_streamed_logits
     from finetune.models.load import load_model
     from finetune.models.probe import check_training_forward
-    from finetune.optim.optimizer import build_optimizer
+    from finetune.optim.build import build_optimizer
     from finetune.pretrained_config import load_config, read_facts
-    from finetune.training.distillation import read_teacher_facts
     from finetune.training.dry_run import check_offload_dir, explain_out_of_memory, print_dry_run
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
     from finetune.training.method_objectives import make_objectives
+    from finetune.training.objectives.distill import read_teacher_facts
     from finetune.training.run_folder import fix_template_date, open_run_folder
-    from finetune.training.signals import SignalListener
     from finetune.training.start import start_run
+    from finetune.training.watch import SignalListener
 
     machine = describe_machine(sharding, with_liger=recipe.model.use_liger_kernel)
     refuse_problems(find_problems(recipe, sharding, facts, ranks, machine=machine))

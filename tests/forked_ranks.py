@@ -28,12 +28,12 @@ def import_all() -> None:
     import finetune.export.export
     import finetune.models.load
     import finetune.models.teacher
-    import finetune.optim.offloaded
-    import finetune.optim.optimizer
+    import finetune.optim.build
+    import finetune.optim.nvme
     import finetune.run
     import finetune.training.dry_run
     import finetune.training.finish
-    import finetune.training.preference_objective  # noqa: F401
+    import finetune.training.objectives.preference  # noqa: F401
 
     gc.collect()
     gc.freeze()

@@ -8,7 +8,7 @@ from accelerate.commands.config import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 
-from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS
+from finetune.config.accelerate_file import ACCELERATE_CONFIGS
 
 FILES = sorted(ACCELERATE_CONFIGS.glob("*.yaml"))
 

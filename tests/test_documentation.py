@@ -21,7 +21,7 @@ import pytest
 import yaml
 
 from finetune.cli import TAKES_A_RECIPE, read_arguments
-from finetune.recipe.reader import read_recipe
+from finetune.config.reader import read_recipe
 from tests.conftest import QuickstartRun
 from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, run_command, run_python

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.durable import (
+from finetune.console.metrics import MetricsLog
+from finetune.files.durable import (
     FolderInUse,
     checksum,
     lock_folder,
@@ -18,7 +19,6 @@ from finetune.durable import (
     stage_and_rename,
     write_file,
 )
-from finetune.metrics import MetricsLog
 
 
 def test_a_write_that_fails_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +127,7 @@ def test_a_rename_that_fails_or_is_killed_leaves_the_old_folder(
 
 @pytest.mark.parametrize("file", [None, ".lock"], ids=["on the folder", "on a file"])
 def test_a_lock_is_held_until_it_is_closed_or_its_process_is_gone(tmp_path: Path, file: str | None) -> None:
-    code = f"import sys; from pathlib import Path; from finetune.durable import *; lock_folder(Path({str(tmp_path)!r}), {file!r}); print(); sys.stdin.read()"
+    code = f"import sys; from pathlib import Path; from finetune.files.durable import *; lock_folder(Path({str(tmp_path)!r}), {file!r}); print(); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(FolderInUse, match=f"process {other.pid}" if file else "another process"):
@@ -143,7 +143,7 @@ def test_a_lock_is_held_until_it_is_closed_or_its_process_is_gone(tmp_path: Path
 def test_the_lock_of_a_folder_that_was_renamed_meanwhile_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import finetune.durable as durable
+    import finetune.files.durable as durable
 
     folder = tmp_path / "folder"
     folder.mkdir()

@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import errors
 
 from finetune.errors import UserError
-from finetune.hub import download_file
+from finetune.files.hub import download_file
 
 
 def test_the_export_of_a_run_that_has_not_been_trained_names_the_run() -> None:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from finetune.console.metrics import MetricsLog
 from finetune.export.model_card import read_metrics
 from finetune.json_lines import append_json_lines, read_json_lines
-from finetune.metrics import MetricsLog
 from finetune.report.run_data import read_run
-from finetune.training.summary import answers_before_and_after
+from finetune.training.screens import answers_before_and_after
 from tests.report.runs import make_run
 
 SEPARATED = {"step": 4, "prompt": "one\u2028two\x85three", "answer": "4\u2029", "expected": "4"}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from finetune.recipe.reader import RECIPES
+from finetune.config.reader import RECIPES
 from tests.conftest import QUICKSTART, QuickstartRun
 from tests.ranks import run_command, run_python
 from tests.test_readme import blocks

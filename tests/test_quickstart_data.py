@@ -7,7 +7,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer
 
-from finetune.recipe.reader import RECIPES
+from finetune.config.reader import RECIPES
 
 FOLDER = RECIPES / "quickstart"
 

@@ -8,9 +8,9 @@ import pytest
 import yaml
 
 from finetune.cli import read_arguments
-from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
+from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
+from finetune.config.reader import RECIPES, find_file, read_recipe
 from finetune.errors import UserError
-from finetune.recipe.reader import RECIPES, find_file, read_recipe
 from tests.ranks import ROOT
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")

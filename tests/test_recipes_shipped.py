@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig
 
 from finetune.cli import main
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import RECIPES, read_recipe, to_dict, write_recipe
 from finetune.distributed.parallelize import find_wrap_classes
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
 from finetune.pretrained_config import load_config
-from finetune.recipe.reader import RECIPES, read_recipe, to_dict, write_recipe
 
 FILES = sorted(RECIPES.glob("*.yaml"))
 

@@ -10,8 +10,8 @@ from typing import Any
 from finetune.checkpoint.json_files import read_object
 from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest
 from finetune.checkpoint.retention import checkpoints_folder, list_checkpoints
-from finetune.durable import restore_exports
 from finetune.errors import UserError
+from finetune.files.durable import restore_exports
 from finetune.units import counted, disk_size
 
 EXIT_DAMAGED = 1

@@ -11,19 +11,19 @@ from typing import Any
 
 import xxhash
 
-from finetune import durable
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
+from finetune.config.pretrained_adapter import find_adapter
+from finetune.config.schema import Model, Recipe
 from finetune.constants import CONFIG_FILE
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.hub import find_local_folder
+from finetune.files import durable
+from finetune.files.hub import find_local_folder
+from finetune.files.tensors import read_folder
 from finetune.json_lines import read_json_object
 from finetune.models.load import weights_folder
-from finetune.pretrained_adapter import find_adapter
-from finetune.recipe.schema import Model, Recipe
-from finetune.safetensors_io.tensors import read_folder
 
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
 

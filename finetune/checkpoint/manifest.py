@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from finetune import durable
 from finetune.checkpoint.json_files import read_object, read_state, refuse_malformed_manifest
 from finetune.errors import UserError
+from finetune.files import durable
 
 FORMAT_VERSION = 1
 MANIFEST = "manifest.json"

@@ -21,14 +21,14 @@ from finetune.checkpoint.shards import (
     set_model_state,
     set_optimizer_state,
 )
+from finetune.config.reader import to_dict
+from finetune.config.schema import Recipe
 from finetune.constants import compute_global_batch_size
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.progress import Progress
 from finetune.recipe.keys import NESTED, keys_of, leaves, recipe_keys
-from finetune.recipe.reader import to_dict
-from finetune.recipe.schema import Recipe
 
 
 def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None) -> Path | None:

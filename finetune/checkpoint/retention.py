@@ -18,12 +18,12 @@ from pathlib import Path
 
 import torch
 
-from finetune import durable
 from finetune.checkpoint.manifest import NAME, PARTS, find_problems
+from finetune.config.schema import Recipe
 from finetune.constants import EXPORT_SPARE_BYTES, count_steps
 from finetune.errors import UserError
-from finetune.hub import find_local_folder
-from finetune.recipe.schema import Recipe
+from finetune.files import durable
+from finetune.files.hub import find_local_folder
 from finetune.safetensors_io.dtypes import choose_dtype
 from finetune.units import counted, disk_size
 

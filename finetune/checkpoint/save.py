@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from finetune import durable
 from finetune.checkpoint.manifest import MODEL, OPTIMIZER, STATE, Manifest, complete, hash_recipe
 from finetune.checkpoint.retention import make_staging, prune, publish, refuse_small_disk, staging_folder, step_folder
 from finetune.checkpoint.shards import (
@@ -29,15 +28,16 @@ from finetune.checkpoint.shards import (
     select_tensors,
 )
 from finetune.checkpoint.snapshot import copy_to_host, record_event
+from finetune.config.reader import to_dict
+from finetune.config.schema import Model, Recipe
 from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, compute_global_batch_size, read_versions
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.hub import find_local_folder
+from finetune.files import durable
+from finetune.files.hub import find_local_folder
 from finetune.progress import Progress
-from finetune.recipe.reader import to_dict
-from finetune.recipe.schema import Model, Recipe
 
 GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generation_config.json has
 

@@ -34,13 +34,13 @@ from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.mesh import TENSOR
 from finetune.distributed.parallelize import local_part, tied_names, unwrap
 from finetune.errors import UserError
+from finetune.files.safetensors_header import header_bytes
+from finetune.files.tensors import read_folder, read_slice
 from finetune.models.lora import is_adapter
-from finetune.models.quantized_layers import quantized_layers
-from finetune.models.quantized_linear import CODES, SCALES
-from finetune.optim.offloaded import OffloadedOptimizer
+from finetune.models.quantized.base import quantized_layers
+from finetune.models.quantized.linear import CODES, SCALES
+from finetune.optim.nvme import OffloadedOptimizer
 from finetune.optim.state_windows import OffloadedTensor
-from finetune.safetensors_io.header import header_bytes
-from finetune.safetensors_io.tensors import read_folder, read_slice
 
 _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 _TRAINABLE = StateDictOptions(ignore_frozen_params=True)

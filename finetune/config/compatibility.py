@@ -8,12 +8,12 @@ from finetune.config import layout_rules, model_rules, recipe_rules
 from finetune.config.facts import Case, MachineFacts, ModelFacts, Problem, Rule
 from finetune.config.layout_rules import BF16, ON_NVME, has_fp8, is_quantized
 from finetune.config.recipe_rules import is_set
+from finetune.config.schema import SECTIONS, Recipe
 from finetune.constants import OPTIMIZERS
 from finetune.errors import UserError
-from finetune.recipe.schema import SECTIONS, Recipe
 
 if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
+    from finetune.config.layout import Sharding
 
 TRACKERS: Mapping[str, str] = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow", "trackio": "trackio"}
 CUDA_FP8, HIP_FP8 = (8, 9), (9, 4)  # compute capability, from Ada (L40S, RTX 4090) and MI300 on

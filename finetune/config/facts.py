@@ -8,14 +8,14 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.config.quantization import read_stored_quantization
+from finetune.config.schema import Quantization, Recipe
 from finetune.constants import compute_global_batch_size
 from finetune.errors import UserError
 from finetune.recipe.keys import recipe_keys
-from finetune.recipe.quantization import read_stored_quantization
-from finetune.recipe.schema import Quantization, Recipe
 
 if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
+    from finetune.config.layout import Sharding
 
 Need = Literal["layout", "model", "machine"]
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")

@@ -5,10 +5,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from finetune.config.facts import Case, Rule
+from finetune.config.module_patterns import is_within
+from finetune.config.quantization import describe_quantization
 from finetune.config.recipe_rules import is_set, value_of
-from finetune.recipe.module_patterns import is_within
-from finetune.recipe.quantization import describe_quantization
-from finetune.recipe.schema import Quantization
+from finetune.config.schema import Quantization
 
 # By model_type, the families whose matrices are sharded under tp_size. Of some, transformers' plan gathers products of attention,
 # whose heads need not be a multiple of the size then.

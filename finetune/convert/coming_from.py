@@ -15,7 +15,7 @@ def coming_from_page() -> str:
         "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
         "that tool's defaults where ours differ. Differences are listed in it; a file of another method is refused by name.",
         "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
-        "(`finetune/recipe/other_tools.py`, `finetune/convert`): `python -m finetune.convert.coming_from > docs/coming-from.md`.",
+        "(`finetune/config/other_tools.py`, `finetune/convert`): `python -m finetune.convert.coming_from > docs/coming-from.md`.",
         "",
         "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that `accelerate_config` (or",
         "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are not in the tables.",

@@ -14,8 +14,8 @@ from finetune.convert.dataset_keys import (
     take_first_rows,
 )
 from finetune.convert.preference_datasets import read_torchtune_preferences
+from finetune.convert.rules import read_section
 from finetune.convert.tool_rules import Conversion
-from finetune.convert.value_rules import read_section
 from finetune.errors import UserError
 
 TORCHTUNE_FORMATS = {

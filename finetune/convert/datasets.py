@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config.schema import DatasetSource
 from finetune.convert.component_datasets import read_automodel_data, read_torchtune_data
 from finetune.convert.dataset_keys import (
     ALPACA_PROMPT,
@@ -21,7 +22,6 @@ from finetune.convert.tool_keys import Tool
 from finetune.convert.tool_rules import Conversion, shorten
 from finetune.errors import UserError
 from finetune.recipe.keys import keys_of
-from finetune.recipe.schema import DatasetSource
 
 FORMATS = {
     "alpaca": "alpaca",

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config.methods import METHODS, Method
+from finetune.convert.rules import convert_number, read_section
 from finetune.convert.tool_keys import Tool
 from finetune.convert.tool_rules import Conversion, shorten
-from finetune.convert.value_rules import convert_number, read_section
 from finetune.recipe.keys import keys_of
-from finetune.recipe.method_schema import METHODS, Method
 from finetune.recipe.other_preferences import MEAN_OF_MEANS, NO_DROPOUT
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
@@ -34,7 +34,7 @@ CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO);
 KTO_ROWS = "the KL term is estimated on the answers of a batch there, here on each row's successor in the data"
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
 
-Found = tuple[str, str, bool]  # as in finetune/convert/methods.py
+Found = tuple[str, str, bool]  # as in finetune/convert/recognize.py
 
 
 def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:

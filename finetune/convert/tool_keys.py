@@ -1,14 +1,13 @@
 """The nested keys of torchtune's and NeMo Automodel's files, and every tool's defaults where they differ from ours.
 
 Sources: torchtune's recipes and builders; Automodel's `recipes/llm/train_ft.py`, `components/optim/config.py`,
-`components/_peft/lora.py`; torch's optimizers; the argument classes named in finetune/recipe/other_tools.py.
+`components/_peft/lora.py`; torch's optimizers; the argument classes named in finetune/config/other_tools.py.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
-from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported
-from finetune.recipe.other_tools import (
+from finetune.config.other_tools import (
     AXOLOTL,
     BITSANDBYTES,
     COMPUTE,
@@ -19,7 +18,8 @@ from finetune.recipe.other_tools import (
     OPTIMIZER_NAMES,
     TRL,
 )
-from finetune.recipe.other_tools import TORCHTUNE as TORCHTUNE_NAMES
+from finetune.config.other_tools import TORCHTUNE as TORCHTUNE_NAMES
+from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported
 
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)

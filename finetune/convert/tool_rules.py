@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.config.other_tools import TOKEN_NAMES
+from finetune.convert.rules import convert_names, convert_number, convert_targets, read_section
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
-from finetune.convert.value_rules import convert_names, convert_number, convert_targets, read_section
-from finetune.recipe.other_tools import TOKEN_NAMES
 
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 import xxhash
 
+from finetune.config.schema import Recipe
 from finetune.constants import ROUND_TOKENS, compute_global_batch_size
 from finetune.data.collate import Ids, MicroBatch, TokenPart, collate
 from finetune.data.examples import Examples
 from finetune.data.packing import Rows
 from finetune.data.sampler import BatchConfig, arrange_epoch
 from finetune.errors import UserError
-from finetune.recipe.schema import Recipe
 from finetune.units import counted
 
 if TYPE_CHECKING:  # a training step does not need what reads and tokenizes the data

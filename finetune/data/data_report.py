@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from finetune.data.checks import Finding, Tally
 from finetune.data.examples import Examples
+from finetune.data.findings import Finding, Tally
 from finetune.data.tokenize import SHOWN_BAD_ROWS, count_columns
 from finetune.units import counted
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from finetune.config.schema import DatasetSource
 from finetune.data.messages import (
     BadRow,
     Message,
@@ -14,7 +15,6 @@ from finetune.data.messages import (
     parse_messages,
     parse_tools,
 )
-from finetune.recipe.schema import DatasetSource
 
 Row = Mapping[str, Any]
 CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders

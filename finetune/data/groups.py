@@ -5,14 +5,14 @@ from dataclasses import dataclass, replace
 
 import xxhash
 
-from finetune.data.chat import RenderedText, render, render_turns
+from finetune.config.methods import RowKind
+from finetune.config.schema import DatasetSource
 from finetune.data.formats import Conversation, Document, Row, name_rendering, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.preferences import is_empty_answer, parse_pair
 from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
-from finetune.data.renderer import Renderer
-from finetune.recipe.method_schema import RowKind
-from finetune.recipe.schema import DatasetSource
+from finetune.data.render import RenderedText, render, render_turns
+from finetune.data.template import Renderer
 
 NOT_UNICODE = "not valid Unicode: its text, or a column's name, has half of a UTF-16 surrogate pair"
 

@@ -13,17 +13,17 @@ import numpy as np
 import torch
 
 from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.reader import RECIPES, read_recipe
+from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
-from finetune.data.checks import check_longest_example
 from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
+from finetune.data.findings import check_longest_example
 from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.pretrained_config import load_config, read_facts
-from finetune.recipe.reader import RECIPES, read_recipe
-from finetune.recipe.schema import Recipe
 from finetune.terminal import printable, unfiltered
 from finetune.units import counted
 

@@ -5,14 +5,14 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from finetune.data.checks import MAX_SHOWN_ROWS, Finding, Tally
+from finetune.config.schema import Data, DatasetSource
 from finetune.data.data_report import SourceReport, count_groups
 from finetune.data.examples import Cuts, Examples, cut, join
+from finetune.data.findings import MAX_SHOWN_ROWS, Finding, Tally
 from finetune.data.sampler import make_generator
 from finetune.data.token_store import TokenStore
 from finetune.data.tokenize import SourceStats
 from finetune.errors import UserError
-from finetune.recipe.schema import Data, DatasetSource
 
 
 def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tuple[Examples, SourceReport]:

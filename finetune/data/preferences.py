@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.config.schema import DatasetSource
 from finetune.data.formats import (
     CHAT_FORMATS,
     Columns,
@@ -18,7 +19,6 @@ from finetune.data.formats import (
     take_question,
 )
 from finetune.data.messages import BadRow, Message, describe_value, list_columns
-from finetune.recipe.schema import DatasetSource
 
 CHOSEN, REJECTED = ("chosen", "response_w"), ("rejected", "response_l")
 PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")

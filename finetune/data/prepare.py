@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.config.schema import DatasetSource, Recipe
 from finetune.data.batches import Batches, RankInfo, StoredBatches, make_eval_batches, make_train_batches
 from finetune.data.chat_templates import PLAIN
 from finetune.data.data_report import DataReport, Report, SourceReport, make_report
@@ -11,7 +12,6 @@ from finetune.data.mixture import find_held_out_in_training, find_same_ratings, 
 from finetune.data.streaming import StreamedBatches, open_stream
 from finetune.data.token_cache import open_cached_store
 from finetune.errors import UserError
-from finetune.recipe.schema import DatasetSource, Recipe
 
 
 @dataclass(frozen=True, slots=True)

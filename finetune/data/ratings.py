@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from finetune.config.schema import DatasetSource
 from finetune.data.formats import (
     PARSERS,
     Columns,
@@ -16,7 +17,6 @@ from finetune.data.formats import (
 )
 from finetune.data.messages import BadRow, Message, describe_value, list_columns
 from finetune.data.preferences import find_sides, parse_pair
-from finetune.recipe.schema import DatasetSource
 
 LABELS = ("label", "kto_tag")
 Turns = list[tuple[Message, bool]]  # messages, each with whether it is trained on

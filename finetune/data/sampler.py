@@ -6,8 +6,8 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from finetune.config.schema import Recipe
 from finetune.data.packing import Rows, pack
-from finetune.recipe.schema import Recipe
 
 GROUP_STEPS = 64  # steps, among the rows of which unpacked rows are sorted by length
 

@@ -15,13 +15,13 @@ from typing import Any
 
 import xxhash
 
+from finetune.config.schema import DatasetSource
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
 from finetune.data.readers import KINDS, convert_os_errors, file_kind, read_file, remove_none_values
 from finetune.data.sampler import make_generator
-from finetune.durable import CHECKSUM, checksum
 from finetune.errors import UserError
-from finetune.recipe.schema import DatasetSource
+from finetune.files.durable import CHECKSUM, checksum
 
 BATCH_ROWS = 500
 SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint

@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
-from finetune.data.renderer import Renderer, Span, Tools, apply_marked_template, apply_template
+from finetune.data.template import Renderer, Span, Tools, apply_marked_template, apply_template
 
 
 def render_conversation(

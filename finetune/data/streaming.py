@@ -17,6 +17,8 @@ from typing import Any
 
 import xxhash
 
+from finetune.config.methods import RowKind
+from finetune.config.schema import Data, DatasetSource, Recipe
 from finetune.constants import compute_global_batch_size
 from finetune.data.batches import OnReport, RankInfo, StepBatch, StoredBatches, make_batches
 from finetune.data.chat_templates import PLAIN
@@ -24,16 +26,14 @@ from finetune.data.collate import MicroBatch
 from finetune.data.data_report import SourceReport, StreamReport
 from finetune.data.examples import Examples
 from finetune.data.mixture import select_examples
-from finetune.data.renderer import make_renderer
 from finetune.data.sampler import BatchConfig, make_generator
 from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, read_rows
+from finetune.data.template import make_renderer
 from finetune.data.token_cache import cache_folder, hash_inputs, open_or_write_store
 from finetune.data.token_store import Tokens, TokenStore
 from finetune.data.tokenize import SourceStats, tokenize_rows
-from finetune.durable import remove_tree, replace_file
 from finetune.errors import UserError
-from finetune.recipe.method_schema import RowKind
-from finetune.recipe.schema import Data, DatasetSource, Recipe
+from finetune.files.durable import remove_tree, replace_file
 
 BLOCK_ROWS = 8192  # rows that are shuffled together
 RUN_ROWS = 64  # rows read from one source before the next is drawn

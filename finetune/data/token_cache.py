@@ -18,16 +18,16 @@ from typing import Any
 
 import psutil
 
+from finetune.config.methods import RowKind
+from finetune.config.schema import Data, DatasetSource
 from finetune.data.chat_templates import PLAIN
-from finetune.data.renderer import asks_for_date
 from finetune.data.sources import draw_rows, hash_content
+from finetune.data.template import asks_for_date
 from finetune.data.token_store import DamagedStore, Tokens, TokenStore, open_store, write_store
 from finetune.data.tokenize import SourceStats, tokenize_rows
-from finetune.durable import remove_tree, replace_file, stage_and_rename
 from finetune.errors import UserError
-from finetune.hub import find_cache
-from finetune.recipe.method_schema import RowKind
-from finetune.recipe.schema import Data, DatasetSource
+from finetune.files.durable import remove_tree, replace_file, stage_and_rename
+from finetune.files.hub import find_cache
 
 VERSION = 13  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1

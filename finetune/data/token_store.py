@@ -12,8 +12,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from finetune.durable import write_file
 from finetune.errors import UserError
+from finetune.files.durable import write_file
 from finetune.units import name_place
 
 FACTS = "facts.json"

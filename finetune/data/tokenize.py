@@ -13,19 +13,19 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from finetune.config.methods import GROUP_SIZES, RowKind
+from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX, count_cores
-from finetune.data.chat import COMPARED, RenderedText
-from finetune.data.checks import Tally
+from finetune.data.findings import Tally
 from finetune.data.groups import GroupReader, render_group
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
-from finetune.data.renderer import Renderer, make_renderer
+from finetune.data.render import COMPARED, RenderedText
 from finetune.data.sources import RowBatch
+from finetune.data.template import Renderer, make_renderer
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import Encoder, make_encoder
 from finetune.errors import UserError
-from finetune.recipe.method_schema import GROUP_SIZES, RowKind
-from finetune.recipe.schema import Data, DatasetSource
 from finetune.units import name_place
 
 SHOWN_BAD_ROWS = 5

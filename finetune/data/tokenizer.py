@@ -5,13 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.pretrained_adapter import refuse_other_path
+from finetune.config.schema import Data, Model
 from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.data.chat_templates import read_template
 from finetune.errors import UserError
-from finetune.hub import hub_error
-from finetune.pretrained_adapter import refuse_other_path
+from finetune.files.hub import hub_error
 from finetune.pretrained_config import Vocabulary, load_config
-from finetune.recipe.schema import Data, Model
 
 USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # a vocabulary that has one stops at it
 

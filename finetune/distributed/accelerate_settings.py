@@ -10,12 +10,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.deepspeed import JSON_KEYS, VARIABLES, Translation, translate_deepspeed
+from finetune.config.deepspeed_file import JSON_KEYS, VARIABLES, Translation, translate_deepspeed
+from finetune.config.unknown_keys import ACCELERATE_KEYS, IN_RECIPE
+from finetune.config.yaml_file import read_entries
 from finetune.distributed.fp8 import FP8_KEYS, OTHER_BACKEND_KEYS, read_fp8_environment
 from finetune.errors import UserError
-from finetune.recipe.hints import ACCELERATE_KEYS, IN_RECIPE
 from finetune.recipe.keys import recipe_keys
-from finetune.recipe.yaml_file import read_entries
 
 # Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
 OTHER_SECTIONS = {

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 from finetune.config.model_rules import FP8_MULTIPLE
 
 if TYPE_CHECKING:
-    from finetune.distributed.sharding import Sharding
+    from finetune.config.layout import Sharding
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 

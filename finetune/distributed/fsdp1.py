@@ -21,8 +21,8 @@ from torch.distributed.fsdp.wrap import (
     transformer_auto_wrap_policy,
 )
 
+from finetune.config.layout import Sharding
 from finetune.distributed.collective import gather_json
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError
 from finetune.units import counted

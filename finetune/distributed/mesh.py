@@ -7,7 +7,7 @@ ranks of shards and sequences together, since each of them has gradients of toke
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
 
 REPLICATE, FSDP, TENSOR = "dp_replicate", "fsdp", "tp"
 BATCH, SEQUENCE = "batch", "sp"

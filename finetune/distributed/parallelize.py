@@ -13,8 +13,8 @@ from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from finetune.config.layout import Sharding
 from finetune.distributed.fsdp1 import shard_as_fsdp1
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError

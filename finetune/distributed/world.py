@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 
 from finetune.config.facts import MachineFacts, has_compiler
+from finetune.config.layout import Sharding
 from finetune.constants import count_cores
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.collective import gather_json
 from finetune.distributed.mesh import make_sequence_group
 from finetune.distributed.peers import this_process, watch_peers
-from finetune.distributed.sharding import Sharding
 from finetune.errors import SECONDS_FOR_CAUSE, UserError
 
 if TYPE_CHECKING:

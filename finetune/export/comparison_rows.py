@@ -10,8 +10,8 @@ import torch
 
 from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Examples
-from finetune.durable import replace_file
 from finetune.errors import UserError
+from finetune.files.durable import replace_file
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # of a row, at most

@@ -9,15 +9,15 @@ import torch
 
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
+from finetune.export.card import has_tokenizer, write_metadata
 from finetune.export.merge_choice import choose_merge
-from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.options import ExportOptions, MergeOnto, check_request
 from finetune.export.publish import check_disk_space, publish, push_folder
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
 from finetune.export.target import describe_target
 from finetune.export.verify import start_verification
-from finetune.export.writing import Weights, make_files, plan_weights, write_weights
+from finetune.export.write import Weights, make_files, plan_weights, write_weights
 from finetune.units import disk_size
 
 

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from finetune.errors import UserError
 from finetune.export.blocks import prefetch, row_blocks
-from finetune.models.experts import is_experts
+from finetune.models.moe.experts import is_experts
 
 ROWS, TOKENS = 2, 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.

@@ -2,7 +2,7 @@
 
 W' = W + scale · B A, with scale = alpha / r, or alpha / sqrt(r) where rank-stabilized (Hu et al. 2021; Kalajdzievski
 2023). DoRA (Liu et al. 2024) then gives every row of W' the trained length m: W'' = m · W' / ‖W'‖. All in float32. An
-adapter of a parameter that holds all experts of a layer has such factors for each of them (models/expert_adapters.py).
+adapter of a parameter that holds all experts of a layer has such factors for each of them (models/moe/adapters.py).
 """
 
 import math
@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
+from finetune.config.pretrained_adapter import why_unsupported
 from finetune.errors import UserError
 from finetune.export.blocks import Value, as_floating
 from finetune.export.source import Adapter
 from finetune.export.target import TargetModel
-from finetune.models.expert_adapters import AdaptedParameter, find_adapted_parameters
+from finetune.files.tensors import StoredTensor, read, read_slice
+from finetune.models.moe.adapters import AdaptedParameter, find_adapted_parameters
 from finetune.models.weight_conversions import Slices
-from finetune.pretrained_adapter import why_unsupported
-from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 
 BASE_LAYER = ".base_layer."
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.export.comparison_rows import ComparisonRows, read_comparison_rows
+from finetune.export.merge import choose_written_dtype
 from finetune.export.merge_measure import TRAINED, MergedScore, can_be_measured, measure_merges
-from finetune.export.merging import choose_written_dtype
 from finetune.export.options import ExportOptions, MergeOnto
 from finetune.export.source import Source
 from finetune.export.target import TargetModel

@@ -12,7 +12,7 @@ from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.export.blocks import Value, cast_rows
 from finetune.export.comparison_rows import ComparisonRows
 from finetune.export.logits import Rows, stream
-from finetune.export.merging import find_quantized, find_stored, make_dequantizer, plan_values
+from finetune.export.merge import find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.models.head_chunks import LogitTransform

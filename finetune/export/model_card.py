@@ -9,19 +9,19 @@ from typing import Any
 
 import yaml
 
-from finetune.benchmark_results import BenchmarkResult, benchmark_table
+from finetune.config.methods import describe_method
+from finetune.config.schema import Lora, Quantization
+from finetune.config.yaml_file import load_yaml
+from finetune.console.metrics import describe_missing, find_divergence, losses_of
 from finetune.constants import CONFIG_FILE, EXPORT
 from finetune.errors import UserError
 from finetune.export.merge_choice import MergeChoice
 from finetune.export.merge_measure import TRAINED
 from finetune.export.source import Source
+from finetune.files.run_json import BenchmarkResult, benchmark_table
+from finetune.files.safetensors_header import read_json
 from finetune.json_lines import read_json_lines
-from finetune.metrics import describe_missing, find_divergence, losses_of
 from finetune.recipe.keys import keys_of
-from finetune.recipe.method_schema import describe_method
-from finetune.recipe.schema import Lora, Quantization
-from finetune.recipe.yaml_file import load_yaml
-from finetune.safetensors_io.header import read_json
 
 CARD_FILE = "README.md"
 RECIPE_KEYS = (

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Literal
 
 from finetune.checkpoint.manifest import STATE
-from finetune.durable import restore_exports, restore_folder
+from finetune.config.quantization import read_recipe_quantization
 from finetune.errors import UserError
 from finetune.export.publish import check_destination
+from finetune.files.durable import restore_exports, restore_folder
 from finetune.json_lines import read_json_object
-from finetune.recipe.quantization import read_recipe_quantization
 from finetune.units import read_size
 
 DTYPES = ("float32", "bfloat16", "float16")

@@ -10,7 +10,7 @@ import xxhash
 from safetensors import safe_open
 
 from finetune.export.blocks import raw_bytes, row_blocks
-from finetune.safetensors_io.header import HeaderEntry, read_header
+from finetune.files.safetensors_header import HeaderEntry, read_header
 
 # How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose pages count as resident.
 MAPPED_BYTES = 16 * 1024 * 1024

@@ -29,8 +29,8 @@ from finetune.export.logits import stream_logits
 from finetune.export.read_ahead import read_ahead
 from finetune.export.read_back import WrittenFiles, read_digests
 from finetune.export.target import TargetModel, describe_target, import_transformers
+from finetune.files.tensors import SINGLE_FILE
 from finetune.models.weight_conversions import Slices, boxes_of_parameters
-from finetune.safetensors_io.tensors import SINGLE_FILE
 
 
 def main(arguments: list[str]) -> int:

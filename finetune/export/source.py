@@ -20,19 +20,19 @@ import torch
 from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
 from finetune.checkpoint.retention import find_newest_valid, list_checkpoints
+from finetune.config.pretrained_adapter import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
+from finetune.config.quantization import read_recipe_quantization
+from finetune.config.schema import Quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
 from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
 from finetune.export.read_ahead import FSDP_FOLDER
-from finetune.hub import download_file, download_folder, find_local_folder
+from finetune.files.hub import download_file, download_folder, find_local_folder
+from finetune.files.safetensors_header import read_json
+from finetune.files.tensors import StoredTensor, read_folder
 from finetune.models.lora import peft_name
 from finetune.models.quantized_base import StoredQuantized, split_quantized
-from finetune.pretrained_adapter import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
-from finetune.recipe.quantization import read_recipe_quantization
-from finetune.recipe.schema import Quantization
-from finetune.safetensors_io.header import read_json
-from finetune.safetensors_io.tensors import StoredTensor, read_folder
 from finetune.terminal import progress_bar
 
 FSDP_FILE = "pytorch_model_fsdp.bin"

@@ -29,7 +29,7 @@ import finetune
 from finetune.errors import UserError
 from finetune.export.dcp_metadata import METADATA, MetadataIndex, StorageInfo, read_metadata
 from finetune.export.torch_archive import Archive, MappedFile
-from finetune.safetensors_io.tensors import StoredPart, StoredTensor, join_parts
+from finetune.files.tensors import StoredPart, StoredTensor, join_parts
 
 MEMORY_LIMIT_BYTES = 1024**3  # beyond what importing torch takes; memory maps of files are not counted
 CPU_LIMIT_SECONDS = 600

@@ -15,16 +15,16 @@ from finetune.errors import UserError
 from finetune.export import lora_merge as lora
 from finetune.export.blocks import read_rows
 from finetune.export.logits import stream_logits
-from finetune.export.merging import find_quantized, make_dequantizer
+from finetune.export.merge import find_quantized, make_dequantizer
 from finetune.export.options import ExportOptions
 from finetune.export.read_back import WrittenFiles, read_digests
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, describe_target
-from finetune.export.writing import Weights, WrittenWeights
-from finetune.models.expert_adapters import inject_adapters
+from finetune.export.write import Weights, WrittenWeights
+from finetune.files.tensors import read_files
 from finetune.models.lora import peft_name
-from finetune.safetensors_io.tensors import read_files
+from finetune.models.moe.adapters import inject_adapters
 
 # The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains. Zero
 # where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and for the

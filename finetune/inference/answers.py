@@ -15,7 +15,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from finetune.constants import GENERATION_FILE
 from finetune.data.messages import Message
-from finetune.data.renderer import TEMPLATE_ERRORS
+from finetune.data.template import TEMPLATE_ERRORS
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
 from finetune.inference.inference_model import InferenceModel

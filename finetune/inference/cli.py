@@ -9,7 +9,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.benchmark_results import (
+from finetune.constants import ADAPTER, EXPORT
+from finetune.data.messages import Message
+from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
+from finetune.files.durable import replace_file
+from finetune.files.run_json import (
     BENCHMARKS,
     BenchmarkResult,
     benchmark_table,
@@ -17,10 +21,6 @@ from finetune.benchmark_results import (
     read_benchmarks,
     write_benchmarks,
 )
-from finetune.constants import ADAPTER, EXPORT
-from finetune.data.messages import Message
-from finetune.durable import replace_file
-from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from finetune.inference.find_model import ModelReference, find_model, locate_base
 from finetune.inference.prompts import check_utf8, make_messages, read_piped_prompt, read_prompts
 from finetune.plan.table import align_columns

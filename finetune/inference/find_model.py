@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
+from finetune.config.quantization import read_recipe_quantization
+from finetune.config.schema import Quantization
+from finetune.config.yaml_file import load_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
-from finetune.durable import restore_exports, restore_folder
 from finetune.errors import UserError
+from finetune.files.durable import restore_exports, restore_folder
 from finetune.json_lines import read_json_object
-from finetune.recipe.quantization import read_recipe_quantization
-from finetune.recipe.schema import Quantization
-from finetune.recipe.yaml_file import load_yaml
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 

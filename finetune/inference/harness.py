@@ -11,8 +11,8 @@ from lm_eval import simple_evaluate
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from finetune.benchmark_results import BenchmarkResult
 from finetune.errors import UserError
+from finetune.files.run_json import BenchmarkResult
 from finetune.inference.find_model import ModelReference
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
 

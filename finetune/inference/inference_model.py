@@ -13,24 +13,24 @@ import torch
 from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
+from finetune.config.quantization import describe_quantization
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
 from finetune.data.chat_templates import PLAIN, read_template
 from finetune.data.formats import RENDERED_FORMATS
 from finetune.errors import UserError
 from finetune.export.blocks import Value, cast_rows, row_blocks
+from finetune.export.card import has_tokenizer, write_metadata
 from finetune.export.export import export_source
-from finetune.export.metadata import has_tokenizer, write_metadata
 from finetune.export.options import ExportOptions
 from finetune.export.source import Source, find_base, open_source
 from finetune.export.target import describe_target
-from finetune.export.writing import plan_weights
-from finetune.hub import hub_error
+from finetune.export.write import plan_weights
+from finetune.files.hub import hub_error
+from finetune.files.safetensors_header import read_header, read_json
+from finetune.files.tensors import read_folder
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.lora import peft_name
-from finetune.recipe.quantization import describe_quantization
-from finetune.safetensors_io.header import read_header, read_json
-from finetune.safetensors_io.tensors import read_folder
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,9 +7,12 @@ from typing import Any
 
 import psutil
 
-from finetune.durable import replace_file
+from finetune.config.methods import METHODS, RowKind
+from finetune.config.reader import read_recipe
+from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.errors import EXIT_USER_ERROR, UserError
-from finetune.hub import download_file
+from finetune.files.durable import replace_file
+from finetune.files.hub import download_file
 from finetune.init.data_columns import DataSummary, list_unread_files, summarize_data
 from finetune.init.new_recipe import (
     choose_max_length,
@@ -21,9 +24,6 @@ from finetune.init.new_recipe import (
 from finetune.init.questions import ask, find_gpus, is_interactive, require
 from finetune.init.sizing import Fit, Hardware, Keys, Trained, fit_recipe
 from finetune.plan.architecture import find_config
-from finetune.recipe.method_schema import METHODS, RowKind
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import DatasetSource, Model, Recipe
 from finetune.units import MIB, counted, gib, read_gpu_memory, read_size
 
 MANY_ROWS = 50_000  # one epoch of these is enough
@@ -93,7 +93,7 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> tuple[Keys
 
 def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
     """What `finetune inspect` would find in the rows that were read, the most severe first."""
-    from finetune.data.checks import Finding  # below it torch-free too
+    from finetune.data.findings import Finding  # below it torch-free too
     from finetune.data.sources import RowBatch
 
     try:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from finetune.config.methods import RowKind
+from finetune.config.schema import DatasetSource
 from finetune.data.formats import Completion, Conversation, Document, Text, find_common_pair, parse_row
 from finetune.data.groups import READERS, RowGroups
 from finetune.data.messages import BadRow, describe_value, list_columns
@@ -14,8 +16,6 @@ from finetune.data.preferences import find_sides
 from finetune.data.readers import file_kind
 from finetune.data.sources import list_files, read_rows
 from finetune.errors import UserError
-from finetune.recipe.method_schema import RowKind
-from finetune.recipe.schema import DatasetSource
 
 ROWS_READ = 1000  # of a data set, from its beginning
 CHARACTERS_A_TOKEN = 3.0  # English has some 4; code, numbers and other languages fewer

@@ -6,10 +6,10 @@ from typing import Any
 
 import yaml
 
+from finetune.config.schema import DatasetSource
 from finetune.data.messages import list_columns
 from finetune.init.data_columns import DataSummary
 from finetune.init.sizing import Fit, Hardware, Keys
-from finetune.recipe.schema import DatasetSource
 from finetune.units import counted, gib
 
 COMMENT_COLUMN = 40

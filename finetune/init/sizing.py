@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe, to_dict
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, advise
 from finetune.plan.plan import Plan, make_plan
-from finetune.recipe.reader import read_recipe, to_dict
 from finetune.units import counted, read_size
 
 Trained = Literal["full", "lora", "qlora"]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from finetune.models.quantized_linear import Form, QuantizedLinear, dequantize_parameters
+from finetune.models.quantized.linear import Form, QuantizedLinear, dequantize_parameters
 
 ADAPTER_NAME = "default"  # peft's, the only one here
 

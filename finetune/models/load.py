@@ -8,31 +8,31 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.module_patterns import find_trained
+from finetune.config.pretrained_adapter import find_adapter
+from finetune.config.schema import Lora, Model, Optimization, Quantization
 from finetune.constants import COMPUTE_DTYPE, frozen_dtype
 from finetune.distributed.parallelize import Values, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.hub import download_folder
+from finetune.files.hub import download_folder
+from finetune.files.tensors import read_folder
 from finetune.models.activation_offload import ActivationOffload, CudaCopies
-from finetune.models.attention import install_attention
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import checkpoint_activations, compile_layers, use_liger_kernels
 from finetune.models.cpu_products import multiply_in_fp32
+from finetune.models.embedding import refuse_frozen_tokens, train_new_tokens
 from finetune.models.embedding_noise import install_embedding_noise
-from finetune.models.expert_parallelism import divide_experts
-from finetune.models.experts import count_active, install_experts, install_routing
 from finetune.models.fused_lora import fuse_adapters
-from finetune.models.layers import checkpoint_activations, compile_layers, use_liger_kernels
+from finetune.models.head.cross_entropy import install_loss
 from finetune.models.lora import add_adapters, is_adapter, read_adapter, with_adapters
-from finetune.models.loss import install_loss
+from finetune.models.moe.experts import count_active, install_experts, install_routing
+from finetune.models.moe.parallel import divide_experts
+from finetune.models.quantized.base import dequantized_values, fill_quantized_layers, quantize_layers
 from finetune.models.quantized_base import StoredQuantized, split_quantized
-from finetune.models.quantized_layers import dequantized_values, fill_quantized_layers, quantize_layers
-from finetune.models.vocabulary import refuse_frozen_tokens, train_new_tokens
 from finetune.models.weight_conversions import convert_to_parameters
 from finetune.models.weights import load_buffers, seeded_values, stored_values
-from finetune.pretrained_adapter import find_adapter
 from finetune.pretrained_config import Vocabulary, load_config
-from finetune.recipe.module_patterns import find_trained
-from finetune.recipe.schema import Lora, Model, Optimization, Quantization
-from finetune.safetensors_io.tensors import read_folder
 
 UNQUANTIZED = Quantization()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -112,7 +112,7 @@ def load_model(
         assert lora.use_peft, "a quantized base is frozen: the recipe reader requires adapters"
         unfilled = quantize_layers(built, quantization, frozen, stored)
     if world.sharding.fp8 is not None:
-        from finetune.models.fp8_linear import multiply_in_fp8  # imports torchao
+        from finetune.models.fp8 import multiply_in_fp8  # imports torchao
 
         multiply_in_fp8(built, world.sharding)
     divide_experts(built, world)

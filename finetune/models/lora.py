@@ -11,24 +11,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.distributed.parallelize import Slices, Values
-from finetune.errors import UserError
-from finetune.models.expert_adapters import (
-    config_for_peft,
-    find_adapted_parameters,
-    inject_adapters,
-    refuse_unadaptable,
-)
-from finetune.models.experts import expert_modules
-from finetune.recipe.module_patterns import (
+from finetune.config.module_patterns import (
     is_saved_whole,
     refuse_adapted_head,
     refuse_unadapted,
     refuse_unknown_layers,
     refuse_unmatched,
 )
-from finetune.recipe.schema import Lora
-from finetune.safetensors_io.tensors import read_folder, read_slice
+from finetune.config.schema import Lora
+from finetune.distributed.parallelize import Slices, Values
+from finetune.errors import UserError
+from finetune.files.tensors import read_folder, read_slice
+from finetune.models.moe.adapters import config_for_peft, find_adapted_parameters, inject_adapters, refuse_unadaptable
+from finetune.models.moe.experts import expert_modules
 from finetune.units import counted
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from finetune.config.schema import Data, Model
 from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.recipe.schema import Data, Model
 
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
 DOCUMENT, OTHER, REPEATED = 8, 5, 6
@@ -169,7 +169,7 @@ def _unrounded(model: nn.Module, world: World) -> AbstractContextManager[None]:
     """Where linear layers multiply in FP8: within it they do so in the compute dtype."""
     if world.sharding.fp8 is None:
         return nullcontext()
-    from finetune.models.fp8_linear import without_fp8  # imports torchao
+    from finetune.models.fp8 import without_fp8  # imports torchao
 
     return without_fp8(model)
 

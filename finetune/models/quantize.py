@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.config.quantization import BLOCK, FP32, NESTED_BLOCK
+from finetune.config.schema import Quantization
 from finetune.errors import UserError
 from finetune.models.lora import base_name, is_adapter
-from finetune.recipe.quantization import BLOCK, FP32, NESTED_BLOCK
-from finetune.recipe.schema import Quantization
 
 NUMBERS_AT_ONCE = (
     1 << 22

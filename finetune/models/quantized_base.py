@@ -10,7 +10,10 @@ from annotated_types import Gt
 from pydantic import AllowInfNan, TypeAdapter
 from typing_extensions import TypedDict
 
+from finetune.config.quantization import BLOCK, NESTED_BLOCK
+from finetune.config.schema import Quantization
 from finetune.errors import UserError
+from finetune.files.tensors import StoredTensor, read, read_slice
 from finetune.models.quantize import (
     QuantizedTensor,
     four_bit_values,
@@ -18,9 +21,6 @@ from finetune.models.quantize import (
     nested_values,
     quantize_tensor,
 )
-from finetune.recipe.quantization import BLOCK, NESTED_BLOCK
-from finetune.recipe.schema import Quantization
-from finetune.safetensors_io.tensors import StoredTensor, read, read_slice
 
 # What the files hold beside a quantized weight, by the end of its name.
 STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes

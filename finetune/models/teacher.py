@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.config.quantization import read_teacher_quantization
+from finetune.config.schema import Recipe
 from finetune.constants import compute_dtype
 from finetune.distributed.parallelize import gathered, parallelize
 from finetune.distributed.world import World
 from finetune.flops import forward_flop_per_token_of
-from finetune.models.attention import install_attention
-from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.experts import expert_modules, install_experts
-from finetune.models.layers import compile_layers
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import compile_layers
+from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
+from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.models.load import DTYPES, ModelSize, build_on_meta, count_parameters, read_base_values
-from finetune.models.loss import CrossEntropyHead, HeadFunction, install_loss
-from finetune.models.quantized_layers import fill_quantized_layers, quantize_layers
+from finetune.models.moe.experts import expert_modules, install_experts
+from finetune.models.quantized.base import fill_quantized_layers, quantize_layers
 from finetune.pretrained_config import load_config
-from finetune.recipe.quantization import read_teacher_quantization
-from finetune.recipe.schema import Recipe
 
 
 @dataclass(frozen=True, slots=True)

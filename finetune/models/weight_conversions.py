@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from finetune.errors import UserError
-from finetune.safetensors_io.tensors import StoredPart, StoredTensor
+from finetune.files.tensors import StoredPart, StoredTensor
 
 Slices = tuple[slice, ...]
 Shape = tuple[int, ...]

@@ -12,10 +12,10 @@ from torch import nn
 
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
+from finetune.files.tensors import StoredTensor, read_slice
+from finetune.models.embedding import find_grown, grown_reader, grown_shape
 from finetune.models.lora import base_name, seed_of
-from finetune.models.vocabulary import find_grown, grown_reader, grown_shape
 from finetune.pretrained_config import Vocabulary
-from finetune.safetensors_io.tensors import StoredTensor, read_slice
 
 
 def stored_values(

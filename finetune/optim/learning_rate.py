@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from finetune.config.schema import Optimization
 from finetune.constants import count_steps
-from finetune.recipe.schema import Optimization
 
 DECAY_SHARE = 0.1  # of a run's steps, in which warmup_stable_decay decays unless num_decay_steps is given
 INVERSE_SQRT_TIMESCALE = 10_000  # transformers', where nothing warms up

@@ -7,12 +7,12 @@ Counted from the forward of transformers' models and tested against torch's save
 import math
 from dataclasses import dataclass
 
+from finetune.config.module_patterns import find_value
+from finetune.config.schema import Lora
 from finetune.plan.architecture import Architecture
 from finetune.plan.attention_memory import attends_by_document, attends_in_blocks, materializes_scores
 from finetune.plan.parts import LatentAttention, Mixture
 from finetune.plan.state import FP32, is_adapted
-from finetune.recipe.module_patterns import find_value
-from finetune.recipe.schema import Lora
 
 TOKEN_ID = 8  # bytes of an int64
 PLACES = (
@@ -29,7 +29,7 @@ class Computation:
         False  # fp32 parameters and residual stream, cast at each matmul (DDP, single); else parameters are
     )
     checkpoint_every: int | None = None  # every k-th decoder layer is recomputed; None: no layer
-    keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/layers.py
+    keeps: str = "nothing"  # what a recomputed layer keeps beside its input; see models/checkpointing.py
     offloads: bool = False  # recomputed layers keep it in host memory: but for one, or two in the backward
     lora: Lora | None = None
     document_length: int = 0  # tokens; matters where the scores [tokens, tokens] are materialized

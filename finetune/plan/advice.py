@@ -6,8 +6,8 @@ from itertools import combinations
 
 from finetune.plan.changes import Change, apply_changes, list_changes
 from finetune.plan.disk import plan_host
-from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.step_memory import find_peak
 
 RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change is enough
 

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.facts import ModelFacts, read_model_facts
+from finetune.config.pretrained_adapter import refuse_other_path
+from finetune.config.schema import Model
 from finetune.errors import UserError
-from finetune.hub import download_file
+from finetune.files.hub import download_file
 from finetune.plan.families import FAMILIES
 from finetune.plan.family_facts import Family
 from finetune.plan.parts import LatentAttention, Mixture, TensorShape, read_latent_attention, read_mixture
-from finetune.pretrained_adapter import refuse_other_path
-from finetune.recipe.schema import Model
 
 REQUIRED_SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
 

@@ -1,6 +1,6 @@
 """Which way attention takes, as far as its memory depends on it, and the masks of those layers that flex_attention computes.
 
-See models/document_attention.py and models/block_attention.py.
+See models/attention/kernels.py and models/block_attention.py.
 """
 
 from typing import TYPE_CHECKING

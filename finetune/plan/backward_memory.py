@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from finetune.plan.activations import kept_bytes, layer_bytes, prefetched_bytes, recomputed_bytes, working_bytes
 from finetune.plan.attention_memory import mask_bytes
-from finetune.plan.layout_memory import LayoutMemory, UnitMemory
 from finetune.plan.memory_snapshot import Snapshot
 from finetune.plan.merged_experts import merged_expert_bytes
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.temporary_memory import LayoutMemory, UnitMemory
 from finetune.plan.update_memory import plan_updates_in_backward
 
 

@@ -6,15 +6,15 @@ import os
 import sys
 from math import prod
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Recipe
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.communication import Links
 from finetune.plan.plan import TABLE_RANKS, compare_layouts, format_plan, make_plan, to_dict
 from finetune.plan.table import format_advice, format_layouts
 from finetune.plan.time import ASSUMED_MFU
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Recipe
 from finetune.units import MIB, read_gpu_memory, read_size
 
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from finetune.constants import ITEMSIZE
 from finetune.plan.activations import offloaded_bytes
-from finetune.plan.memory import find_peak
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import FP32, count_optimizer_bytes
+from finetune.plan.step_memory import find_peak
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded
 # Without CUDA, its heap grown by the products that are compiled for each length of a row. Measured, less the planned

@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import StateTensor
 

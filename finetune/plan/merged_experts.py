@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
+from finetune.config.module_patterns import is_parameter_named
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
-from finetune.recipe.module_patterns import is_parameter_named
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,21 +8,21 @@ from typing import Any
 
 from finetune.config.compatibility import refuse_problems
 from finetune.config.facts import adopt_quantization, with_expert_parallelism
+from finetune.config.layout import Sharding
+from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.quantization import read_teacher_quantization
+from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import grow_rows
-from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.plan.advice import Advice
 from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.changes import describe_changes
 from finetune.plan.communication import Links
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
-from finetune.plan.memory import Phase, find_peak, plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
+from finetune.plan.step_memory import Phase, find_peak, plan_phases
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
 from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
-from finetune.pretrained_adapter import complete_lora
-from finetune.recipe.quantization import read_teacher_quantization
-from finetune.recipe.schema import Method, Model, Recipe
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 

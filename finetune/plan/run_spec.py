@@ -7,16 +7,16 @@ from typing import Literal
 
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import Problem
+from finetune.config.layout import Sharding
 from finetune.config.model_rules import GATHERED_FAMILIES
+from finetune.config.schema import Quantization, Recipe
 from finetune.constants import ITEMSIZE, ROUND_TOKENS, compute_dtype, compute_global_batch_size
 from finetune.distributed.fp8 import gathers_fp8, is_multiplied_in_fp8
-from finetune.distributed.sharding import Sharding
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
 from finetune.plan.offload import Files, count_files, keep_in_files
 from finetune.plan.state import State, StateTensor, count_state, list_frozen_tensors, list_state_tensors
-from finetune.recipe.schema import Quantization, Recipe
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class RunSpec:
 
     @cached_property
     def fp8_weights(self) -> Mapping[str, int]:
-        """The weights that are multiplied in FP8 (models/fp8_linear.py), by name, with their numbers."""
+        """The weights that are multiplied in FP8 (models/fp8.py), by name, with their numbers."""
         if self.sharding.fp8 is None:
             return {}
         linears = [tensor for layer in range(self.architecture.layers) for tensor in self.architecture.linears(layer)]

@@ -4,12 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from finetune.config.layout import Sharding
 from finetune.config.model_rules import shard_experts
-from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
-from finetune.distributed.sharding import Sharding
-from finetune.plan.architecture import Architecture
-from finetune.plan.parts import TensorShape
-from finetune.recipe.module_patterns import (
+from finetune.config.module_patterns import (
     find_trained,
     find_value,
     is_parameter_named,
@@ -20,8 +17,11 @@ from finetune.recipe.module_patterns import (
     refuse_unknown_layers,
     refuse_unmatched,
 )
-from finetune.recipe.quantization import quantized_bytes
-from finetune.recipe.schema import Lora, Model, Quantization
+from finetune.config.quantization import quantized_bytes
+from finetune.config.schema import Lora, Model, Quantization
+from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS, frozen_dtype
+from finetune.plan.architecture import Architecture
+from finetune.plan.parts import TensorShape
 
 FP32 = 4  # bytes
 HEAD = "lm_head.weight"

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.methods import RowKind
+from finetune.config.schema import Data
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.communication import Collective, Links, count_communication
 from finetune.plan.offload import NVME_BYTES_PER_SECOND
 from finetune.plan.run_spec import RunSpec, count_multiplied
-from finetune.recipe.method_schema import RowKind
-from finetune.recipe.schema import Data
 
 ASSUMED_DEVICE = "H100"
 ASSUMED_MFU = 0.4

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-# How a value becomes ours; finetune/convert/value_rules.py says what each does. "by-code" is read by convert's own code.
+# How a value becomes ours; finetune/convert/rules.py says what each does. "by-code" is read by convert's own code.
 Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",

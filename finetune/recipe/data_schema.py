@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt
 
-from finetune.recipe.markers import FileOrName, Positive, SameOnResume
+from finetune.config.markers import FileOrName, Positive, SameOnResume
 
 Turns = Literal["auto", "split", "whole", "last"]
 

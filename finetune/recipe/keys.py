@@ -6,8 +6,8 @@ from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from typing import Any
 
-from finetune.recipe.markers import FileOrName, ModulePatterns, ReadAs, SameOnResume
-from finetune.recipe.schema import SECTIONS, DatasetSource
+from finetune.config.markers import FileOrName, ModulePatterns, ReadAs, SameOnResume
+from finetune.config.schema import SECTIONS, DatasetSource
 
 NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSource}
 

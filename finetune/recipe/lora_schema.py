@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Lt
 
-from finetune.recipe.markers import FileOrName, ModulePatterns, Positive, SameOnResume
+from finetune.config.markers import FileOrName, ModulePatterns, Positive, SameOnResume
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

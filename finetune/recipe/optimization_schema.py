@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.recipe.markers import Positive, ReadAs, SameOnResume
+from finetune.config.markers import Positive, ReadAs, SameOnResume
 
 # Schedule -> its lr_scheduler_kwargs, by transformers' names; a number above 0, or one of these words.
 SCHEDULE_ARGUMENTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {

@@ -1,4 +1,4 @@
-"""Other tools' keys of preference training and ours, as tables; finetune/recipe/other_tools.py joins them with the rest.
+"""Other tools' keys of preference training and ours, as tables; finetune/config/other_tools.py joins them with the rest.
 
 Sources: TRL 1.9 (DPOConfig, ORPOConfig, CPOConfig, KTOConfig), Axolotl 0.18 (docs/rlhf.qmd and its RL builder),
 LLaMA-Factory (RLHFArguments).

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 
-from finetune.recipe.method_schema import METHODS
+from finetune.config.methods import METHODS
 from finetune.report.run_data import RunRecord
 from finetune.report.series import Points, choose_ticks, format_compact, smooth, smoothing_weight, thin
 

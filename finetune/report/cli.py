@@ -4,8 +4,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from finetune.durable import replace_file, restore_exports
 from finetune.errors import UserError
+from finetune.files.durable import replace_file, restore_exports
 from finetune.report.charts import can_draw_png, draw_loss_png
 from finetune.report.page import render_page
 from finetune.report.run_data import plan_run, read_run

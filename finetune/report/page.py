@@ -12,8 +12,8 @@ import yaml
 from markupsafe import Markup
 
 from finetune import __version__
-from finetune.benchmark_results import benchmark_table, describe_models
-from finetune.metrics import find_divergence, losses_of
+from finetune.console.metrics import find_divergence, losses_of
+from finetune.files.run_json import benchmark_table, describe_models
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
 from finetune.recipe.keys import leaves

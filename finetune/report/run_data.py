@@ -7,15 +7,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from finetune.benchmark_results import BENCHMARKS, BenchmarkResult, read_benchmarks
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.methods import METHODS, RowKind
+from finetune.config.reader import read_recipe
+from finetune.config.yaml_file import load_yaml
 from finetune.errors import UserError
+from finetune.files.run_json import BENCHMARKS, BenchmarkResult, read_benchmarks
 from finetune.json_lines import parse_json, read_json_lines
 from finetune.plan.plan import Plan, make_plan
 from finetune.recipe.keys import recipe_keys
-from finetune.recipe.method_schema import METHODS, RowKind
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.yaml_file import load_yaml
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"

@@ -8,8 +8,8 @@ import torch
 
 from finetune.constants import CONFIG_FILE, ITEMSIZE
 from finetune.errors import UserError
-from finetune.safetensors_io.header import read_json
-from finetune.safetensors_io.tensors import main_dtype, read_folder
+from finetune.files.safetensors_header import read_json
+from finetune.files.tensors import main_dtype, read_folder
 
 
 def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | None) -> torch.dtype:

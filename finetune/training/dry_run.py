@@ -8,6 +8,7 @@ import torch
 
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import MachineFacts, adopt_quantization
+from finetune.config.schema import Recipe
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.distributed.collective import RankGroup
@@ -15,11 +16,10 @@ from finetune.distributed.world import World, leave
 from finetune.errors import UserError
 from finetune.optim.scratch_file import check_scratch_folder
 from finetune.plan.changes import list_changes
-from finetune.plan.memory import find_peak
 from finetune.plan.plan import format_plan, make_plan
+from finetune.plan.step_memory import find_peak
 from finetune.pretrained_config import load_config, read_facts
-from finetune.recipe.schema import Recipe
-from finetune.training.distillation import read_teacher_facts
+from finetune.training.objectives.distill import read_teacher_facts
 from finetune.units import gib
 
 

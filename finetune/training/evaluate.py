@@ -14,9 +14,9 @@ from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.json_lines import append_json_lines
 from finetune.progress import Progress
-from finetune.training.objective import Measured, Objective
-from finetune.training.signals import SignalListener
+from finetune.training.objectives.sft import Measured, Objective
 from finetune.training.training_run import TrainingRun
+from finetune.training.watch import SignalListener
 
 SAMPLES = "samples.jsonl"
 ACCURACY = "rewards/accuracies"  # the share of pairs whose chosen answer has the larger reward

@@ -1,9 +1,9 @@
 """One optimizer step, whole, and the loop round it.
 
-The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; training/objective.py says
-what is minimized; models/attention.py and models/loss.py are its forward; distributed/gradients.py synchronizes and clips the
-gradients, and updates; training/nonfinite.py checks them; optim/optimizer.py has made the optimizer. training/schedule.py says
-what is due next. An optimizer with its state in files (optim/offloaded.py) goes through them once, in the update: all that needs
+The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; training/objectives/sft.py says
+what is minimized; models/attention/documents.py and models/head/cross_entropy.py are its forward; distributed/gradients.py synchronizes and clips the
+gradients, and updates; training/nonfinite.py checks them; optim/build.py has made the optimizer. training/schedule.py says
+what is due next. An optimizer with its state in files (optim/nvme.py) goes through them once, in the update: all that needs
 the gradients of the whole model comes before it.
 """
 
@@ -17,27 +17,27 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.schema import Recipe
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.distributed.gradients import clip_gradients, sum_partial_gradients, unscale, update, without_gradient_sync
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.models.embedding_noise import NoisyDocuments
-from finetune.models.experts import Routing, find_routing
+from finetune.models.moe.experts import Routing, find_routing
 from finetune.optim.learning_rate import compute_learning_rate, set_learning_rate
 from finetune.progress import Progress
-from finetune.recipe.schema import Recipe
 from finetune.training.compilation import Compilation
 from finetune.training.evaluate import evaluate
 from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, handle_nonfinite, make_guard
-from finetune.training.objective import SFT, Measured, Objective
-from finetune.training.profiler import collect_garbage, garbage_collected_between_lines
+from finetune.training.objectives.sft import SFT, Measured, Objective
+from finetune.training.profile import collect_garbage, garbage_collected_between_lines
 from finetune.training.random_state import seed_dropout, seed_rounding
 from finetune.training.schedule import find_due, find_due_after_evaluation, is_out_of_patience
-from finetune.training.signals import SignalListener
 from finetune.training.throughput import Window
 from finetune.training.training_run import TrainingRun
 from finetune.training.update_in_backward import UpdateInBackward
+from finetune.training.watch import SignalListener
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,16 +6,16 @@ from dataclasses import replace
 import numpy as np
 from torch import nn
 
+from finetune.config.schema import Recipe
 from finetune.data.batches import StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.probe import check_training_forward
 from finetune.models.teacher import load_teacher
-from finetune.recipe.schema import Recipe
-from finetune.training.distillation import Distillation
-from finetune.training.objective import SFT, Objectives
-from finetune.training.preference_objective import PreferenceObjective, RatingObjective
+from finetune.training.objectives.distill import Distillation
+from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
+from finetune.training.objectives.sft import SFT, Objectives
 from finetune.training.reference import find_references
 
 

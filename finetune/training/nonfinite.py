@@ -5,12 +5,12 @@ from dataclasses import dataclass
 
 import torch
 
+from finetune.config.schema import Optimization
 from finetune.constants import OPTIMIZERS
 from finetune.data.batches import StepBatch
 from finetune.distributed.gradients import is_scaled
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.recipe.schema import Optimization
 
 SHOWN_IDS = 16  # ids of examples named for each rank
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from finetune.recipe.method_schema import Method
+from finetune.config.methods import Method
 
 
 class Pairs(NamedTuple):

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from finetune.config.schema import Recipe
 from finetune.data.batches import StoredBatches
 from finetune.data.collate import MicroBatch
 from finetune.data.prepare import PreparedData
@@ -30,11 +31,10 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import sum_over_group
 from finetune.distributed.world import World
-from finetune.durable import make_folder, replace_file
 from finetune.errors import UserError
-from finetune.models.log_probabilities import head_log_probabilities
+from finetune.files.durable import make_folder, replace_file
+from finetune.models.head.log_probabilities import head_log_probabilities
 from finetune.models.lora import is_adapter
-from finetune.recipe.schema import Recipe
 from finetune.units import counted
 
 Reference = Callable[[nn.Module, MicroBatch], Tensor]

@@ -14,16 +14,16 @@ import yaml
 from finetune import __version__
 from finetune.checkpoint.inputs import refuse_damaged_model
 from finetune.checkpoint.retention import lock_run
+from finetune.config.layout import to_accelerate_config
+from finetune.config.reader import write_recipe
+from finetune.config.schema import Recipe
+from finetune.config.yaml_file import load_yaml
 from finetune.constants import count_cores, read_versions
-from finetune.data.renderer import asks_for_date
+from finetune.data.template import asks_for_date
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.sharding import to_accelerate_config
 from finetune.distributed.world import World
-from finetune.durable import replace_file, restore_exports, restore_folder
 from finetune.errors import UserError
-from finetune.recipe.reader import write_recipe
-from finetune.recipe.schema import Recipe
-from finetune.recipe.yaml_file import load_yaml
+from finetune.files.durable import replace_file, restore_exports, restore_folder
 
 METRICS = "metrics.jsonl"
 RECIPE = "recipe.yaml"

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.progress import Progress
-from finetune.recipe.schema import Recipe, Run
-from finetune.training.signals import Requests
+from finetune.training.watch import Requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,7 +30,7 @@ def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, re
     There is no evaluation at the last step: the run evaluates once more after training. An epoch ends with the first step
     after which all rows have been read once more.
 
-    >>> from finetune.recipe.schema import Checkpoint, Run, Recipe
+    >>> from finetune.config.schema import Checkpoint, Run, Recipe
     >>> run = Run(logging_steps=0.3, eval_steps=3)
     >>> recipe = Recipe(path="r", run=run, checkpoint=Checkpoint(save_strategy="epoch"))
     >>> steps = [Progress(step=step, epoch=step / 4) for step in range(7)]

@@ -9,6 +9,10 @@ import torch
 from torch import nn
 
 from finetune.checkpoint.save import Saver
+from finetune.config.reader import to_dict
+from finetune.config.schema import Recipe
+from finetune.console.metrics import MetricsLog, drop_later_lines
+from finetune.console.trackers import Tracker, list_trackers, open_tracker
 from finetune.data.batches import OnReport, StepBatch, StoredBatches
 from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
@@ -20,19 +24,15 @@ from finetune.distributed.world import World
 from finetune.export.comparison_rows import write_comparison_rows
 from finetune.flops import flop_per_token_of
 from finetune.json_lines import read_json_lines
-from finetune.metrics import MetricsLog, drop_later_lines
 from finetune.models.load import ModelSize
 from finetune.optim.learning_rate import build_schedule
 from finetune.progress import Progress
-from finetune.recipe.reader import to_dict
-from finetune.recipe.schema import Recipe
-from finetune.trackers import Tracker, list_trackers, open_tracker
-from finetune.training.distillation import teacher_flop_per_token
 from finetune.training.evaluate import SAMPLES
-from finetune.training.objective import Objectives
-from finetune.training.profiler import profile_steps
+from finetune.training.objectives.distill import teacher_flop_per_token
+from finetune.training.objectives.sft import Objectives
+from finetune.training.profile import profile_steps
 from finetune.training.run_folder import METRICS, choose_run_name, describe_run, write_data_report
-from finetune.training.summary import first_screen
+from finetune.training.screens import first_screen
 from finetune.training.throughput import find_fp8_share, peak_flops
 from finetune.training.training_run import TrainingRun
 from finetune.training.watchdog import Watchdog
@@ -57,7 +57,7 @@ def start_run(
     """
     config: Any = unwrap(model).config
     if gathers_fp8(world.sharding):
-        from finetune.models.fp8_linear import keep_scales_current  # imports torchao
+        from finetune.models.fp8 import keep_scales_current  # imports torchao
 
         keep_scales_current(model, optimizer)
     log, results = open_log(recipe, world, folder, data, progress)

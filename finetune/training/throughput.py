@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finetune.config.layout import Sharding
 from finetune.data.batches import StepBatch
 from finetune.distributed.parallelize import unwrap
-from finetune.distributed.sharding import Sharding
 from finetune.flops import fp8_share_of, mix_peaks, peak_flops_of
-from finetune.models.experts import find_routing
+from finetune.models.moe.experts import find_routing
 from finetune.progress import Progress
-from finetune.training.objective import Measured
+from finetune.training.objectives.sft import Measured
 
 if TYPE_CHECKING:
     from finetune.training.training_run import TrainingRun
@@ -32,7 +32,7 @@ def find_fp8_share(model: nn.Module, sharding: Sharding, flop_per_token: float) 
     """Of the FLOP that train on a token, the share that is multiplied in FP8; 0 where nothing is."""
     if sharding.fp8 is None:
         return 0.0
-    from finetune.models.fp8_linear import count_multiplied  # imports torchao
+    from finetune.models.fp8 import count_multiplied  # imports torchao
 
     trained, frozen = count_multiplied(model)
     in_fp8 = sharding.fp8.multiplies_weight_gradients

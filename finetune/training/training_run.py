@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finetune.config.schema import Recipe
+from finetune.console.metrics import MetricsLog
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.distributed.world import World
 from finetune.errors import Preempted
-from finetune.metrics import MetricsLog
 from finetune.optim.learning_rate import Schedule
-from finetune.recipe.schema import Recipe
-from finetune.training.objective import Objectives
+from finetune.training.objectives.sft import Objectives
 from finetune.training.watchdog import Watchdog
 
 if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it

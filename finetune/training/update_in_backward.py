@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.schema import Recipe
 from finetune.constants import OPTIMIZERS
 from finetune.distributed.gradients import combine_norms, measure_norm, whole_norm
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World
-from finetune.recipe.schema import Recipe
 from finetune.training.random_state import seed_rounding
 
 

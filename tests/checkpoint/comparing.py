@@ -16,9 +16,9 @@ import xxhash
 from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.json_files import read_state
 from finetune.checkpoint.resume import find_checkpoint
-from finetune.durable import ADAPTER, EXPORT, restore_exports
+from finetune.console.metrics import drop_later_lines
 from finetune.errors import UserError
-from finetune.metrics import drop_later_lines
+from finetune.files.durable import ADAPTER, EXPORT, restore_exports
 
 CLOCKS = {"tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds"}
 METRICS, SAMPLES, FINISHED = "metrics.jsonl", "samples.jsonl", "finished.json"

@@ -9,11 +9,11 @@ from typing import Any
 
 import yaml
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import with_expert_parallelism
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.plan.architecture import find_local_facts
-from finetune.recipe.reader import read_recipe
 from tests.checkpoint.comparing import STEPS
 from tests.conftest import CHAT_TEMPLATE, make_chat, make_model
 from tests.training.layouts import write_config

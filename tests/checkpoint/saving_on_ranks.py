@@ -15,17 +15,17 @@ from typing import Any
 from torch.distributed import distributed_c10d
 from transformers import AutoTokenizer
 
-from finetune import durable
 from finetune.checkpoint import manifest, retention, shards
 from finetune.checkpoint import save as saving
 from finetune.checkpoint.resume import load
 from finetune.checkpoint.save import Saver
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Recipe
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
+from finetune.files import durable
 from finetune.progress import Progress
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Recipe
 from tests.checkpoint.tiny_run import build, digest, train_step
 from tests.ranks import free_port
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.schema import DatasetSource
 from finetune.data.sources import SAMPLE_BYTES, fingerprint_samples
-from finetune.recipe.schema import DatasetSource
 from tests.ranks import run_python
 
 SCENARIOS = re.findall(

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from finetune import durable
 from finetune.checkpoint import manifest, retention
 from finetune.cli import main, read_arguments
+from finetune.files import durable
 from tests.checkpoint.plain_state import state_of
 
 

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint import manifest, retention
 from finetune.cli import main
-from finetune.safetensors_io.tensors import read, read_folder
+from finetune.files.tensors import read, read_folder
 from tests.ranks import ROOT, run_python
 
 FILES = Path(__file__).parent / "from_993aeb8"

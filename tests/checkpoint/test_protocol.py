@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from finetune import durable
 from finetune.checkpoint import manifest, retention
+from finetune.files import durable
 from tests.checkpoint.plain_state import state_of
 
 KEEP = 2

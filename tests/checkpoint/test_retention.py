@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from finetune import durable
 from finetune.checkpoint import manifest, retention
 from finetune.checkpoint.cli import format_list, summarize_checkpoints
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
 from finetune.distributed.world import World, join, leave
+from finetune.files import durable
 from finetune.progress import Progress
-from finetune.recipe.reader import read_recipe
 from tests.checkpoint.tiny_run import build
 from tests.conftest import make_chat, make_model, make_tokenizer
 

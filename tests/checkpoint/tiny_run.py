@@ -17,12 +17,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from finetune.checkpoint.resume import find_start, load_start
 from finetune.checkpoint.save import Saver
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
 from finetune.distributed.parallelize import parallelize
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
+from finetune.files.tensors import read_folder, read_slice
 from finetune.progress import Progress
-from finetune.recipe.reader import read_recipe
-from finetune.safetensors_io.tensors import read_folder, read_slice
 
 ROWS = 6
 

@@ -9,11 +9,11 @@ import pytest
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
 from finetune.config.facts import ACTIVATIONS, MachineFacts, read_model_facts
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
 from finetune.distributed.fp8 import Fp8
-from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.recipe.keys import recipe_keys
-from finetune.recipe.reader import read_recipe
 
 LLAMA = {
     "model_type": "llama",

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe, to_dict
 from finetune.convert.cli import MISSING_FILE, as_text, read_back
 from finetune.convert.conversion import convert_file
-from finetune.convert.methods import Refusal
+from finetune.convert.recognize import Refusal
 from finetune.convert.tool_rules import Conversion
-from finetune.distributed.accelerate_config import read_sharding
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe, to_dict
 
 Meaning = dict[str, Any]
 RENAMED = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}

@@ -9,7 +9,7 @@ import pytest
 
 from finetune.convert.cli import read_back
 from finetune.convert.conversion import convert_file
-from finetune.convert.methods import Refusal
+from finetune.convert.recognize import Refusal
 from finetune.convert.tool_rules import Conversion
 from finetune.errors import UserError
 

@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from finetune.config.methods import Method
+from finetune.config.schema import Lora, Optimization, Quantization, Recipe
 from finetune.constants import OPTIMIZERS, ROUND_TOKENS
 from finetune.data.collate import MicroBatch
 from finetune.distributed.fp8 import Fp8
 from finetune.distributed.world import World
 from finetune.models.teacher import load_teacher
-from finetune.recipe.method_schema import Method
-from finetune.recipe.schema import Lora, Optimization, Quantization, Recipe
-from finetune.training.distillation import Distillation
-from finetune.training.objective import SFT, Objective
-from finetune.training.preference_objective import PreferenceObjective, RatingObjective
+from finetune.training.objectives.distill import Distillation
+from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
+from finetune.training.objectives.sft import SFT, Objective
 from finetune.training.reference import Reference, StoredReference, without_adapters
 from tests.models.families import FAMILIES
 

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import finetune
-from finetune.models import quantized_linear
+from finetune.models.quantized import linear as quantized_linear
 from tests.cuda_without_gpu.varlen_on_cpu import check_operands
 
 PACKAGE = Path(finetune.__file__).resolve().parent

@@ -19,16 +19,16 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from finetune.config.layout import Sharding
+from finetune.config.schema import Model, Recipe
 from finetune.data.batches import StepBatch
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.mesh import make_sequence_group
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.models import head_chunks, load, quantize, teacher
 from finetune.models.load import build_on_meta, load_model
-from finetune.optim.optimizer import build_optimizer
+from finetune.optim.build import build_optimizer
 from finetune.pretrained_config import load_config
-from finetune.recipe.schema import Model, Recipe
 from finetune.training.loop import train_step
 from finetune.training.nonfinite import make_guard
 from finetune.training.update_in_backward import UpdateInBackward

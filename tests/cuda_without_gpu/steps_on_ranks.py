@@ -17,19 +17,20 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
+from finetune.config.layout import Sharding
+from finetune.config.schema import Lora, Model, Optimization, Recipe
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch, make_filler
 from finetune.data.examples import Prompt
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
-from finetune.models import document_attention, load
-from finetune.models.layers import compile_layers
-from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.schema import Lora, Model, Optimization, Recipe
+from finetune.models import load
+from finetune.models.attention.documents import kernels as document_attention
+from finetune.models.checkpointing import compile_layers
+from finetune.optim.build import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
 from finetune.training.loop import train_step
 from finetune.training.nonfinite import make_guard
-from finetune.training.objective import SFT
+from finetune.training.objectives.sft import SFT
 from tests.conftest import make_model, make_tokenizer
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

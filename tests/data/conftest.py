@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.config.reader import read_recipe
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer
-from finetune.recipe.reader import read_recipe
 from tests.conftest import make_tokenizer
 from tests.data.world import Rank
 

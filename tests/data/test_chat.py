@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune.data.chat import render
+from finetune.config.schema import DatasetSource
 from finetune.data.chat_templates import TEMPLATES
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
-from finetune.data.renderer import Renderer, apply_template, make_renderer
+from finetune.data.render import render
+from finetune.data.template import Renderer, apply_template, make_renderer
 from finetune.errors import UserError
-from finetune.recipe.schema import DatasetSource
 from tests.conftest import make_tokenizer
 
 SOURCE = DatasetSource(path="chat.jsonl")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune.config.schema import DatasetSource
 from finetune.data.formats import Completion, Conversation, ParsedRow, Text, parse_row
 from finetune.data.messages import BadRow
-from finetune.recipe.schema import DatasetSource
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
 SOURCE = DatasetSource(path="rows.jsonl")

@@ -17,8 +17,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.cli import main
-from finetune.data.checks import CHECKS
 from finetune.data.examples import Example as TokenExample
+from finetune.data.findings import CHECKS
 from finetune.data.inspect import decode_tokens
 from finetune.errors import EXIT_USER_ERROR
 from tests.ranks import ROOT, environment

@@ -10,13 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StoredBatches, make_batches
 from finetune.data.collate import MicroBatch
 from finetune.data.examples import cut
 from finetune.data.mixture import find_held_out_in_training, hold_out, mix_sources, select_examples
 from finetune.data.sampler import BatchConfig
-from finetune.recipe.schema import Data, DatasetSource
 from tests.data.world import Rank, examples_of, store_of
 
 LENGTHS = np.random.default_rng(5).integers(2, 65, size=74).tolist()

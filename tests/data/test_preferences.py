@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from finetune.cli import main
+from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Completion, Conversation, Document
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_end_of_prompt, parse_pair
 from finetune.data.prepare import PreparedData
 from finetune.errors import UserError
-from finetune.recipe.schema import DatasetSource
 from tests.data.conftest import Prepare
 from tests.data.test_prepare import names, write_lines
 

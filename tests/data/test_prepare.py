@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from finetune.config.reader import read_recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe
 from tests.conftest import make_tokenizer
 from tests.data.conftest import Prepare
 from tests.data.world import Rank

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from finetune.cli import main
+from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import RENDERED_FORMATS, Completion, Conversation
 from finetune.data.messages import BadRow
 from finetune.data.prepare import PreparedData
 from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
 from finetune.errors import UserError
-from finetune.recipe.schema import DatasetSource
 from tests.data.conftest import Prepare
 from tests.data.test_prepare import chat, names, write_lines
 

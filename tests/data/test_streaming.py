@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from finetune.config.schema import Batch, Data, DatasetSource, Optimization, Recipe, Run
 from finetune.data import streaming
-from finetune.data.checks import Finding
 from finetune.data.data_report import Report, StreamReport
+from finetune.data.findings import Finding
 from finetune.data.streaming import StreamedBatches, interleave_sources, open_stream
 from finetune.errors import UserError
-from finetune.recipe.schema import Batch, Data, DatasetSource, Optimization, Recipe, Run
 from tests.conftest import make_tokenizer
 from tests.data.world import Rank
 from tests.ranks import ROOT, launch_ranks

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from finetune.data.renderer import apply_template, make_renderer
+from finetune.config.reader import write_recipe
+from finetune.config.schema import Data, DatasetSource, Recipe
+from finetune.data.template import apply_template, make_renderer
 from finetune.data.token_cache import cache_key
 from finetune.errors import UserError
-from finetune.recipe.reader import write_recipe
-from finetune.recipe.schema import Data, DatasetSource, Recipe
 from finetune.training import run_folder
 from finetune.training.run_folder import fix_template_date
 from tests.conftest import make_tokenizer

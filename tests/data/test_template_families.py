@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from transformers import AutoTokenizer
 
-from finetune.data.chat import render
+from finetune.config.schema import Data, DatasetSource, Model
 from finetune.data.chat_templates import ALIASES, TEMPLATES, read_template
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
-from finetune.data.renderer import make_renderer
+from finetune.data.render import render
+from finetune.data.template import make_renderer
 from finetune.data.tokenizer import end_of_answer_ids, load_tokenizer
 from finetune.errors import UserError
-from finetune.recipe.schema import Data, DatasetSource, Model
 from tests.conftest import make_model, make_tokenizer
 from tests.data.test_chat import conversation
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Data, DatasetSource
 from finetune.data.sources import hash_content, hash_file
 from finetune.data.token_cache import cache_key, open_cached_store
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
 from tests.ranks import launch_ranks, start_ranks
 
@@ -25,7 +25,7 @@ import os, sys, time
 from finetune.data import token_cache as cache
 from finetune.data.token_cache import open_cached_store
 from finetune.errors import UserError
-from finetune.recipe.schema import Data, DatasetSource
+from finetune.config.schema import Data, DatasetSource
 from tests.conftest import make_tokenizer
 
 rank = int(os.environ["RANK"])

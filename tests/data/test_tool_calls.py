@@ -11,14 +11,14 @@ import yaml
 from transformers import AutoTokenizer
 
 from finetune.cli import main
-from finetune.data.chat import render
+from finetune.config.schema import DatasetSource
 from finetune.data.chat_templates import TEMPLATES
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.readers import read_file
-from finetune.data.renderer import make_renderer
+from finetune.data.render import render
+from finetune.data.template import make_renderer
 from finetune.errors import EXIT_USER_ERROR
-from finetune.recipe.schema import DatasetSource
 from tests.data.test_chat import conversation, tokenizer_with
 from tests.ranks import ROOT, run_python
 

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
+from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.chat import render_turns
 from finetune.data.chat_templates import TEMPLATES
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
-from finetune.data.renderer import make_renderer
+from finetune.data.render import render_turns
+from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import make_encoder
-from finetune.recipe.schema import DatasetSource
 from tests.data.conftest import Prepare
 from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.distributed.accelerate_config import ACCELERATE_CONFIGS, read_sharding
+from finetune.config.layout import Sharding, to_accelerate_config
+from finetune.config.schema import Recipe
 from finetune.distributed.fp8 import Fp8
-from finetune.distributed.sharding import Sharding, to_accelerate_config
 from finetune.errors import UserError
-from finetune.recipe.schema import Recipe
 from tests.ranks import run_command
 from tests.test_accelerate_configs import launched_environment
 
@@ -65,7 +65,7 @@ def test_a_recipe_given_as_config_and_the_reverse(tmp_path: Path) -> None:
     recipe.write_text("model_name_or_path: x\ndatasets: [{path: y}]\n")
     assert "pass it as --recipe" in refusal(str(recipe))
     assert "quickstart: no such Accelerate config; it is a recipe, which --recipe takes" in refusal("quickstart")
-    from finetune.recipe.reader import read_recipe
+    from finetune.config.reader import read_recipe
 
     with pytest.raises(UserError, match="pass it as --config"):
         read_recipe(str(ACCELERATE_CONFIGS / "ddp.yaml"))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe
 from tests.ranks import run_command
 
 AUTO = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}

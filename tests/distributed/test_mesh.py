@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from finetune.config.layout import Sharding, Strategy
 from finetune.distributed.mesh import FSDP, REPLICATE, TENSOR, make_mesh, make_sequence_group
-from finetune.distributed.sharding import Sharding, Strategy
 from finetune.distributed.world import World
 
 DIVIDED = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
 from finetune.errors import UserError
 
 FSDP1: dict[str, Any] = {

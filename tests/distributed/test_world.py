@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.config.layout import Sharding
 from finetune.distributed import world
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import ALONE, join, leave
 from tests.ranks import run_command, run_python
 
@@ -47,7 +47,7 @@ def test_accelerate_launch_uses_all_cores_but_for_a_users_own_number_of_threads(
     """A bare `accelerate launch` sets OMP_NUM_THREADS=1 itself; where the user has set it, that is kept."""
     script = tmp_path / "threads.py"
     script.write_text(
-        "import torch\nfrom finetune.distributed.accelerate_config import Sharding\nfrom finetune.distributed.world import join\n"
+        "import torch\nfrom finetune.config.accelerate_file import Sharding\nfrom finetune.distributed.world import join\n"
         "join(Sharding(layout='single', use_cpu=True))\nprint('threads', torch.get_num_threads())\n"
     )
     given = run_python(["-m", "accelerate.commands.launch", str(script)])

@@ -24,7 +24,7 @@ from finetune.errors import UserError
 from finetune.export import torch_files
 from finetune.export.dcp_metadata import read_metadata
 from finetune.export.torch_files import find_places, read_dcp_folder, read_torch_files
-from finetune.safetensors_io.tensors import read
+from finetune.files.tensors import read
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),

@@ -13,10 +13,11 @@ from safetensors.torch import load_file
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export import blocks, merging, read_back, reload_process, shard_files, verify
+from finetune.export import blocks, read_back, reload_process, shard_files, verify
 from finetune.export import export as exporting
-from finetune.export.writing import Weights, WrittenWeights
-from finetune.safetensors_io.tensors import StoredTensor, read_files
+from finetune.export import merge as merging
+from finetune.export.write import Weights, WrittenWeights
+from finetune.files.tensors import StoredTensor, read_files
 
 MakeModel = Callable[..., Path]
 

@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import save_file
 
 from finetune.checkpoint.save import Saver
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
-from finetune.optim.optimizer import build_optimizer
+from finetune.optim.build import build_optimizer
 from finetune.progress import Progress
-from finetune.recipe.reader import read_recipe
 from tests.ranks import open_stores
 
 LEARNING_RATE = 1e-2

@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from finetune.cli import main
+from finetune.config.reader import read_recipe, to_dict
 from finetune.init.data_columns import TEMPLATE_TOKENS
 from finetune.init.sizing import Hardware, fit_recipe
-from finetune.recipe.reader import read_recipe, to_dict
 from tests.conftest import make_chat
 from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, environment

@@ -16,22 +16,22 @@ from transformers import AutoModelForCausalLM
 from finetune.checkpoint.retention import list_checkpoints
 from finetune.checkpoint.save import Saver
 from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Data, Lora, Model, Optimization, Recipe
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.gradients import clip_gradients
 from finetune.distributed.parallelize import count_wrapped_units, decoder_layers
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
+from finetune.files.tensors import read, read_folder
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from finetune.optim.optimizer import build_optimizer
+from finetune.optim.build import build_optimizer
 from finetune.pretrained_config import load_config, read_facts
 from finetune.progress import Progress
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Data, Lora, Model, Optimization, Recipe
-from finetune.safetensors_io.tensors import read, read_folder
 from finetune.training.loop import accumulate_gradients
 from tests.models.families import documents, packed, padded, plain_loss
 

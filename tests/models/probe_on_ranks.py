@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.schema import Data, Lora, Model
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.models import load
-from finetune.models.layers import compile_layers
+from finetune.models.checkpointing import compile_layers
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from finetune.recipe.schema import Data, Lora, Model
 from tests.cuda_without_gpu.steps_on_ranks import CountingBackend, micro_batch
 from tests.ranks import open_stores
 

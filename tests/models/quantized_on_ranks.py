@@ -17,14 +17,15 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
+from finetune.config.layout import Sharding
+from finetune.config.schema import Lora, Model, Quantization
 from finetune.distributed.parallelize import Slices, Values, unwrap
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World, join, leave
-from finetune.models import load, quantized_linear
+from finetune.models import load
 from finetune.models.load import load_model
-from finetune.models.quantized_layers import quantized_layers
-from finetune.models.quantized_linear import CODES, SCALES
-from finetune.recipe.schema import Lora, Model, Quantization
+from finetune.models.quantized import linear as quantized_linear
+from finetune.models.quantized.base import quantized_layers
+from finetune.models.quantized.linear import CODES, SCALES
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.models.families import documents, packed
 from tests.ranks import open_stores

@@ -14,11 +14,11 @@ import torch.nn.functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.models import block_attention
-from finetune.models.attention import install_attention, packed_attention
+from finetune.models.attention.documents import install_attention, packed_attention
 from finetune.models.attention_inputs import RowDocuments, ScoreOptions
 from finetune.models.block_attention import make_masks
-from finetune.models.layers import checkpoint_activations, compile_layers
-from finetune.models.loss import install_loss
+from finetune.models.checkpointing import checkpoint_activations, compile_layers
+from finetune.models.head.cross_entropy import install_loss
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 
 NO_MASK = torch.empty((0, 0, 0, 0), dtype=torch.bool)

@@ -24,14 +24,14 @@ from typing import Any
 import torch
 
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.schema import Data, DatasetSource, Lora, Model, Recipe
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
 from finetune.export.logits_check import check_streamed_logits
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.pretrained_config import load_config, read_facts
-from finetune.recipe.schema import Data, DatasetSource, Lora, Model, Recipe
 from tests.models.families import EVERY, VOCABULARY, documents, packed, padded, plain_loss
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"

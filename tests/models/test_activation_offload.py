@@ -9,16 +9,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from finetune.config.schema import Lora
 from finetune.models import activation_offload
 from finetune.models.activation_offload import ActivationOffload, CudaCopies, _Kept
-from finetune.models.attention import install_attention
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.fused_lora import fuse_adapters
-from finetune.models.layers import checkpoint_activations
+from finetune.models.head.cross_entropy import install_loss
 from finetune.models.lora import add_adapters
-from finetune.models.loss import install_loss
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.recipe.schema import Lora
 from tests.plan.test_activations import CONFIG, DOCUMENTS, packed_inputs
 from tests.plan.traced import allocated_after, allocated_peak
 

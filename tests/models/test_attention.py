@@ -11,10 +11,11 @@ import torch
 from torch import library
 
 from finetune.errors import UserError
-from finetune.models import attention, document_attention
-from finetune.models.attention import NAME, install_attention
+from finetune.models.attention.documents import NAME, install_attention
+from finetune.models.attention.documents import documents as attention
+from finetune.models.attention.documents import kernels as document_attention
 from finetune.models.attention_inputs import RowDocuments
-from finetune.models.layers import decoder_layers
+from finetune.models.checkpointing import decoder_layers
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import (
     FAMILIES,

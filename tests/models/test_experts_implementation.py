@@ -10,13 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoModelForCausalLM
 
+from finetune.config.layout import Layout, MixedPrecision, Sharding
+from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
-from finetune.distributed.sharding import Layout, MixedPrecision, Sharding
-from finetune.models.expert_parallelism import DividedExperts, divide_layer
-from finetune.models.experts import choose_experts_implementation, expert_modules
 from finetune.models.load import build_on_meta
 from finetune.models.lora import add_adapters
-from finetune.recipe.schema import Lora
+from finetune.models.moe.experts import choose_experts_implementation, expert_modules
+from finetune.models.moe.parallel import DividedExperts, divide_layer
 from finetune.training.reference import adapters_off
 
 BF16, FP32 = torch.bfloat16, torch.float32

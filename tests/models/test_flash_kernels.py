@@ -7,7 +7,7 @@ import torch
 from torch.nn import attention as torch_attention
 
 from finetune.errors import UserError
-from finetune.models.attention import NAME, activate_flash_kernels, install_attention
+from finetune.models.attention.documents import NAME, activate_flash_kernels, install_attention
 from tests.models.families import build
 
 

@@ -9,20 +9,20 @@ import pytest
 import torch
 from torch import nn
 
+from finetune.config.layout import Sharding
+from finetune.config.schema import Lora, Model, Optimization, Quantization
 from finetune.distributed.fp8 import Fp8, gathers_fp8
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta, load_model
-from finetune.optim.optimizer import build_optimizer
+from finetune.optim.build import build_optimizer
 from finetune.plan.plan import make_plan
-from finetune.recipe.schema import Lora, Model, Optimization, Quantization
 from tests.conftest import make_model
 from tests.plan.run_specs import recipe
 from tests.plan.traced import saved_for_backward
 
 pytest.importorskip("torchao")
-from finetune.models.fp8_linear import Fp8Linear, _make_config, keep_scales_current, multiply_in_fp8, without_fp8
+from finetune.models.fp8 import Fp8Linear, _make_config, keep_scales_current, multiply_in_fp8, without_fp8
 
 RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 

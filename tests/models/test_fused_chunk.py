@@ -13,10 +13,10 @@ from torch import Tensor
 from finetune.compiler import _keep_compiled
 from finetune.config.facts import has_compiler
 from finetune.constants import IGNORE_INDEX
-from finetune.models.fused_chunk import compute_fused_chunk
+from finetune.models.head.chunks import compute_fused_chunk
+from finetune.models.head.cross_entropy import linear_cross_entropy
+from finetune.models.head.log_probabilities import linear_log_probabilities
 from finetune.models.head_chunks import ChunkFunction, LogitTransform, compute_chunk
-from finetune.models.log_probabilities import linear_log_probabilities
-from finetune.models.loss import linear_cross_entropy
 from finetune.plan.activations import Computation
 from finetune.plan.loss_memory import loss_chunk_bytes
 from finetune.training.compilation import Compilation

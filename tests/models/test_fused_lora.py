@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from finetune.config.schema import Quantization
 from finetune.models.fused_lora import fuse_adapters
-from finetune.models.quantized_linear import CODES, SCALES, QuantizedLinear
-from finetune.recipe.schema import Quantization
+from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
 from tests.plan.traced import allocated_peak, saved_for_backward
 
 WIDTH_IN, WIDTH_OUT, RANK, TOKENS = 96, 160, 8, 40

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
-from finetune.models.attention import install_attention
+from finetune.models.attention.documents import install_attention
+from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.head_chunks import LogitTransform
-from finetune.models.loss import install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.plan.traced import LargestTensor
 from tests.ranks import launch_ranks

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.schema import Data, Lora, Model
 from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from finetune.recipe.schema import Data, Lora, Model
 from tests.conftest import make_model
 from tests.models.families import HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
 from tests.ranks import launch_ranks

@@ -14,16 +14,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from finetune.config.facts import adopt_quantization
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.schema import Lora, Model, Quantization, Recipe
 from finetune.distributed.world import join, leave
 from finetune.errors import UserError
+from finetune.files.tensors import read_folder
 from finetune.models.load import load_model
+from finetune.models.quantized.base import quantize_layers
 from finetune.models.quantized_base import split_quantized
-from finetune.models.quantized_layers import quantize_layers
 from finetune.models.weights import refuse_mismatch
 from finetune.pretrained_config import load_config, read_facts
-from finetune.recipe.schema import Lora, Model, Quantization, Recipe
-from finetune.safetensors_io.tensors import read_folder
 from tests.models.families import build
 from tests.models.test_quantize import by_bitsandbytes
 

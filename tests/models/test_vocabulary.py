@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from finetune.models.vocabulary import grown_reader
+from finetune.files.tensors import read_folder
+from finetune.models.embedding import grown_reader
 from finetune.pretrained_config import Vocabulary
-from finetune.safetensors_io.tensors import read_folder
 
 
 @pytest.mark.parametrize(

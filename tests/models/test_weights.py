@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
+from finetune.config.schema import Model
 from finetune.models.load import build_on_meta
 from finetune.models.weights import seeded_values
 from finetune.pretrained_config import load_config
-from finetune.recipe.schema import Model
 
 SIZES: dict[str, Any] = {
     "model_type": "llama",

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from finetune.checkpoint.snapshot import allocate_on_host, dequantize, is_quantized
-from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.schema import Optimization
-from finetune.safetensors_io.tensors import read, read_folder
+from finetune.config.schema import Optimization
+from finetune.files.tensors import read, read_folder
+from finetune.optim.build import build_optimizer
 from tests.training.layouts import steps_of, train_all, write_config
 
 # Betas that fp32 holds exactly: torchao corrects for the start in fp32, where 1 - 0.999 is right to 3e-5 only.

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 from transformers import Trainer, get_scheduler
 
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Optimization, Recipe
 from finetune.constants import OPTIMIZERS
 from finetune.errors import UserError
+from finetune.optim.build import build_optimizer, make_parameter_groups
 from finetune.optim.learning_rate import build_schedule, compute_learning_rate, set_learning_rate
-from finetune.optim.optimizer import build_optimizer, make_parameter_groups
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Optimization, Recipe
 from tests.models.families import build
 from tests.ranks import launch_ranks
 

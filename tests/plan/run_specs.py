@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.schema import Batch, Data, Lora, Model, Optimization, Recipe
 from finetune.plan.architecture import read_architecture
 from finetune.plan.run_spec import RunSpec
-from finetune.recipe.schema import Batch, Data, Lora, Model, Optimization, Recipe
 
 LLAMA_31_8B = {
     "model_type": "llama",

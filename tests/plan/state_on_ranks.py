@@ -15,13 +15,13 @@ from accelerate.state import AcceleratorState, GradientState
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.facts import with_expert_parallelism
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
-from finetune.optim.offloaded import OffloadedOptimizer
-from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.reader import read_recipe
+from finetune.optim.build import build_optimizer
+from finetune.optim.nvme import OffloadedOptimizer
 from tests.ranks import free_port, open_stores
 
 

@@ -8,23 +8,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from finetune.config.layout import MixedPrecision, Sharding
 from finetune.config.model_rules import EP_FAMILIES as DIVIDED
+from finetune.config.schema import Lora
 from finetune.distributed.parallelize import local_part
-from finetune.distributed.sharding import MixedPrecision, Sharding
-from finetune.models.attention import install_attention
-from finetune.models.expert_parallelism import divide_layer
-from finetune.models.experts import expert_modules
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.fused_lora import fuse_adapters
-from finetune.models.layers import checkpoint_activations
+from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.lora import add_adapters
-from finetune.models.loss import install_loss, linear_cross_entropy
+from finetune.models.moe.experts import expert_modules
+from finetune.models.moe.parallel import divide_layer
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.architecture import read_architecture
 from finetune.plan.attention_memory import mask_bytes
 from finetune.plan.families import FAMILIES
-from finetune.plan.memory import loss_bytes
 from finetune.plan.merged_experts import merged_expert_bytes
-from finetune.recipe.schema import Lora
+from finetune.plan.step_memory import loss_bytes
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward

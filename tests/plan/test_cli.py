@@ -4,10 +4,10 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.plan.disk import CPU_PROCESS_BYTES
 from finetune.plan.plan import make_plan
-from finetune.recipe.reader import read_recipe
 from tests.ranks import run_command
 
 

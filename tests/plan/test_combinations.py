@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.layout import Sharding
+from finetune.config.schema import Batch, Data, Lora, Method, Model, Optimization, Quantization, Recipe
 from finetune.distributed.fp8 import Fp8
-from finetune.distributed.sharding import Sharding
 from finetune.errors import UserError
 from finetune.plan.plan import make_plan
-from finetune.recipe.schema import Batch, Data, Lora, Method, Model, Optimization, Quantization, Recipe
 from tests.ranks import ROOT
 
 RANKS = 4

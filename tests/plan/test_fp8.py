@@ -10,7 +10,7 @@ from torch import nn
 from finetune.distributed.fp8 import Fp8
 from finetune.flops import FP8_SPEEDUP, flop_per_token
 from finetune.plan.fp8_memory import fp8_bytes
-from finetune.plan.layout_memory import plan_layout_memory
+from finetune.plan.temporary_memory import plan_layout_memory
 from finetune.plan.time import estimate_speed
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, make_spec
 from tests.plan.traced import allocated_peak
@@ -55,7 +55,7 @@ def test_what_a_layer_holds_while_it_casts(name: Any, tokens: int) -> None:
     pytest.importorskip("torchao")
     from torchao.float8.float8_linear import Float8Linear
 
-    from finetune.models.fp8_linear import Fp8Linear, _make_config
+    from finetune.models.fp8 import Fp8Linear, _make_config
 
     sharding = replace(FP8, layout="single", fp8=Fp8(name))
     config = LLAMA_31_8B | {

@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.config.layout import MixedPrecision, Sharding
+from finetune.config.methods import Method
+from finetune.config.schema import Data, DatasetSource, Lora
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.sharding import MixedPrecision, Sharding
-from finetune.models.attention import install_attention
-from finetune.models.layers import checkpoint_activations
-from finetune.models.log_probabilities import linear_log_probabilities
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import checkpoint_activations
+from finetune.models.head.cross_entropy import install_loss
+from finetune.models.head.log_probabilities import linear_log_probabilities
 from finetune.models.lora import add_adapters
-from finetune.models.loss import install_loss
-from finetune.plan.memory import loss_backward_bytes, loss_bytes, plan_phases
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.step_memory import loss_backward_bytes, loss_bytes, plan_phases
 from finetune.plan.table import format_header, format_speed
 from finetune.plan.time import estimate_epoch_tokens, estimate_speed
-from finetune.recipe.method_schema import Method
-from finetune.recipe.schema import Data, DatasetSource, Lora
-from finetune.training.preference_objective import PreferenceObjective
+from finetune.training.objectives.preference import PreferenceObjective
 from finetune.training.reference import without_adapters
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 from tests.plan.traced import allocated_peak

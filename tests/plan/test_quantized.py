@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import refuse_problems
+from finetune.config.quantization import quantized_bytes
+from finetune.config.schema import Quantization
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.changes import list_changes
-from finetune.plan.memory import dequantized_bytes, plan_phases
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
-from finetune.recipe.quantization import quantized_bytes
-from finetune.recipe.schema import Quantization
+from finetune.plan.step_memory import dequantized_bytes, plan_phases
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, QWEN3_235B, make_spec, recipe
 
 GIB = 2**30

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.models.attention import install_attention
-from finetune.models.layers import checkpoint_activations
-from finetune.models.loss import install_loss
+from finetune.config.accelerate_file import read_sharding
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import checkpoint_activations
+from finetune.models.head.cross_entropy import install_loss
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.advice import advise
 from finetune.plan.architecture import read_architecture
-from finetune.plan.memory import find_peak
+from finetune.plan.step_memory import find_peak
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 from tests.plan.traced import saved_for_backward
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import yaml
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.plan.plan import make_plan
-from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks
 

@@ -10,13 +10,13 @@ import torch
 from transformers import AutoConfig
 
 from finetune.cli import main
-from finetune.distributed.sharding import Sharding
-from finetune.models.divergence import DivergenceOptions, TeacherScores, linear_divergence
+from finetune.config.layout import Sharding
+from finetune.config.schema import Method, Quantization
+from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.plan.architecture import read_architecture
-from finetune.plan.memory import loss_bytes, plan_phases
 from finetune.plan.run_spec import RunSpec, TeacherSpec
+from finetune.plan.step_memory import loss_bytes, plan_phases
 from finetune.plan.time import estimate_speed
-from finetune.recipe.schema import Method, Quantization
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_8B, LLAMA_31_70B, make_spec
 from tests.plan.traced import allocated_peak
 

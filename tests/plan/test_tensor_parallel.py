@@ -12,22 +12,22 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from finetune.config.layout import MixedPrecision, Sharding
+from finetune.config.schema import Lora
 from finetune.constants import loss_chunk_tokens
 from finetune.distributed.parallelize import local_part
-from finetune.distributed.sharding import MixedPrecision, Sharding
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.errors import UserError
-from finetune.models.attention import install_attention
-from finetune.models.layers import checkpoint_activations
+from finetune.models.attention.documents import install_attention
+from finetune.models.checkpointing import checkpoint_activations
+from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.lora import add_adapters
-from finetune.models.loss import install_loss, linear_cross_entropy
 from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens
 from finetune.plan.activations import Computation, kept_bytes
 from finetune.plan.changes import list_changes
-from finetune.plan.memory import find_peak, loss_bytes, plan_phases
 from finetune.plan.run_spec import RunSpec
+from finetune.plan.step_memory import find_peak, loss_bytes, plan_phases
 from finetune.plan.table import name_layout
-from finetune.recipe.schema import Lora
 from tests.plan.run_specs import FULL_SHARD, LLAMA_31_70B, make_spec
 from tests.plan.test_activations import CONFIG, DOCUMENTS, HEAD, packed_inputs
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward

@@ -1,11 +1,11 @@
 """The page of recipe keys is the schema's."""
 
-from finetune.recipe.docs import PAGE, document
+from finetune.config.docs import PAGE, document
 from finetune.recipe.keys import recipe_keys
 
 
 def test_the_page_is_current() -> None:
-    assert PAGE.read_text(encoding="utf-8") == document(), "run python -m finetune.recipe.docs"
+    assert PAGE.read_text(encoding="utf-8") == document(), "run python -m finetune.config.docs"
 
 
 def test_every_key_is_on_it_with_a_sentence() -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.methods import METHODS, Method
+from finetune.config.reader import read_recipe, to_dict, write_recipe
 from finetune.errors import UserError
 from finetune.recipe.keys import keys_of
-from finetune.recipe.method_schema import METHODS, Method
-from finetune.recipe.reader import read_recipe, to_dict, write_recipe
 
 GOOD = ["model_name_or_path=some/model", "datasets=[{path: some/data}]"]
 

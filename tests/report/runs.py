@@ -37,7 +37,7 @@ def make_run(
     is_preference: bool = False,
 ) -> Path:
     """A finished run of STEPS steps on CPU ranks, with every file that DESIGN names but weights."""
-    from finetune.recipe.reader import read_recipe, write_recipe
+    from finetune.config.reader import read_recipe, write_recipe
 
     folder.mkdir(parents=True)
     lines: list[dict[str, object]] = [{"step": 0, "epoch": 0.0, "eval_loss": 5.5}, {"step": 0, "exact_match": 0.0}]

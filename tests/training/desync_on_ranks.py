@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.data import token_cache
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from finetune.training import loop
 from tests.forked_ranks import fork_ranks, import_all, kill, reap

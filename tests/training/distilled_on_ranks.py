@@ -8,8 +8,8 @@ import os
 import sys
 from pathlib import Path
 
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.recipe.reader import read_recipe
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.run import fine_tune
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.ranks import free_port

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from finetune.checkpoint.retention import step_folder
-from finetune.safetensors_io.tensors import read, read_folder
+from finetune.files.tensors import read, read_folder
 from tests.ranks import launch_ranks
 
 FSDP2: dict[str, dict[str, Any]] = {

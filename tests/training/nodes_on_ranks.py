@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.errors import end_process, exit_code
-from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from finetune.training import loop
 from tests.ranks import open_stores

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.optim.offloaded import OffloadedOptimizer
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
+from finetune.optim.nvme import OffloadedOptimizer
 from finetune.optim.scratch_file import ScratchFile, align
-from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from tests.forked_ranks import fork_ranks, import_all, wait
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from finetune.recipe.method_schema import Method
+from finetune.config.methods import Method
 
 
 def paper(

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune.checkpoint.save import Saver
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.progress import Progress
-from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from tests.forked_ranks import fork_ranks, import_all, wait
 

@@ -15,11 +15,11 @@ import torch.nn.functional as F
 from peft import PeftModel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
 
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Quantization, Recipe
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.models.lora import with_adapters
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Quantization, Recipe
 from tests.training.papers import kto, paper
 
 

@@ -11,9 +11,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.errors import exit_code
-from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from finetune.training import loop
 from tests.ranks import open_stores

@@ -12,12 +12,12 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from finetune.inference.find_model import find_model
 from finetune.plan.plan import make_plan
-from finetune.pretrained_adapter import complete_lora
-from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from finetune.checkpoint import save as saving
-from finetune.distributed.accelerate_config import read_sharding
-from finetune.recipe.reader import read_recipe
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
+from finetune.files.tensors import read, read_folder
 from finetune.run import fine_tune
-from finetune.safetensors_io.tensors import read, read_folder
 
 
 def tensors_of(checkpoint: Path) -> dict[str, torch.Tensor]:

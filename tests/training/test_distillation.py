@@ -18,16 +18,16 @@ from transformers import AutoModelForCausalLM
 
 from finetune.checkpoint.inputs import find_changed_inputs, fingerprint_inputs
 from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Recipe
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Recipe
-from finetune.training.distillation import read_teacher_facts
 from finetune.training.method_objectives import make_objectives
-from finetune.training.summary import describe_teacher
+from finetune.training.objectives.distill import read_teacher_facts
+from finetune.training.screens import describe_teacher
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training import reference

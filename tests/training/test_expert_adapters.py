@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from finetune.config.reader import read_recipe
 from finetune.errors import UserError
 from finetune.export.export import export
-from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from tests.conftest import make_chat, make_model
 from tests.training import reference
@@ -143,7 +143,7 @@ def test_what_is_no_parameter_of_experts_is_refused(
 
 
 def test_fsdp1_and_contradicting_keys_are_refused(recipes: dict[str, Path], tmp_path: Path) -> None:
-    from finetune.distributed.sharding import Sharding
+    from finetune.config.layout import Sharding
 
     with pytest.raises(
         UserError, match=r"lora_target_parameters cannot be combined with fsdp_version: 1.*; set fsdp_version: 2"

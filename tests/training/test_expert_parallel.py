@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from finetune.checkpoint.manifest import MODEL
 from finetune.config.model_rules import EP_FAMILIES as DIVIDED
 from finetune.export.export import export
-from finetune.safetensors_io.tensors import read, read_folder
+from finetune.files.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe

@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 
 from finetune.errors import EXIT_USER_ERROR
 from finetune.export.export import export
+from finetune.files.tensors import read, read_folder
 from finetune.report.page import render_page
 from finetune.report.run_data import read_run
-from finetune.safetensors_io.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks, run_python
 from tests.training import reference

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from finetune.config.layout import Sharding
+from finetune.config.schema import Optimization
 from finetune.data.batches import StepBatch
 from finetune.data.collate import make_filler
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
-from finetune.recipe.schema import Optimization
 from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, make_guard
 
 
@@ -79,9 +79,9 @@ def test_on_cuda_no_step_between_two_lines_of_metrics_waits_for_the_device(
 ) -> None:
     import os
 
+    from finetune.config.accelerate_file import read_sharding
+    from finetune.config.reader import read_recipe
     from finetune.data.batches import StoredBatches
-    from finetune.distributed.accelerate_config import read_sharding
-    from finetune.recipe.reader import read_recipe
     from finetune.run import fine_tune
 
     given = StoredBatches.batches

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from finetune.checkpoint.retention import step_folder
+from finetune.config.reader import read_recipe
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training.layouts import assert_bit_equal, write_config, write_recipe

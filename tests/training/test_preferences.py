@@ -12,16 +12,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from finetune.config.layout import Sharding
+from finetune.config.methods import Method
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch, make_filler
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
+from finetune.models.head.cross_entropy import CrossEntropyHead
 from finetune.models.head_chunks import LogitTransform
-from finetune.models.loss import CrossEntropyHead
-from finetune.recipe.method_schema import Method
-from finetune.training.objective import Measured
-from finetune.training.preference_objective import PreferenceObjective, RatingObjective
+from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
+from finetune.training.objectives.sft import Measured
 from finetune.training.reference import _compute
 from tests.models.families import relative_error
 from tests.training.papers import kto, paper

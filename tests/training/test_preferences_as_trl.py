@@ -10,15 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.config.layout import Sharding
+from finetune.config.methods import METHODS, Method
 from finetune.constants import IGNORE_INDEX
 from finetune.data.batches import StepBatch
 from finetune.data.collate import MicroBatch
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
-from finetune.models.attention import install_attention
-from finetune.models.loss import install_loss
-from finetune.recipe.method_schema import METHODS, Method
-from finetune.training.preference_objective import PreferenceObjective, RatingObjective
+from finetune.models.attention.documents import install_attention
+from finetune.models.head.cross_entropy import install_loss
+from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.reference import StoredReference, sum_log_probabilities
 from tests.conftest import make_model
 

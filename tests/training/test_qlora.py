@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.checkpoint.inputs import hash_base
 from finetune.checkpoint.resume import load
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
 from finetune.distributed.world import join, leave
 from finetune.export.export import export
 from finetune.models.load import load_model
-from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.reader import read_recipe
+from finetune.optim.build import build_optimizer
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_command
 from tests.training.layouts import steps_of, train_all, write_config

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from finetune.config.schema import DatasetSource
 from finetune.data.sources import draw_rows, read_rows
-from finetune.recipe.schema import DatasetSource
 from tests.conftest import make_chat
 from tests.training.layouts import train_all, write_config
 

@@ -185,7 +185,7 @@ def test_replicas_of_divided_experts_stay_equal_and_are_compared(divided: dict[s
 def test_the_position_within_the_shard_group(layout: dict[str, Any], ranks: int, expected: list[int]) -> None:
     import torch
 
-    from finetune.distributed.sharding import Sharding
+    from finetune.config.layout import Sharding
     from finetune.distributed.world import World
 
     def world(rank: int) -> World:  # two ranks a node

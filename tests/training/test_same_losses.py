@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.plan.plan import format_plan, make_plan
-from finetune.recipe.reader import read_recipe
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config, write_recipe

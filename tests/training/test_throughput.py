@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from finetune.checkpoint.save import Saver
-from finetune.distributed.accelerate_config import read_sharding
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
 from finetune.progress import Progress
-from finetune.recipe.reader import read_recipe
 from finetune.run import fine_tune
 from finetune.training import loop
 from tests.training.layouts import steps_of

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import TRACKERS
-from finetune.metrics import MetricsLog
-from finetune.trackers import Tracker
+from finetune.console.metrics import MetricsLog
+from finetune.console.trackers import Tracker
 from tests.ranks import ROOT, launch_ranks
 
 Series = list[tuple[int, float]]  # (step, value)

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.distributed.sharding import Sharding
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Optimization, Recipe
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.optim.optimizer import build_optimizer
-from finetune.recipe.reader import read_recipe
-from finetune.recipe.schema import Optimization, Recipe
+from finetune.optim.build import build_optimizer
 from finetune.training.nonfinite import StepCheck, handle_nonfinite
 from finetune.training.update_in_backward import UpdateInBackward
 from tests.conftest import make_chat, make_model

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.config.layout import Sharding
+from finetune.config.reader import read_recipe
+from finetune.console.trackers import PACKAGES
 from finetune.constants import read_versions
-from finetune.distributed.sharding import Sharding
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.recipe.reader import read_recipe
-from finetune.trackers import PACKAGES
 from finetune.training.dry_run import explain_out_of_memory
 from finetune.training.run_folder import environment
 from tests.ranks import ROOT, launch_ranks

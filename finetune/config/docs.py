@@ -1,0 +1,127 @@
+"""docs/recipes.md, made from the schema: `python -m finetune.config.docs` writes it, a test holds it current."""
+
+import json
+import types
+import typing
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from finetune.config.schema import SECTIONS, DatasetSource
+from finetune.recipe.keys import Key, keys_of, recipe_keys
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
+
+INTRODUCTION = """\
+# Recipes
+
+<!-- Made from finetune/config/schema.py by `python -m finetune.config.docs`; change it there. -->
+
+A recipe says what to train: a flat YAML file in the vocabulary of TRL and Transformers. How it is spread over GPUs (sharding,
+bf16, activation checkpointing) belongs in an Accelerate file and nowhere else.
+
+```yaml
+model_name_or_path: meta-llama/Llama-3.2-1B-Instruct
+accelerate_config: fsdp_full_shard
+datasets:
+  - path: openai/gsm8k
+    name: main
+    type: messages                    # questions and answers through the model's chat template
+    prompt_column: question
+    completion_column: answer
+max_length: 2048
+global_batch_size: 8
+learning_rate: 1e-5
+```
+
+- `--recipe` takes a path, or the name of a file in `recipes/`.
+- `key=value` on the command line (also `--key value`) overrides any key: `learning_rate=2e-5 "datasets=[{path: mine.jsonl}]"`.
+- An unknown key, a wrong type, a key given twice, a missing file: all are reported at once, each with its line, before
+  anything is loaded.
+- A local path is looked for in the working directory, then in the recipe's folder; a name found in neither is a hub name.
+- Numbers are YAML 1.2's: `2e-5` is a number. Aliases (`*name`) are not read.
+"""
+
+# What most recipes need, in the order of a file.
+USUAL = (
+    "model_name_or_path",
+    "accelerate_config",
+    "datasets",
+    "eval_split_size",
+    "max_length",
+    "global_batch_size",
+    "num_train_epochs",
+    "learning_rate",
+    "use_peft",
+    "eval_steps",
+)
+
+TITLES = {
+    "model": "Model",
+    "method": "Method",
+    "lora": "LoRA",
+    "quantization": "A base in 4 or 8 bits",
+    "data": "Data",
+    "batch": "Batch",
+    "optimization": "Optimization",
+    "run": "Run",
+    "checkpoint": "Checkpoints and export",
+}
+
+
+def document() -> str:
+    """The page: every key with its type, default and help, in the order of the schema."""
+    keys = recipe_keys()
+    parts = [INTRODUCTION, f"## The ten keys that most recipes need\n\n{_table(keys[name] for name in USUAL)}"]
+    for section, schema in SECTIONS.items():
+        parts.append(f"## {TITLES[section]}\n\n{schema.__doc__}\n\n{_table(keys_of(schema, section).values())}")
+        if section == "data":
+            parts.append(f"### An entry of `datasets` and `eval_datasets`\n\n{_table(keys_of(DatasetSource).values())}")
+    return "\n".join(parts)
+
+
+def _table(keys: Iterable[Key]) -> str:
+    rows = [f"| `{key.name}` | {_type(key.annotation)} | {_default(key)} | {key.help} |" for key in keys]
+    return "\n".join(["| Key | Takes | Default | |", "|---|---|---|---|", *rows]) + "\n"
+
+
+def _default(key: Key) -> str:
+    if key.is_required:
+        return "must be given"
+    if key.default is None:
+        return "`null`"
+    return f"`{json.dumps(key.default)}`".replace('"', "")
+
+
+def _type(annotation: Any) -> str:
+    """A type of the schema in words.
+
+    >>> _type(int | None), _type(typing.Literal["a", "b"]), _type(tuple[str, ...]), _type(typing.Annotated[int, Gt(0)])
+    ('whole number', '`a`, `b`', 'list of text', 'whole number > 0')
+    """
+    if typing.get_origin(annotation) is typing.Annotated:
+        base, *metadata = typing.get_args(annotation)
+        return " ".join([_type(base), *(bound for item in metadata for bound in _bound(item))])
+    if typing.get_origin(annotation) is typing.Literal:
+        return ", ".join(f"`{choice}`" for choice in typing.get_args(annotation))
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return " or ".join(_type(choice) for choice in typing.get_args(annotation) if choice is not types.NoneType)
+    if typing.get_origin(annotation) is tuple:
+        item = typing.get_args(annotation)[0]
+        return "list of entries" if item is DatasetSource else f"list of {_type(item)}"
+    if typing.get_origin(annotation) is dict:
+        return "mapping"
+    return {int: "whole number", float: "number", bool: "`true`, `false`", str: "text"}[annotation]
+
+
+def _bound(item: Any) -> Iterable[str]:
+    for kind, sign, name in ((Gt, ">", "gt"), (Ge, "≥", "ge"), (Lt, "<", "lt"), (Le, "≤", "le")):
+        if isinstance(item, kind) and getattr(item, name) < 2**62:
+            yield f"{sign} {getattr(item, name):g}"
+
+
+if __name__ == "__main__":
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(document(), encoding="utf-8")

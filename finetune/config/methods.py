@@ -1,0 +1,130 @@
+"""The section of a recipe that says what the model learns from: answers, preferences or a teacher; and what each method needs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from finetune.config.markers import FileOrName, SameOnResume
+
+RowKind = Literal["answers", "pairs", "ratings"]
+# Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
+GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Method:
+    """What the model learns from: answers, pairs of answers, rated answers, or another model."""
+
+    method: Annotated[
+        Literal["sft", "dpo", "orpo", "simpo", "kto", "distill"],
+        SameOnResume,
+        "sft: supervised fine-tuning; dpo, orpo, simpo: on pairs of a chosen and a rejected answer; kto: on answers rated "
+        "good or bad; distill: from a teacher's probabilities.",
+    ] = "sft"
+    beta: Annotated[
+        float,
+        Gt(0),
+        SameOnResume,
+        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; simpo: the scale of "
+        "the rewards.",
+    ] = 0.1
+    loss_type: Annotated[
+        Literal["sigmoid", "hinge", "ipo"], SameOnResume, "dpo: the loss of a pair; sigmoid is the paper's."
+    ] = "sigmoid"
+    rpo_alpha: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "dpo: add the cross entropy of the chosen answers, times this (RPO).",
+    ] = None
+    simpo_gamma: Annotated[
+        float, Ge(0), SameOnResume, "simpo: how much larger the reward of the chosen answer should be."
+    ] = 0.5
+    desirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated good."] = 1.0
+    undesirable_weight: Annotated[float, Ge(0), SameOnResume, "kto: the weight of answers rated bad."] = 1.0
+    teacher_model_name_or_path: Annotated[
+        str | None, FileOrName, SameOnResume, "distill: the teacher, with the same tokenizer and vocabulary."
+    ] = None
+    teacher_model_revision: Annotated[
+        str | None, SameOnResume, "distill: the hub revision of teacher_model_name_or_path."
+    ] = None
+    teacher_load_in_4bit: Annotated[
+        bool,
+        SameOnResume,
+        "distill: keep the teacher's linear layers in 4 bits (nf4, double quantization); needs bitsandbytes.",
+    ] = False
+    distill_beta: Annotated[
+        float,
+        Ge(0),
+        Le(1),
+        SameOnResume,
+        "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized Jensen-Shannon divergence.",
+    ] = 0.5
+    temperature: Annotated[
+        float, Gt(0), SameOnResume, "distill: what the logits of teacher and student are divided by."
+    ] = 1.0
+    distill_alpha: Annotated[
+        float,
+        Gt(0),
+        Le(1),
+        SameOnResume,
+        "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy.",
+    ] = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class MethodFacts:
+    """What data, training and plan must know of a method."""
+
+    rows: RowKind  # what it reads of the data
+    keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
+    needs_reference: bool = False  # the log-probabilities of the model before training
+
+    @property
+    def documents(self) -> int:
+        """Documents in a group, which no batch takes apart."""
+        return GROUP_SIZES[self.rows]
+
+
+METHODS: Mapping[str, MethodFacts] = {
+    "sft": MethodFacts("answers", ("label_smoothing",)),
+    "dpo": MethodFacts("pairs", ("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True),
+    "orpo": MethodFacts("pairs", ("beta",)),
+    "simpo": MethodFacts("pairs", ("beta", "simpo_gamma")),
+    "kto": MethodFacts("ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True),
+    "distill": MethodFacts(
+        "answers",
+        (
+            "teacher_model_name_or_path",
+            "teacher_model_revision",
+            "teacher_load_in_4bit",
+            "distill_beta",
+            "temperature",
+            "distill_alpha",
+            "label_smoothing",
+        ),
+    ),
+}
+
+# The keys of an entry of `datasets` that name columns of only some rows.
+COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
+    "chosen_column": ("pairs", "ratings"),
+    "rejected_column": ("pairs", "ratings"),
+    "label_column": ("ratings",),
+}
+
+
+def describe_method(values: Mapping[str, Any]) -> str:
+    """The method of a recipe with these `values`, and its keys, where they are set.
+
+    >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None, "label_smoothing": 0.0})
+    'dpo: beta 0.1, loss_type sigmoid'
+    """
+    method = values.get("method", "sft")
+    if method == "sft":
+        return "supervised fine-tuning"
+    given = ((key, values.get(key)) for key in METHODS[method].keys)
+    used = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in given if value]
+    return f"{method}: {', '.join(used)}"

@@ -1,0 +1,282 @@
+"""The keys of other tools and ours, as tables.
+
+The recipe reader's hints (finetune/config/unknown_keys.py), `finetune convert` and the page docs/coming-from.md are all made from
+them. Imports no torch.
+
+Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig, ModelConfig,
+ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its `hparams`), torchtune (its recipes).
+"""
+
+from collections.abc import Mapping
+
+from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported, without_counterpart
+from finetune.recipe.other_preferences import (
+    AXOLOTL_PREFERENCES,
+    FACTORY_PREFERENCES,
+    TORCHTUNE_PREFERENCES,
+    TRL_PREFERENCES,
+)
+
+SCHEDULE_NAMES = "cosine, linear, constant, polynomial, inverse_sqrt and warmup_stable_decay, by Transformers' names"
+OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, and SGD"
+NOISE = "bounded by each document's own tokens, not by those of the padded batch"
+PRECISION = "mixed_precision belongs in the Accelerate file"
+FP8 = "FP8 is not converted: remove the key, and set mixed_precision: fp8 in a copy of the Accelerate file"
+HALF = "the shipped Accelerate files compute in bf16; for fp16, set mixed_precision: fp16 in a copy"
+CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
+SHARDING = "sharding belongs in the Accelerate file"
+FOUND = "read from the model itself; remove it"
+ALWAYS = "always the case here; remove it"
+BITSANDBYTES = "of the frozen base under LoRA, by bitsandbytes"
+INT8 = "the base's weights are in 8 bits there and here; the inputs of its layers are rounded to 8 bits there only"
+COMPUTE = "the compute dtype is the Accelerate file's, and the 4-bit weights are stored in it"
+HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
+TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+TOKEN = "a mapping of the four names; a pad_token is left out beside adapters, which would train the embedding for it"
+TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
+OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
+RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
+ONE_LOSS = "one chunked loss is built in"
+LAUNCHER = "the launcher starts the ranks"
+LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "mixture_of_depths")
+
+# What TRL and Axolotl call alike, mostly after transformers' TrainingArguments.
+SHARED = (
+    Counterpart("lora_target_modules", "lora_target_modules", "", "targets"),
+    Counterpart("lora_target_parameters", "lora_target_parameters", "", "parameters"),
+    Counterpart("lora_modules_to_save", "modules_to_save", "", "names"),
+    Counterpart("load_in_4bit", "load_in_4bit", BITSANDBYTES, "on-if-true"),
+    Counterpart("load_in_8bit", "load_in_8bit", INT8, "on-if-true", inexact=True),
+    Counterpart("attn_implementation", "attn_implementation", "", "attention"),
+    Counterpart("max_steps", "max_steps", "", "steps"),
+    Counterpart("max_grad_norm", "max_grad_norm", "", "clip"),
+    Counterpart("warmup_steps", "warmup_steps", "below 1 it is a share: warmup_ratio", "warmup"),
+    Counterpart("save_steps", "save_steps", "", "steps"),
+    Counterpart("eval_steps", "eval_steps", "", "steps"),
+    Counterpart("evaluation_strategy", "eval_strategy", "the older name", "strategy"),
+    Counterpart("eval_strategy", "eval_strategy", "", "strategy"),
+    Counterpart("save_strategy", "save_strategy", "best is keep_best_checkpoint: true", "strategy"),
+    Counterpart("lr_scheduler_kwargs.min_lr_rate", "min_lr_ratio"),
+    Counterpart("lr_scheduler_kwargs.min_lr_ratio", "min_lr_ratio"),
+    Counterpart("lr_scheduler_kwargs.min_lr", "min_lr_ratio", "divided by the learning rate", "min-rate"),
+    Counterpart("lr_scheduler_kwargs.lr_end", "min_lr_ratio", "divided by the learning rate", "min-rate"),
+    *(
+        Counterpart(f"lr_scheduler_kwargs.{name}", "lr_scheduler_kwargs", "", "schedule-argument")
+        for name in ("power", "timescale", "num_decay_steps", "decay_type")
+    ),
+    Counterpart("label_smoothing_factor", "label_smoothing", "the held-out loss is without it here"),
+    Counterpart("neftune_noise_alpha", "neftune_noise_alpha", NOISE, inexact=True),
+    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
+    Counterpart("ddp_timeout", "timeout_seconds"),
+    *in_accelerate_file(CHECKPOINTING, "gradient_checkpointing"),
+    *ignored(CHECKPOINTING, "gradient_checkpointing_kwargs"),
+)  # fmt: skip
+
+TRL = (
+    Counterpart("datasets", "datasets", "a mixture: each is an entry of datasets", "by-code"),
+    Counterpart("dataset_mixture", "datasets", "a mixture: each is an entry of datasets", "by-code"),
+    Counterpart("eval_datasets", "eval_datasets", "a mixture: each is an entry of eval_datasets", "by-code"),
+    Counterpart("test_split_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
+    Counterpart("dataset_name", "datasets", OWN_DATA, "by-code"),
+    Counterpart("dataset_config", "datasets", "name of an entry of datasets", "by-code"),
+    Counterpart("dataset_train_split", "datasets", "split of an entry of datasets", "by-code"),
+    Counterpart("dataset_test_split", "eval_datasets", "an entry of eval_datasets with this split", "by-code"),
+    Counterpart("dataset_text_field", "datasets", "text_column of an entry of datasets", "by-code"),
+    Counterpart("dataset_streaming", "streaming"),
+    Counterpart("torch_dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
+    Counterpart("dtype", "dtype", "of the parameters; the compute dtype belongs in the Accelerate file", "dtype"),
+    Counterpart("max_seq_length", "max_length", "TRL's older name"),
+    Counterpart("chat_template_path", "chat_template", TEMPLATE),
+    *SHARED,
+    Counterpart("lr_scheduler_type", "lr_scheduler_type", SCHEDULE_NAMES, "schedule"),
+    Counterpart("optim", "optim", OPTIMIZER_NAMES, "optimizer"),
+    Counterpart("report_to", "report_to", "one tracker", "tracker"),
+    *in_accelerate_file(PRECISION, "bf16"),
+    *in_accelerate_file(HALF, "fp16"),
+    *in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "deepspeed"),
+    *without_counterpart("best-fit decreasing, isolated per document, always", "packing_strategy"),
+    Counterpart("use_bnb_nested_quant", "bnb_4bit_use_double_quant"),
+    *ignored(COMPUTE, "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage"),
+    Counterpart("eos_token", "special_tokens", "special_tokens: {eos_token: ...}", "by-code"),
+    *ignored("causal models are the only ones", "lora_task_type"),
+    *ignored("padding is not trained on", "pad_token", "padding_free", "eval_packing", "group_by_length"),
+    *ignored("a mask of completions only is the default for prompts and completions", "completion_only_loss"),
+    *ignored(RESUMES, "overwrite_output_dir"),
+    *ignored(HUB, "push_to_hub", "hub_model_id", "hub_model_revision", "hub_strategy", "hub_private_repo", "hub_token"),
+    *ignored("always the case here", "do_train", "do_eval", "remove_unused_columns", "dataset_kwargs"),
+    *ignored("loss is logged every logging_steps", "logging_strategy", "logging_first_step", "log_level"),
+    *ignored("the whole state is always saved; save_total_limit bounds how often", "save_only_model"),
+    *ignored("the cache is keyed by everything that affects the tokens", "preprocessing_num_workers", "wandb_entity", "wandb_project"),
+)  # fmt: skip
+
+AXOLOTL = (
+    Counterpart("base_model", "model_name_or_path"),
+    Counterpart("revision_of_model", "model_revision"),
+    Counterpart("tokenizer_config", "tokenizer_name_or_path"),
+    Counterpart("datasets", "datasets", OWN_DATA, "by-code"),
+    Counterpart("pretraining_dataset", "datasets", "an entry of datasets of type text, with streaming: true", "by-code"),
+    Counterpart("test_datasets", "eval_datasets", OWN_DATA, "by-code"),
+    Counterpart("val_set_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
+    Counterpart("dataset_prepared_path", "dataset_cache_dir"),
+    Counterpart("dataset_processes", "dataset_num_proc"),
+    Counterpart("chat_template", "chat_template", TEMPLATE, "template"),
+    Counterpart("chat_template_jinja", "chat_template"),
+    Counterpart("sequence_len", "max_length"),
+    Counterpart("excess_length_strategy", "overlength", "", "overlength"),
+    Counterpart("sample_packing", "packing"),
+    Counterpart("train_on_inputs", "assistant_only_loss", "the opposite value", "not"),
+    Counterpart("adapter", "use_peft", "lora and qlora are use_peft: true; qlora is load_in_4bit: true as well", "adapter"),
+    Counterpart("bnb_config_kwargs.bnb_4bit_quant_type", "bnb_4bit_quant_type"),
+    Counterpart("bnb_config_kwargs.bnb_4bit_use_double_quant", "bnb_4bit_use_double_quant"),
+    Counterpart("lora_target_linear", "lora_target_modules", "true is all-linear", "all-linear"),
+    Counterpart("peft_use_dora", "use_dora"),
+    Counterpart("peft_use_rslora", "use_rslora"),
+    Counterpart("micro_batch_size", "per_device_train_batch_size"),
+    Counterpart("batch_size", "gradient_accumulation_steps", "divided by micro_batch_size", "by-code"),
+    Counterpart("eval_batch_size", "per_device_eval_batch_size"),
+    Counterpart("num_epochs", "num_train_epochs"),
+    Counterpart("optimizer", "optim", OPTIMIZER_NAMES, "optimizer"),
+    Counterpart("lr_scheduler", "lr_scheduler_type", SCHEDULE_NAMES, "schedule"),
+    *SHARED,
+    Counterpart("noisy_embedding_alpha", "neftune_noise_alpha", NOISE, inexact=True),
+    Counterpart("cosine_min_lr_ratio", "min_lr_ratio"),
+    Counterpart("adam_eps", "adam_epsilon"),
+    Counterpart("sdp_attention", "attn_implementation", "true is sdpa; null: packed attention is built in", "attention"),
+    Counterpart("wandb_project", "report_to", "report_to: wandb; the project is the environment's WANDB_PROJECT", "tracker"),
+    Counterpart("use_wandb", "report_to", "report_to: wandb", "tracker"),
+    Counterpart("mlflow_tracking_uri", "report_to", "report_to: mlflow; the address is MLFLOW_TRACKING_URI", "tracker"),
+    Counterpart("use_tensorboard", "report_to", "report_to: tensorboard", "tracker"),
+    Counterpart("trackio_project_name", "report_to", "report_to: trackio", "tracker"),
+    Counterpart("wandb_name", "run_name"),
+    Counterpart("auto_resume_from_checkpoints", "resume_from_checkpoint", "auto, the default here", "resume"),
+    *in_accelerate_file(PRECISION, "bf16", "bfloat16"),
+    *in_accelerate_file(HALF, "fp16", "float16"),
+    *in_accelerate_file(SHARDING, "fsdp", "fsdp_config", "fsdp_version", "deepspeed", "dp_shard_size", "dp_replicate_size"),
+    Counterpart("evals_per_epoch", "eval_steps", "a share of the run: 1 / (evals_per_epoch x num_epochs)", "by-code"),
+    Counterpart("saves_per_epoch", "save_steps", "a share of the run: 1 / (saves_per_epoch x num_epochs)", "by-code"),
+    *without_counterpart("no quadratic warm-up; it is linear here", "lr_quadratic_warmup", "cosine_constant_lr_ratio"),
+    *(Counterpart(f"special_tokens.{name}", "special_tokens", TOKEN, "by-code") for name in TOKEN_NAMES),
+    Counterpart("special_tokens.additional_special_tokens", "added_tokens", "", "by-code"),
+    Counterpart("tokens", "added_tokens", "", "by-code"),
+    Counterpart("eot_tokens", "eot_tokens", "", "names"),
+    Counterpart("resize_token_embeddings_to_32x", "pad_vocab_to_multiple_of", "32 where it is true", "by-code"),
+    *unsupported("other texts for reserved tokens", "added_tokens_overrides"),
+    Counterpart("unfrozen_parameters", "trainable_modules", "patterns; a range of rows, as in [:32000], is not supported", "module-patterns"),
+    *unsupported("ReLoRA", "relora_steps", "jagged_restart_steps"),
+    *unsupported("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
+    *unsupported("another loss", *LOSSES),
+    *unsupported("FP8", "fp8", note=FP8),
+    *in_accelerate_file("parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file",
+             "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+    Counterpart("lora_model_dir", "adapter_name_or_path", "a LoRA adapter to train further"),
+    *unsupported("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
+    *unsupported("LoRA on some layers", "peft_layers_to_transform"),
+    *ignored("memory and speed only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
+    *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
+    *ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
+               "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
+    *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "shuffle_merged_datasets",
+               "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
+    *ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
+               "xformers_attention", "flash_attn_fuse_mlp", "flash_attn_rms_norm", "flash_optimum", "flex_attention",
+               "flex_attn_compile_kwargs", "flash_attn_cross_entropy", "s2_attention"),
+    *ignored(ONE_LOSS, "plugins", "liger_fused_linear_cross_entropy", "cut_cross_entropy", "liger_rope", "liger_rms_norm",
+               "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy", "chunked_cross_entropy", "use_kernels",
+               "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel", "experts_implementation",
+               "use_scattermoe", "use_sonicmoe"),
+    *unsupported("quantized experts", "quantize_moe_experts"),
+    Counterpart("model_config", None, "for the routers' auxiliary loss, router_aux_loss_coef; the rest is the model's own"),
+    *ignored("a run whose loss is not finite stops", "loss_watchdog_threshold", "loss_watchdog_patience", "strict", "debug",
+               "early_stopping_metric", "local_rank", "torchdistx_path", "lora_fan_in_fan_out", "hf_use_auth_token"),
+    *ignored("greedy answers: exact_match_samples, sample_prompts", "eval_table_size", "eval_max_new_tokens",
+               "do_causal_lm_eval", "eval_causal_lm_metrics", "do_bench_eval"),
+    *ignored("part of the environment (WANDB_ENTITY, WANDB_RUN_ID, ...)", "wandb_entity", "wandb_watch", "wandb_log_model",
+               "wandb_run_id", "wandb_mode", "trackio_run_name", "trackio_space_id", "use_swanlab", "swanlab_project",
+               "swanlab_experiment_name", "swanlab_description", "swanlab_mode", "swanlab_log_completions"),
+    *ignored(HUB, "hub_model_id", "hub_strategy", "push_dataset_to_hub"),
+    *ignored("exports are safetensors, and the whole state is always saved", "save_safetensors", "save_only_model"),
+    *AXOLOTL_PREFERENCES,
+)  # fmt: skip
+
+LLAMA_FACTORY = (
+    Counterpart("finetuning_type", "use_peft", "lora is use_peft: true, full is false; freeze has no counterpart", "adapter"),
+    Counterpart("lora_rank", "lora_r"),
+    Counterpart("lora_target", "lora_target_modules", "all is all-linear", "targets"),
+    Counterpart("dataset", "datasets", "each name is looked up in dataset_info.json, in the folder dataset_dir", "by-code"),
+    Counterpart("eval_dataset", "eval_datasets", "as dataset", "by-code"),
+    Counterpart("max_samples", "datasets", "max_samples of each entry; its first rows are split: train[:1000]", "by-code"),
+    Counterpart("template", "chat_template", TEMPLATE, "template"),
+    Counterpart("cutoff_len", "max_length"),
+    Counterpart("neat_packing", "packing"),
+    Counterpart("packing", "packing"),
+    Counterpart("train_on_prompt", "assistant_only_loss", "the opposite value", "not"),
+    Counterpart("preprocessing_num_workers", "dataset_num_proc"),
+    Counterpart("tokenized_path", "dataset_cache_dir"),
+    Counterpart("val_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
+    Counterpart("flash_attn", "attn_implementation", "auto: packed attention is built in", "attention"),
+    Counterpart("enable_liger_kernel", "use_liger_kernel"),
+    Counterpart("moe_aux_loss_coef", "router_aux_loss_coef"),
+    *in_accelerate_file("pure_bf16 is dtype: bfloat16", "pure_bf16"),
+    *in_accelerate_file("on or off in the Accelerate file", "disable_gradient_checkpointing"),
+    *without_counterpart("only the last answer is trained with a message's `train: false`", "mask_history"),
+    Counterpart("quantization_bit", "load_in_4bit", "4 is load_in_4bit: true, 8 is load_in_8bit: true", "bits"),
+    Counterpart("quantization_method", "load_in_4bit", "bitsandbytes is the only one", "quantizer"),
+    Counterpart("quantization_type", "bnb_4bit_quant_type"),
+    Counterpart("double_quantization", "bnb_4bit_use_double_quant"),
+    *unsupported("another loss", *LOSSES),
+    *unsupported("freezing by name", "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"),
+    Counterpart("additional_target", "modules_to_save", "", "names"),
+    *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_muon"),
+    *unsupported("PiSSA", "pissa_init"),
+    *unsupported("LoRA+", "loraplus_lr_ratio"),
+    *unsupported("rope scaling", "rope_scaling"),
+    Counterpart("add_tokens", "added_tokens", "", "by-code"),
+    Counterpart("add_special_tokens", "added_tokens", "", "by-code"),
+    *ignored("the embedding grows where the tokens need it", "resize_vocab"),
+    Counterpart("adapter_name_or_path", "adapter_name_or_path", "a LoRA adapter to train further"),
+    *unsupported("a new adapter on a merged one", "create_new_adapter"),
+    *unsupported("mixing by probability", "mix_strategy", "interleave_probs", note="weight of an entry of datasets"),
+    *ignored("each entry of datasets has its own path", "dataset_dir", "media_dir"),
+    *ignored("finetune report RUN draws the loss, and more", "plot_loss"),
+    *ignored("the cache is keyed by everything that affects the tokens", "overwrite_cache"),
+    *ignored(ONE_LOSS, "use_unsloth"),
+    *ignored("always the case here", "do_predict", "predict_with_generate"),
+    *ignored(LAUNCHER, "ray_num_workers", "ray_run_name", "ray_storage_path", "resources_per_worker", "placement_strategy"),
+    *ignored("the model's own chat template writes the tools", "tool_format", "enable_thinking", "use_v1_kernels"),
+    *ignored(HUB, "export_dir", "export_hub_model_id"),
+    *FACTORY_PREFERENCES,
+)  # fmt: skip
+# What LLaMA-Factory takes from TrainingArguments, as TRL does.
+_NOT_ITS = {"datasets", "dataset_mixture", "packing_strategy", "chat_template_path"}
+_TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | _NOT_ITS
+LLAMA_FACTORY += tuple(pair for pair in TRL if pair.theirs not in _TRAINER and not pair.theirs.startswith("dataset_"))
+TRL += TRL_PREFERENCES
+
+# torchtune's names at the top of its files; what is nested is in finetune/convert/tool_keys.py.
+TORCHTUNE = (
+    Counterpart("batch_size", "per_device_train_batch_size"),
+    Counterpart("batch_size_val", "per_device_eval_batch_size"),
+    Counterpart("epochs", "num_train_epochs"),
+    Counterpart("max_steps_per_epoch", "max_steps", "times the epochs", "by-code"),
+    Counterpart("lr", "learning_rate"),
+    Counterpart("clip_grad_norm", "max_grad_norm", "", "clip"),
+    Counterpart("lora_rank", "lora_r"),
+    Counterpart("compile", "torch_compile"),
+    Counterpart("log_every_n_steps", "logging_steps"),
+    Counterpart("run_val_every_n_steps", "eval_steps"),
+    Counterpart("save_every_n_steps", "save_steps"),
+    Counterpart("resume_from_checkpoint", "resume_from_checkpoint", "", "resume"),
+    Counterpart("dataset", "datasets", "source or data_files is the path of an entry of datasets", "by-code"),
+    Counterpart("dataset_val", "eval_datasets", "as dataset", "by-code"),
+    *in_accelerate_file(PRECISION, "dtype"),
+    *in_accelerate_file(CHECKPOINTING, "enable_activation_checkpointing"),
+    *in_accelerate_file(SHARDING, "fsdp_cpu_offload", "fsdp_reshard_after_forward", "data_parallel_replicate_dim", "data_parallel_shard_dim"),
+    *TORCHTUNE_PREFERENCES,
+)  # fmt: skip
+
+FLAT_TOOLS: Mapping[str, tuple[Counterpart, ...]] = {
+    "TRL": TRL,
+    "Axolotl": AXOLOTL,
+    "LLaMA-Factory": LLAMA_FACTORY,
+    "torchtune": TORCHTUNE,
+}

@@ -1,0 +1,170 @@
+"""The LoRA adapter that a recipe trains further: found, its config read, and the recipe's keys taken from it. Imports no torch"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from finetune.config.schema import Recipe
+from finetune.constants import ADAPTER, ADAPTER_CONFIG
+from finetune.errors import UserError
+from finetune.files.hub import download_file, download_folder
+from finetune.json_lines import read_json_object
+
+ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
+# Settings under which B A is not what is added to W, or something else is.
+UNSUPPORTED = (
+    "fan_in_fan_out",
+    "megatron_config",
+    "trainable_token_indices",
+    "alora_invocation_tokens",
+    "use_qalora",
+    "layer_replication",
+    "use_bdlora",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+)
+INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, CorDA … change it
+# Keys whose difference no shape would show; the others are compared by the names and shapes of the adapter's tensors.
+COMPARED = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+HEADER_LIMIT_BYTES = 100_000_000  # of a safetensors file, the reference implementation's own limit
+
+
+def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
+    """Raises `UserError` unless `config` describes a LoRA adapter."""
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{where}: peft_type: {config.get('peft_type')!r} is not LORA, the only supported kind")
+    for key in ("r", "lora_alpha"):
+        if not isinstance(config.get(key), int | float) or not config[key] > 0:
+            raise UserError(f"{where}: {key}: a positive number is expected, not {config.get(key)!r}")
+    for key in ("rank_pattern", "alpha_pattern"):
+        pattern = config.get(key) or {}
+        if not isinstance(pattern, dict) or not all(isinstance(n, int | float) and n > 0 for n in pattern.values()):
+            raise UserError(f"{where}: {key}: a mapping of modules to positive numbers is expected")
+
+
+def why_unsupported(config: Mapping[str, Any]) -> str | None:
+    """Why base + B A is not the model that was trained, by the adapter's config; None where it is."""
+    for key in UNSUPPORTED:
+        if config.get(key):
+            return f"{key}: this kind of LoRA is not supported"
+    start = config.get("init_lora_weights", True)
+    if start not in INITIALIZATIONS_THAT_KEEP_THE_BASE:
+        return f"init_lora_weights: {start} changes the base model, so that this adapter does not fit the original"
+    return None
+
+
+def refuse_other_path(path: Path) -> None:
+    """Raises `UserError` if `path`, which is named as a model, holds an adapter, a run or a GGUF file instead."""
+    if path.suffix.lower() == ".gguf" and path.is_file():
+        raise UserError(
+            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, a folder or hub name "
+            "with safetensors"
+        )
+    if (path / ADAPTER_CONFIG).is_file():
+        base = read_json_object(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "ITS_BASE"
+        raise UserError(
+            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, use_peft: true and "
+            f"adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} --output FOLDER`"
+        )
+    if (path / "checkpoints").is_dir():
+        raise UserError(f"{path}: is a run's folder; name its export/, or one of its checkpoints/")
+
+
+def find_adapter(name: str) -> Path:
+    """The folder with adapter_config.json that `name` stands for: a PEFT folder, a run, a checkpoint, or a hub name.
+
+    Raises `UserError` if there is none, or it cannot be downloaded.
+    """
+    path = Path(name)
+    for folder in (path, path / ADAPTER, path / "model"):
+        if (folder / ADAPTER_CONFIG).is_file():
+            return folder
+    if path.exists():
+        is_model = (path / "config.json").is_file()
+        raise UserError(
+            f"adapter_name_or_path: {name}: has no {ADAPTER_CONFIG}; "
+            + ("it is a model: name it in model_name_or_path" if is_model else "name the folder of a LoRA adapter")
+        )
+    download_file(name, ADAPTER_CONFIG)  # says what is wrong with a repository of something else
+    return download_folder(name, [ADAPTER_CONFIG, ADAPTER_WEIGHTS], "its adapter")
+
+
+def complete_lora(recipe: Recipe) -> Recipe:
+    """`recipe` with the keys of LoRA as its adapter_name_or_path has them; unchanged if it names none.
+
+    A key that the recipe sets stays, where it agrees with the adapter. The names and shapes of the adapter's tensors are
+    compared with the model's when they are read (models/lora.py).
+
+    Raises `UserError` if the adapter cannot be read, is of another kind than LoRA, or contradicts the recipe.
+    """
+    name = recipe.lora.adapter_name_or_path
+    if name is None:
+        return recipe
+    folder = find_adapter(name)
+    where = str(folder / ADAPTER_CONFIG)
+    config = read_json_object(folder / ADAPTER_CONFIG)
+    check_adapter_config(config, where)
+    reason = why_unsupported(config)
+    if reason is None and (config.get("bias", "none") != "none" or config.get("lora_bias")):
+        reason = "bias: trained biases are not supported"
+    if reason is not None:
+        raise UserError(f"{where}: {reason}; merge it with the tool that made it, or name another adapter")
+    if not any(folder.glob("*.safetensors")):
+        convert = f"; finetune export {folder} --output NEW_FOLDER --adapter-only converts it"
+        is_torch = (folder / ADAPTER_TORCH_FILE).is_file()
+        raise UserError(
+            f"{folder}: has no {ADAPTER_WEIGHTS}" + (convert if is_torch else "; name the folder of an adapter")
+        )
+    found = _read_keys(config, folder)
+    problems = [
+        f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: the adapter {name} has {json.dumps(value)}; leave {key} out"
+        for key, value in found.items()
+        if key in COMPARED and key in recipe.places and (asked := getattr(recipe.lora, key) or None) != (value or None)
+    ]
+    if problems:
+        raise UserError.of(problems)
+    taken = {key: value for key, value in found.items() if key not in recipe.places}
+    return replace(recipe, lora=replace(recipe.lora, **taken))
+
+
+def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """The keys of `Lora` as adapter_config.json has them."""
+    parameters = list(config.get("target_parameters") or ())
+    targets, saved = config.get("target_modules") or (), config.get("modules_to_save") or ()
+    excluded = [name for name in config.get("exclude_modules") or () if name not in saved]
+    if targets != "all-linear" and (isinstance(targets, str) or excluded or config.get("layers_to_transform")):
+        targets = _list_modules(folder, ".lora_A.")
+    if saved and (folder / ADAPTER_WEIGHTS).is_file():  # a name in peft's list is any end of a module's name
+        saved = _list_modules(folder, ".weight") or saved
+    if targets != "all-linear":
+        # config_for_peft (models/moe/adapters.py) names some layers by their weights.
+        targets = (*targets, *(name.removesuffix(".weight") for name in parameters if name.endswith(".weight")))
+    return {
+        "lora_r": int(config["r"]),
+        "lora_alpha": int(config["lora_alpha"]),
+        "lora_dropout": float(config.get("lora_dropout") or 0.0),
+        "lora_target_modules": targets,
+        "lora_target_parameters": tuple(name for name in parameters if not name.endswith(".weight")),
+        "rank_pattern": config.get("rank_pattern") or None,
+        "alpha_pattern": config.get("alpha_pattern") or None,
+        "modules_to_save": tuple(saved),
+        "use_rslora": bool(config.get("use_rslora")),
+        "use_dora": bool(config.get("use_dora")),
+    }
+
+
+def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
+    """The modules in the adapter's file: with `kind` .lora_A. those that have adapters, with .weight those trained whole."""
+    path = folder / ADAPTER_WEIGHTS
+    try:
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            names = list(json.loads(file.read(size))) if size <= HEADER_LIMIT_BYTES else []
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    short = {name.removeprefix("base_model.model.") for name in names}
+    chosen = {name for name in short if (".lora_" in name) == (kind != ".weight")}
+    return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))

@@ -1,0 +1,102 @@
+"""A base in 4 or 8 bits: how the recipe or the files say it is quantized, and the bytes that a weight takes. Imports no torch."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from finetune.config.methods import Method
+from finetune.errors import UserError
+from finetune.recipe.lora_schema import Quantization
+
+BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
+NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedBytes:
+    """The bytes of one quantized weight in memory."""
+
+    codes: int  # the numbers: two in a byte at 4 bits, one at 8 bits
+    scales: int
+
+    def padded(self, itemsize: int) -> int:
+        """Both together as they are kept: as numbers of the compute dtype, which has `itemsize` bytes."""
+        return sum(math.ceil(size / itemsize) * itemsize for size in (self.codes, self.scales))
+
+
+def quantized_bytes(rows: int, columns: int, quantization: Quantization, block: int = BLOCK) -> QuantizedBytes:
+    """The bytes of a weight [rows, columns], which loading and the plan must agree on.
+
+    >>> quantized_bytes(4096, 4096, Quantization(load_in_4bit=True))
+    QuantizedBytes(codes=8388608, scales=1048576)
+    >>> quantized_bytes(4096, 4096, Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True))
+    QuantizedBytes(codes=8388608, scales=266244)
+    >>> quantized_bytes(4096, 4096, Quantization(load_in_8bit=True))
+    QuantizedBytes(codes=16777216, scales=16384)
+    """
+    numbers = rows * columns
+    if quantization.bits == 8:
+        return QuantizedBytes(numbers, rows * FP32)
+    blocks = math.ceil(numbers / block)
+    if not quantization.bnb_4bit_use_double_quant:
+        return QuantizedBytes(math.ceil(numbers / 2), blocks * FP32)
+    # A byte for each scale, filled up to where an fp32 number may begin; their own scales; and the mean of all of them.
+    nested = math.ceil(blocks / FP32) * FP32 + (math.ceil(blocks / NESTED_BLOCK) + 1) * FP32
+    return QuantizedBytes(math.ceil(numbers / 2), nested)
+
+
+def describe_quantization(quantization: Quantization) -> str:
+    """For messages.
+
+    >>> describe_quantization(Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True))
+    '4 bits (nf4, double quantization)'
+    >>> describe_quantization(Quantization(load_in_8bit=True))
+    '8 bits (int8)'
+    """
+    kind = quantization.bnb_4bit_quant_type if quantization.bits == 4 else "int8"
+    double = ", double quantization" if quantization.bits == 4 and quantization.bnb_4bit_use_double_quant else ""
+    return f"{quantization.bits} bits ({kind}{double})"
+
+
+def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
+    """How a run's base was quantized, by its recipe as files hold it."""
+    return Quantization(
+        load_in_4bit=recipe.get("load_in_4bit") is True,
+        load_in_8bit=recipe.get("load_in_8bit") is True,
+        bnb_4bit_quant_type="fp4" if recipe.get("bnb_4bit_quant_type") == "fp4" else "nf4",
+        bnb_4bit_use_double_quant=recipe.get("bnb_4bit_use_double_quant") is True,
+    )
+
+
+def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
+    """How a teacher is kept: as its files are quantized, by the quantization_config of its config, or as the recipe says."""
+    stored = read_stored_quantization(settings, str(method.teacher_model_name_or_path))
+    in_4_bits = method.teacher_load_in_4bit
+    return stored or Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
+
+
+def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
+    """How the files of a model are quantized, by the `quantization_config` of its config; None where they are not.
+
+    Raises `UserError` for every kind but that of bitsandbytes.
+    """
+    if settings is None:
+        return None
+    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    method = str(settings.get("quant_method") or "")
+    in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
+    if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
+        raise UserError(
+            f"{name}: its weights are quantized ({method or 'quantization_config'}), and only those of bitsandbytes can be "
+            "trained on; name the unquantized model, and set use_peft and load_in_4bit: true to keep it in 4 bits"
+        )
+    quant_type = settings.get("bnb_4bit_quant_type", "fp4")
+    if in_8_bits:
+        return Quantization(load_in_8bit=True)
+    return Quantization(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4" if quant_type == "nf4" else "fp4",
+        bnb_4bit_use_double_quant=settings.get("bnb_4bit_use_double_quant") is True,
+    )

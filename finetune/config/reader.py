@@ -1,0 +1,210 @@
+"""Recipe files, read strictly: every mistake in a file is reported at once, with its line, and nothing is guessed."""
+
+import difflib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from finetune.config.compatibility import find_recipe_problems
+from finetune.config.module_patterns import find_problem
+from finetune.config.overrides import COMMAND_LINE, read_override
+from finetune.config.schema import SECTIONS, DatasetSource, Recipe
+from finetune.config.unknown_keys import ACCELERATE_KEYS, explain_unknown, explain_value
+from finetune.config.yaml_file import UNREADABLE, Entry, read_entries
+from finetune.errors import UserError
+from finetune.files.durable import replace_file
+from finetune.recipe.keys import NESTED, Key, keys_of, recipe_keys
+from finetune.recipe.wording import what_is_wrong
+
+
+def shipped_folder(name: str) -> Path:
+    """`recipes` or `accelerate_configs`: the repository's own in a checkout, else the copy inside the installed package."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / name
+    return installed if installed.is_dir() else package.parent / name
+
+
+RECIPES = shipped_folder("recipes")
+# What makes a text a local path rather than a hub name, so that a missing file is reported before anything is loaded.
+LOCAL_STARTS = ("/", "./", "../", "~")
+LOCAL_ENDS = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt", ".gz", ".jinja")
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """Values that fit the schema; the keys that were meant but did not; and what is wrong, one sentence each."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    unusable: set[str] = field(default_factory=set)
+    problems: list[str] = field(default_factory=list)
+
+
+def find_file(name: str, folder: Path, what: str) -> Path:
+    """The file that `name` means: a path, or a name (with or without .yaml) in `folder`."""
+    shown = folder.relative_to(Path.cwd()) if folder.is_relative_to(Path.cwd()) else folder
+    for candidate in (Path(name), Path(f"{name}.yaml"), shown / name, shown / f"{name}.yaml"):
+        if candidate.is_file():
+            return candidate
+    if Path(name).is_dir():
+        of_run = Path(name) / "recipe.yaml"
+        hint = f"did you mean {of_run}?" if of_run.is_file() and folder == RECIPES else f"name the {what}'s file"
+        raise UserError(f"{name}: a folder, not a {what}; {hint}")
+    known = sorted(path.stem for path in folder.glob("*.yaml"))
+    close = difflib.get_close_matches(Path(name).stem, known, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    if not close and folder != RECIPES and any((RECIPES / file).is_file() for file in (name, f"{name}.yaml")):
+        hint = "it is a recipe, which --recipe takes; "
+    raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
+
+
+def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
+    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it; None: these alone.
+
+    Raises `UserError` naming every mistake in the file and the overrides, one a line.
+    """
+    path = Path(COMMAND_LINE) if name is None else find_file(name, RECIPES, "recipe")
+    entries, problems = ([], []) if name is None else read_entries(path, NESTED)
+    in_file = {entry.key: entry for entry in entries}
+    if in_file.keys() & ACCELERATE_KEYS and not in_file.keys() & recipe_keys().keys():
+        raise UserError(f"{path}: this is an Accelerate config; pass it as --config, and a recipe as --recipe")
+    for text in overrides:
+        entry, found = read_override(text)
+        problems += found
+        if entry is not None:
+            in_file[entry.key] = entry
+    checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
+    problems += checked.problems
+    places = {key: entry.where for key, entry in in_file.items()}
+    problems += map(str, find_recipe_problems(checked.values, places, str(path), checked.unusable))
+    if problems:
+        raise UserError.of(problems)
+    values = checked.values
+    if isinstance(values.get("model_name_or_path"), str):
+        values["model_name_or_path"] = _model_folder(values["model_name_or_path"])
+    sections = {
+        section: schema(**{key: values[key] for key in keys_of(schema, section) if key in values})
+        for section, schema in SECTIONS.items()
+    }
+    places = {key: in_file[key].where for key in values}
+    return Recipe(path=str(path), places=places, **sections)
+
+
+def _model_folder(name: str) -> str:
+    """`name`, or the model/ in it where `name` is a checkpoint of a run (step-00000100)."""
+    model = Path(name) / "model"
+    is_checkpoint = (Path(name) / "manifest.json").is_file() and (model / "config.json").is_file()
+    return str(model) if is_checkpoint else name
+
+
+def to_dict(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as a flat mapping with every key filled in: what recipe.yaml of a run holds."""
+    flat: dict[str, Any] = {}
+    for section in SECTIONS:
+        flat |= asdict(getattr(recipe, section))
+    plain: dict[str, Any] = json.loads(json.dumps(flat))  # tuples become lists
+    return plain
+
+
+def write_recipe(recipe: Recipe, path: Path) -> None:
+    """Writes a recipe file that reads back as the same recipe."""
+    replace_file(path, yaml.safe_dump(to_dict(recipe), sort_keys=False, allow_unicode=True))
+
+
+def _check(entries: Iterable[Entry], known: Mapping[str, Key], folder: Path) -> _Checked:
+    """The entries' values in the types of the schema, and what is wrong with them."""
+    checked = _Checked()
+    for entry in entries:
+        key = known.get(entry.key)
+        if key is None:
+            meant, sentence = explain_unknown(entry.key, known)
+            checked.unusable.add(meant)
+            checked.problems.append(f"{entry.where}: {sentence}")
+            continue
+        readable = entry.value is not UNREADABLE
+        problems = _check_value(entry, key, folder, checked.values) if readable else []
+        if problems or not readable:
+            checked.unusable.add(entry.key)
+            checked.problems.extend(problems)
+    return checked
+
+
+def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -> list[str]:
+    """Puts the entry's value into `values`, or returns what is wrong with it."""
+    value = tuple(entry.value) if isinstance(entry.value, list) else entry.value
+    if key.read_as is not None and value == key.read_as.written and type(value) is type(key.read_as.written):
+        value = key.read_as.meant
+    if entry.key in NESTED and isinstance(value, tuple):
+        value, problems = _check_sources(value, NESTED[entry.key], entry, folder)
+        if problems:
+            return problems
+    try:
+        value = _adapter(entry.key, key.section).validate_python(value, strict=True)
+    except ValidationError as error:
+        also = None if key.read_as is None else key.read_as.written
+        return [
+            f"{entry.where}: {entry.key}: {explain_value(entry.key, value) or what_is_wrong(error, entry.value, also)}"
+        ]
+    if key.is_patterns and (problems := [problem for pattern in value or () if (problem := find_problem(pattern))]):
+        return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
+    if key.is_file_or_name and isinstance(value, str):
+        try:
+            value = value if _is_inline(value) else _located(value, folder)
+            if value is None:
+                return [
+                    f"{entry.where}: {entry.key}: {entry.value}: no such file or folder, here or in the recipe's folder"
+                ]
+        except OSError as error:  # a folder on the way is closed to us, say
+            return [f"{entry.where}: {entry.key}: {entry.value}: cannot be read: {error.strerror or error}"]
+    values[entry.key] = value
+    return []
+
+
+def _check_sources(
+    items: tuple[Any, ...], schema: type, entry: Entry, folder: Path
+) -> tuple[tuple[Any, ...], list[str]]:
+    sources, problems = [], []
+    for item in items:
+        if not (isinstance(item, list) and all(isinstance(e, Entry) for e in item)):
+            problems.append(
+                f"{entry.where}: {entry.key}: each entry is a mapping with at least a path, such as `- path: data.jsonl`"
+            )
+            continue
+        checked = _check(item, keys_of(schema), folder)
+        problems += checked.problems
+        if "path" not in checked.values.keys() | checked.unusable:
+            where = item[0].where if item else entry.where
+            problems.append(f"{where}: {entry.key}: an entry without a path; name its file, folder or hub name")
+        elif not checked.problems:
+            sources.append(schema(**checked.values))
+    return tuple(sources), problems
+
+
+@cache
+def _adapter(key: str, section: str) -> TypeAdapter[Any]:
+    known = keys_of(SECTIONS[section], section) if section else keys_of(DatasetSource)
+    return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
+
+
+def _is_inline(value: str) -> bool:
+    """Whether a value is its own content (Jinja text) or an address, and no path."""
+    return any(mark in value for mark in ("\n", "://", "{{", "{%"))
+
+
+def _located(value: str, folder: Path) -> str | None:
+    """A local path that exists, from here or from the recipe's folder; a name that may be the hub's as it is; else None."""
+    here = Path(value).expanduser()
+    for candidate in (here, folder / value):
+        if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):
+            return _model_folder(str(candidate))
+    return None if value.startswith(LOCAL_STARTS) or value.endswith(LOCAL_ENDS) else value
+
+
+def _matches(pattern: Path) -> bool:
+    anchor = Path(pattern.anchor) if pattern.is_absolute() else Path()
+    return any(anchor.glob(str(pattern.relative_to(anchor))))

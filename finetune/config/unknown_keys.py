@@ -1,0 +1,203 @@
+"""What was meant by a key or a value that is none of ours: another tool's name for it, Accelerate's, or a misspelling."""
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import fields
+
+from finetune.config.other_tools import FLAT_TOOLS
+from finetune.config.schema import SECTIONS, DatasetSource
+from finetune.recipe.keys import Key
+
+# Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
+ACCELERATE_KEYS = frozenset(
+    [
+        "distributed_type",
+        "mixed_precision",
+        "use_cpu",
+        "num_machines",
+        "fsdp_config",
+        "parallelism_config",
+        "deepspeed_config",
+        "fp8_config",
+        "compute_environment",
+        "machine_rank",
+        "main_process_ip",
+        "main_process_port",
+        "main_training_function",
+        "num_processes",
+        "rdzv_backend",
+        "rdzv_conf",
+        "same_network",
+        "debug",
+        "downcast_bf16",
+        "enable_cpu_affinity",
+        "gpu_ids",
+        "tpu_env",
+        "tpu_use_cluster",
+        "tpu_use_sudo",
+        "tpu_name",
+        "tpu_zone",
+        "commands",
+        "command_file",
+        "num_cpu_threads_per_process",
+        "max_restarts",
+        "monitor_interval",
+    ]
+)
+# What many call what a key of an Accelerate file says: name -> that key.
+IN_ACCELERATE_FILE: Mapping[str, str] = {
+    "tp_size": "parallelism_config_tp_size",
+    "tp_config": "parallelism_config_tp_size",
+    "cp_size": "parallelism_config_cp_size",
+    "sp_size": "parallelism_config_sp_size",
+    "sequence_parallel_size": "parallelism_config_sp_size",
+    "cpu_offload": "fsdp_offload_params",
+    "offload_params": "fsdp_offload_params",
+}
+# What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
+IN_RECIPE: Mapping[str, str] = {"ep_size": "expert_parallel_size", "expert_parallel_degree": "expert_parallel_size"}
+LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
+# Names whose nearest spelling is something else, or that are no key anywhere here: name -> (the key that is meant, what to write).
+MEANT: Mapping[str, tuple[str, str]] = {
+    "peft_type": ("use_peft", "peft's name; use_peft: true trains LoRA adapters, the only kind here"),
+    "max_tokens": ("max_length", "no such key; max_length is the number of tokens in a row"),
+    "batch_size": (
+        "per_device_train_batch_size",
+        "torchtune's and Axolotl's name; per_device_train_batch_size is the rows of a micro-batch, global_batch_size those of a step",
+    ),
+    "load_best_model_at_end": (
+        "keep_best_checkpoint",
+        "Transformers' name; here it is keep_best_checkpoint, with eval_steps",
+    ),
+    "train_on_responses_only": (
+        "assistant_only_loss",
+        "Unsloth's name; here it is assistant_only_loss, true by default",
+    ),
+    **dict.fromkeys(("num_gpus", "n_gpus", "gpus", "nproc", "nproc_per_node"), ("", LAUNCHED)),
+}
+
+# Other tools' values of keys that are the same here: key -> their name -> ours.
+OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optim": {
+        "adamw_hf": "adamw_torch",
+        "adamw_apex_fused": "adamw_torch_fused",
+        "adamw_bnb_8bit": "adamw_8bit",
+        "adamw_torch_8bit": "adamw_8bit",
+        "paged_adamw_8bit": "adamw_8bit",
+        "paged_adamw_32bit": "adamw_torch_fused",
+        "adamw": "adamw_torch_fused",
+    },
+    "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
+    "method": {
+        "ipo": "method: dpo with loss_type: ipo",
+        "rpo": "method: dpo with rpo_alpha",
+    },
+    "attn_implementation": {
+        "fa2": "flash_attention_2",
+        "fa3": "flash_attention_3",
+        "fa4": "flash_attention_4",
+        "flash_attention": "auto",
+    },
+}
+LION = "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the same memory, adamw_8bit less"
+# Key -> their name -> why there is none.
+REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
+    "optim": dict.fromkeys(("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), LION)
+    | {"adamw_torch_4bit": "not supported; adamw_8bit is the smallest AdamW here"},
+    "lr_scheduler_type": {
+        "cosine_with_restarts": "a rate that jumps back is not supported; cosine, or warmup_stable_decay",
+        "reduce_lr_on_plateau": "the rate is a function of the step here; cosine, or warmup_stable_decay",
+    },
+    "save_strategy": {"best": "every new best is saved with keep_best_checkpoint: true"},
+    "eval_strategy": {"best": "it is for save_strategy in Transformers; here see keep_best_checkpoint"},
+}
+
+
+def explain_unknown(key: str, known: Mapping[str, Key]) -> tuple[str, str]:
+    """The key that was probably meant by `key`, else `key` itself, and a sentence for the user.
+
+    `known` are the keys at that place of the file: the recipe's, or those of an entry of `datasets`.
+    """
+    top_level = "path" not in known
+    if top_level and key in {field.name for field in fields(DatasetSource)}:
+        return (
+            key,
+            f"{key}: a key of each entry of datasets; write it there, as in datasets=[{{path: ..., {key}: ...}}]",
+        )
+    if top_level and key in MEANT:
+        ours, sentence = MEANT[key]
+        return ours or key, f"{key}: {sentence}"
+    foreign = foreign_names()
+    if top_level and key in foreign:
+        whose, ours = foreign[key]
+        return ours, f"{key}: {whose} name; here it is {ours}"
+    if top_level and key in (unneeded := keys_without_counterpart()):
+        whose, note = unneeded[key]
+        return key, f"{key}: {whose} name; no such key: {note}"
+    if top_level and (plain := key.removeprefix("parallelism_config_")) in IN_RECIPE:
+        return IN_RECIPE[plain], f"{key}: no such key; here it is {IN_RECIPE[plain]}"
+    if top_level and key in IN_ACCELERATE_FILE:
+        return key, f"{key}: no such key; write {IN_ACCELERATE_FILE[key]} in a copy of the Accelerate file"
+    if top_level and (key in ACCELERATE_KEYS or key.startswith(("fsdp_", "parallelism_config_"))):
+        return (
+            key,
+            f"{key}: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names",
+        )
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.6)
+    if close:
+        return close[0], f"{key}: no such key; did you mean {close[0]}?"
+    listed = "docs/recipes.md lists them" if top_level else f"one of {', '.join(known)}"
+    return key, f"{key}: no such key; {listed}"
+
+
+def explain_value(key: str, value: object) -> str | None:
+    """A sentence on another tool's value of a key that is the same here; None where it is not known.
+
+    >>> explain_value("optim", "paged_adamw_8bit")
+    "paged_adamw_8bit: another tool's name; here it is adamw_8bit"
+    """
+    if key == "warmup_steps" and isinstance(value, float) and 0 < value < 1:
+        return f"{value:g}: a number of steps is expected; a share of them is warmup_ratio: {value:g}"
+    if key == "resume_from_checkpoint" and value is False:
+        return "false: write none to start over, or auto to resume where there is a checkpoint"
+    if not isinstance(value, str):
+        return None
+    ours, refused = OTHER_VALUES.get(key, {}).get(value), REFUSED_VALUES.get(key, {}).get(value)
+    if ours is not None:
+        return f"{value}: another tool's name; here it is {ours}"
+    return None if refused is None else f"{value}: {refused}"
+
+
+def foreign_names() -> dict[str, tuple[str, str]]:
+    """Other tools' names for keys that have a different name here: name -> (whose it is, ours).
+
+    >>> foreign_names()["sequence_len"], foreign_names()["lora_rank"][0]
+    (("Axolotl's", 'max_length'), "LLaMA-Factory's and torchtune's")
+    """
+    own = {key.name for section in SECTIONS.values() for key in fields(section)}
+    entry = {key.name for key in fields(DatasetSource)}  # keys of an entry that others have at the top
+    found: dict[str, tuple[list[str], str]] = {}
+    for tool, counterparts in FLAT_TOOLS.items():
+        for pair in counterparts:
+            if pair.ours is None or pair.theirs in own or "." in pair.theirs:
+                continue
+            meant = (
+                f"{pair.ours} ({pair.note})" if pair.ours == "accelerate_config" or pair.theirs in entry else pair.ours
+            )
+            found.setdefault(pair.theirs, ([], meant))[0].append(f"{tool}'s")
+    return {key: (" and ".join(whose[:2]), ours) for key, (whose, ours) in found.items()}
+
+
+def keys_without_counterpart() -> dict[str, tuple[str, str]]:
+    """Other tools' keys that have no counterpart here: name -> (whose it is, why, or what to do instead).
+
+    >>> keys_without_counterpart()["max_prompt_length"]
+    ("TRL's", 'max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning there')
+    """
+    own = {key.name for section in SECTIONS.values() for key in fields(section)}
+    found: dict[str, tuple[str, str]] = {}
+    for tool, counterparts in FLAT_TOOLS.items():
+        for pair in counterparts:
+            if pair.ours is None and pair.note and pair.theirs not in own and "." not in pair.theirs:
+                found.setdefault(pair.theirs, (f"{tool}'s", pair.note))
+    return found

@@ -1,0 +1,1 @@
+"""What a run prints and logs: metrics and experiment trackers."""

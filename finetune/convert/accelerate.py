@@ -1,0 +1,148 @@
+"""The Accelerate file that a recipe of another tool asks for: how it is spread, in which precision it computes."""
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from finetune.convert.rules import read_section
+from finetune.convert.tool_keys import Tool
+
+Precision = Literal["no", "bf16", "fp16"]
+Sharding = Literal["none", "full", "grad_op", "offload", "hybrid"]
+COMMAND = re.compile(r"tune run (?:--\S+[ =]\S+ )*(\w\S*)")  # in the comments of torchtune's files
+FILES: Mapping[Sharding, str] = {
+    "full": "fsdp_full_shard_auto",
+    "grad_op": "fsdp_shard_grad_op",
+    "offload": "fsdp_cpu_offload",
+    "hybrid": "fsdp_hybrid_shard",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """What a file says of sharding, precision and memory; `precision` as Accelerate's mixed_precision."""
+
+    sharding: Sharding
+    precision: Precision
+    checkpointing: bool
+    pure_bf16: bool = False  # parameters in bf16 too
+    tensors: int = 1  # ranks that divide a layer's matrices
+    sequences: int = 1  # ranks that divide a row's tokens
+
+    @property
+    def file(self) -> str | None:
+        """A shipped Accelerate file; None where leaving accelerate_config out is the same (one process or DDP in fp32)."""
+        if self.sharding == "none":
+            return None if self.precision == "no" else "ddp_checkpointing" if self.checkpointing else "ddp"
+        return FILES[self.sharding]
+
+    def differences(self) -> Iterator[str]:
+        """Where the Accelerate file differs from theirs, one sentence each."""
+        if self.file is not None and self.precision != "bf16":
+            yield f"mixed_precision: {self.precision} there, bf16 in {self.file}.yaml; set it in a copy of that file"
+        sizes = {"tp_size": self.tensors, "cp_size": self.sequences}
+        asked = [f"parallelism_config_{key}: {size}" for key, size in sizes.items() if size > 1]
+        if asked:
+            file = f"a copy of {self.file or FILES['full']}.yaml"
+            yield f"the ranks divide tensors or sequences too there; set {' and '.join(asked)} in {file}, which divides data alone"
+        if self.sharding == "hybrid":
+            yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
+
+
+def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
+    """The layout of their file; `text` is the file with its comments, where torchtune names the recipe that it is for."""
+    if tool == "torchtune":
+        return _torchtune(theirs, text)
+    return _automodel(theirs) if tool == "Automodel" else _trainer(tool, theirs)
+
+
+def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
+    """Files of Trainer's vocabulary: Axolotl's, LLaMA-Factory's, TRL's."""
+    asks_fp16 = theirs.get("fp16") is True or theirs.get("float16") is True
+    half = theirs.get("bf16") or theirs.get("bfloat16") or theirs.get("pure_bf16")
+    half = half or (tool == "TRL" and "bf16" not in theirs and not asks_fp16)  # SFTConfig's default
+    sharding = _sharding(theirs.get("fsdp"), theirs.get("fsdp_config"), theirs.get("deepspeed"))
+    if sharding == "none" and ("fsdp_version" in theirs or _above_one(theirs.get("dp_shard_size"))):
+        sharding = "full"
+    if tool == "TRL" and sharding == "none":
+        sharding = "full"  # set in the Accelerate file of the launch, as here
+    if _above_one(theirs.get("dp_replicate_size")) and sharding != "none":
+        sharding = "hybrid"
+    inner = _plain(read_section(theirs, "fsdp_config"))
+    checkpointing = bool(theirs.get("gradient_checkpointing", tool != "Axolotl")) or bool(
+        inner.get("activation_checkpointing")
+    )
+    if theirs.get("disable_gradient_checkpointing"):
+        checkpointing = False
+    pure = bool(theirs.get("pure_bf16")) or (tool == "Axolotl" and bool(half) and sharding == "none")
+    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_size")) for kind in ("tensor", "context"))
+    sequences = max(sequences, _size(theirs.get("sequence_parallel_degree")))  # Axolotl's older name
+    precision: Precision = "bf16" if half else "fp16" if asks_fp16 else "no"
+    return Layout(sharding, precision, checkpointing, pure, tensors, sequences)
+
+
+def _sharding(fsdp: Any, config: Any, deepspeed: Any) -> Sharding:
+    stage = str(deepspeed or "").lower()
+    if "z0" in stage or "zero0" in stage:
+        return "none"
+    if stage:
+        if "offload" in stage:
+            return "offload"
+        return "full" if any(mark in stage for mark in ("z3", "zero3", "zero_3", "'stage': 3")) else "grad_op"
+    options = " ".join(map(str, fsdp)) if isinstance(fsdp, list) else str(fsdp or "")
+    inner = _plain(config) if isinstance(config, dict) else {}
+    if not options and not inner:
+        return "none"
+    strategy = str(inner.get("sharding_strategy", "")).upper()
+    if "offload" in options or inner.get("offload_params") is True:
+        return "offload"
+    if "HYBRID" in strategy or "hybrid" in options:
+        return "hybrid"
+    keeps = inner.get("reshard_after_forward") is False or strategy == "SHARD_GRAD_OP" or "shard_grad_op" in options
+    return "none" if strategy == "NO_SHARD" else "grad_op" if keeps else "full"
+
+
+def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
+    command = COMMAND.search(text)
+    is_single = command is not None and command[1].endswith("single_device")
+    sharding: Sharding = "none" if is_single else "offload" if theirs.get("fsdp_cpu_offload") else "full"
+    if sharding == "full" and theirs.get("fsdp_reshard_after_forward") is False:
+        sharding = "grad_op"
+    if sharding == "full" and _above_one(theirs.get("data_parallel_replicate_dim")):
+        sharding = "hybrid"
+    dtype = str(theirs.get("dtype", "bf16"))
+    precision: Precision = "bf16" if dtype == "bf16" else "fp16" if dtype == "fp16" else "no"
+    tensors, sequences = (_size(theirs.get(f"{kind}_parallel_dim")) for kind in ("tensor", "context"))
+    checkpointing = bool(theirs.get("enable_activation_checkpointing"))
+    return Layout(sharding, precision, checkpointing, precision == "bf16", tensors, sequences)
+
+
+def _automodel(theirs: Mapping[str, Any]) -> Layout:
+    distributed = read_section(theirs, "distributed")
+    dtype = str(read_section(theirs, "model").get("torch_dtype", "auto"))
+    sharding: Sharding = "full"
+    if distributed.get("strategy") == "ddp":
+        sharding = "none"
+    elif "CPUOffload" in str(distributed.get("offload_policy")):
+        sharding = "offload"
+    elif _above_one(distributed.get("dp_replicate_size")):
+        sharding = "hybrid"
+    elif distributed.get("reshard_after_forward") is False:
+        sharding = "grad_op"
+    tensors, sequences = (_size(distributed.get(f"{kind}_size")) for kind in ("tp", "cp"))
+    checkpointing = bool(distributed.get("activation_checkpointing"))
+    return Layout(sharding, "bf16", checkpointing, "32" not in dtype, tensors, sequences)
+
+
+def _plain(config: Mapping[Any, Any]) -> dict[str, Any]:
+    return {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
+
+
+def _above_one(value: Any) -> bool:
+    return _size(value) > 1
+
+
+def _size(value: Any) -> int:
+    """The ranks in a dimension; 1 where the file does not say."""
+    return value if isinstance(value, int) and value > 1 else 1

@@ -1,0 +1,285 @@
+"""Documents as text with the spans that are trained on, and checks of what the chat template made of them."""
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import zip_longest
+
+from finetune.data.formats import Completion, Conversation, Document, Text
+from finetune.data.messages import BadRow, Message
+from finetune.data.spans import AskedTurn, ask_turn, is_as_asked, read_messages, render_conversation
+from finetune.data.template import Renderer, Span
+
+CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
+THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]")
+THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
+COMPARED = ("unlike_inference", "prompt_not_continued")  # the findings that show a difference
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers passes them to templates as one
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedText:
+    """A document as the tokenizer reads it. Returned by `render`."""
+
+    text: str
+    spans: tuple[Span, ...]  # what is trained on
+    is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
+    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
+    group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
+    rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
+    difference: str = ""  # the first token that is not what inference sees, for the finding that says so
+
+
+def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
+    """The texts in which the turns of a document are trained on, as `renderer.turns` asks. Raises `BadRow`.
+
+    Every trained turn stands after exactly what inference gives when it is asked for: the template, applied to the
+    conversation so far, with the generation prompt. `auto` writes as few texts as have this property: one for a template
+    that writes a turn alike whatever follows it.
+    """
+    if not isinstance(document, Conversation) or not renderer.assistant_only:
+        return (render(document, renderer),)
+    if renderer.turns == "last":
+        document = _keep_turns(document, [i for i, trained in enumerate(document.trained) if trained][-1:])
+    whole = None
+    if renderer.turns != "split":
+        try:
+            whole = render(document, renderer)
+        except BadRow:  # the turns cannot be found in the whole text
+            if renderer.turns == "whole":
+                raise
+        if whole is not None and is_as_asked(whole.text, document, renderer):
+            cut = renderer.turns == "auto" and any(_cuts_token(whole.text, span, renderer) for span in whole.spans[:-1])
+            if not cut:
+                return (whole,)
+    messages = read_messages(document, renderer)
+    wanted = [i for i, trained in enumerate(document.trained) if trained]
+    asked = {i: turn for i in wanted if (turn := ask_turn(messages, i, document.tools, renderer))}
+    if whole is not None and (renderer.turns == "whole" or len(asked) < len(wanted)):
+        return (_compare_with_asked(whole, asked, renderer),)
+    if len(asked) < len(wanted) or not wanted:
+        return (render(document, renderer),)
+
+    def holds(text: str, i: int) -> bool:
+        turn = asked[i]
+        return turn.is_in(text) and (i == wanted[-1] or not _cuts_token(text, (turn.start, turn.end), renderer))
+
+    if whole is not None and all(holds(whole.text, i) and turn.is_continued for i, turn in asked.items()):
+        return (whole,)
+    texts: list[RenderedText] = []
+    while asked:  # from the last turn to the first: a text holds every earlier turn that it writes as inference does
+        last = max(asked)
+        text = asked[last].text
+        held = {i: turn for i, turn in asked.items() if i == last or (renderer.turns != "split" and holds(text, i))}
+        texts.append(_render_asked(_keep_turns(document, held), held, renderer))
+        asked = {i: turn for i, turn in asked.items() if i not in held}
+    split = ("turns_split",) if len(texts) > 1 else ()
+    return tuple(replace(text, findings=(*text.findings, *split)) for text in reversed(texts))
+
+
+def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
+    """Whether a token of the text as a whole, as inference has it in later turns, crosses a border of a trained span."""
+    for border in span:
+        special = renderer.special_tokens
+        begin, end = max(border - CONTEXT, 0), border + CONTEXT
+        begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
+        following = special.search(text, border, end)
+        end = following.start() if following else end
+        if begin < border < min(end, len(text)) and not _keeps_border(text[begin:border], text[border:end], renderer):
+            return True
+    return False
+
+
+@lru_cache(maxsize=4096)
+def _keeps_border(before: str, after: str, renderer: Renderer) -> bool:
+    """Whether two texts have the same tokens together as apart."""
+    parts = [renderer.backend.encode(text, add_special_tokens=False) for text in (before, after, before + after)]
+    return bool(parts[0].offsets[-1:] == parts[2].offsets[: len(parts[0].ids)][-1:])
+
+
+def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversation:
+    """The conversation up to the last of `turns`, with these alone trained on."""
+    kept = set(turns)
+    if not kept:
+        return conversation
+    trained = tuple(i in kept for i in range(max(kept) + 1))
+    return replace(conversation, messages=conversation.messages[: len(trained)], trained=trained)
+
+
+def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
+    """The text of a conversation that ends with the last of `turns`, in which all of these stand as inference has them."""
+    text = turns[max(turns)].text
+    spans = {i: (turn.start, turn.end) for i, turn in sorted(turns.items())}
+    findings = (
+        *_check_turns(conversation, text, tuple(spans.values()), renderer),
+        *_find_dropped(conversation, text, spans),
+    )
+    return _compare_with_asked(RenderedText(text, tuple(spans.values()), False, findings), turns, renderer)
+
+
+def _compare_with_asked(rendered: RenderedText, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
+    """`rendered`, with the findings of what inference would see or write otherwise, and the first token of that."""
+    for i, turn in sorted(turns.items()):
+        expected = turn.prompt if not turn.is_continued else turn.text[: turn.end]
+        if rendered.text.startswith(expected) and turn.is_continued:
+            continue
+        name = "prompt_not_continued" if not turn.is_continued else "unlike_inference"
+        found, seen = _show_difference(rendered.text, expected, renderer)
+        difference = f"message {i + 1} is trained with {found!r} where inference has {seen!r}"
+        return replace(rendered, findings=(*rendered.findings, name), difference=difference)
+    return rendered
+
+
+def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
+    """(the first token of `text` that differs, the token that `expected` has there)."""
+    tokens = [renderer.backend.encode(each, add_special_tokens=False) for each in (text, expected)]
+    ids = zip_longest(*(each.ids for each in tokens))
+    first = next((i for i, (one, other) in enumerate(ids) if one != other), 0)
+    found, seen = (
+        each[slice(*encoded.offsets[first])] if first < len(encoded.ids) else ""
+        for each, encoded in zip((text, expected), tokens, strict=True)
+    )
+    return found, seen
+
+
+def render(document: Document, renderer: Renderer) -> RenderedText:
+    """A document as one text and what of it is trained on. Raises `BadRow` if the chat template rejects it."""
+    match document:
+        case Text(text):
+            # A BOS in the text would be a second one beside the tokenizer's own.
+            text = text.removeprefix(renderer.bos)
+            typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
+            whole = text + renderer.eos
+            return RenderedText(whole, ((0, len(whole)),), True, typed)
+        case Completion(prompt, completion):
+            prompt = prompt.removeprefix(renderer.bos)
+            whole = prompt + completion + renderer.eos
+            findings = tuple(_check_completion(document, renderer))
+            return RenderedText(whole, ((len(prompt), len(whole)),), True, findings)
+        case Conversation():
+            text, spans, turns = render_conversation(document, renderer)
+            findings = (*_check_turns(document, text, spans, renderer), *_find_dropped(document, text, turns))
+            return RenderedText(text, spans, False, findings)
+
+
+def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:
+    prompt, completion = document.prompt, document.completion
+    if renderer.special_tokens.search(prompt) or renderer.special_tokens.search(completion):
+        yield "typed_special_token"
+    if not renderer.eos:
+        yield "no_end_of_turn"
+    if prompt and completion and not prompt[-1].isspace() and not completion[0].isspace():
+        yield "no_space_between"
+    if renderer.has_template:
+        yield "template_unused"
+
+
+def _check_turns(conversation: Conversation, text: str, spans: tuple[Span, ...], renderer: Renderer) -> Iterator[str]:
+    messages = conversation.messages
+    if any(renderer.special_tokens.search(message["content"]) for message in messages):
+        yield "typed_special_token"
+    if messages[0]["role"] == "assistant":
+        yield "begins_with_assistant"
+    if not _describes_calls(conversation):
+        yield "calls_without_tools"
+    if not renderer.has_template:
+        yield "plain_template"
+    if spans and not _ends_turn(text[slice(*spans[-1])], renderer):
+        yield "no_end_of_turn"
+    elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
+        yield "end_of_turn_is_text"
+    elif spans and not _stops(text[slice(*spans[-1])], renderer):
+        yield "stop_not_trained"
+
+
+def _describes_calls(conversation: Conversation) -> bool:
+    """Whether the name of every called tool stands in a schema or in a system message."""
+    schemas = [json.dumps(tool, default=str) for tool in conversation.tools]
+    described = schemas + [m["content"] for m in conversation.messages if m["role"] in ("system", "developer")]
+    calls = [call["function"]["name"] for message in conversation.messages for call in message.get("tool_calls", ())]
+    return all(any(name in text for text in described) for name in calls)
+
+
+def _ends_turn(trained: str, renderer: Renderer) -> bool:
+    """Whether a trained span ends with the template's end of turn, or with a special token."""
+    if renderer.end_of_turn and trained.endswith(renderer.end_of_turn):
+        return True
+    ends = [match.end() for match in renderer.special_tokens.finditer(trained)]
+    return bool(ends) and ends[-1] == len(trained.rstrip())
+
+
+def _stops(trained: str, renderer: Renderer) -> bool:
+    """Whether the last special token of a trained span is one at which generation stops."""
+    *_, last = renderer.special_tokens.finditer(trained)
+    return renderer.up_to_stop.fullmatch(last[0]) is not None
+
+
+def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> Iterator[str]:
+    """Names of the checks for what the conversation holds and its rendered `text` does not.
+
+    `turns`: message index -> span of an assistant's turn in the text; empty if the turns cannot be found in it.
+    """
+    messages, trained = conversation.messages, conversation.trained
+    answers = {
+        i: text[slice(*turns[i])] if i in turns else text for i, m in enumerate(messages) if m["role"] == "assistant"
+    }
+    last = max(answers)
+    if any(m["role"] in ("system", "developer") and m["content"].strip() not in text for m in messages):
+        yield "system_dropped"
+    if any(m["role"] == "user" and _take_last_line(m["content"]) not in text for m in messages):
+        yield "user_dropped"
+    # Templates may rewrite the content of earlier turns, so only the last one is compared, and those with tool calls.
+    compared = (i for i in answers if trained[i] and (i == last or messages[i].get("tool_calls")))
+    if any(_take_last_line(messages[i]["content"]) not in text for i in compared):
+        yield "assistant_dropped"
+    if any(trained[i] and _is_empty(messages[i]) for i in answers):
+        yield "empty_answer"
+    dropped = [i for i in answers for call in messages[i].get("tool_calls", ()) if not _holds_call(answers[i], call)]
+    if any(trained[i] for i in dropped):
+        yield "tool_calls_dropped"
+    if any(not trained[i] for i in dropped) or not _holds_tools(conversation, text, turns):
+        yield "tools_dropped"
+    reasoned = (i for i in answers if trained[i])
+    if any(not _holds(answers[i], _read_reasoning(messages[i]).rpartition("\n")[2].strip()) for i in reasoned):
+        yield "reasoning_dropped"
+
+
+def _is_empty(message: Message) -> bool:
+    return not (message["content"].strip() or message.get("tool_calls") or _read_reasoning(message))
+
+
+def _read_reasoning(message: Message) -> str:
+    """What the assistant thinks before it answers: from its own key, or from the tags inside the content."""
+    own = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "").strip()
+    inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1] if not own else ""
+    return own or (inside.strip() if THINKING_END.search(message["content"]) else "")
+
+
+def _take_last_line(content: str) -> str:
+    """The part of a content that every template writes as it is: it may trim it, or move its reasoning elsewhere."""
+    return str(THINKING_END.split(content)[-1].strip().rpartition("\n")[2].strip())
+
+
+def _holds_call(answer: str, call: Message) -> bool:
+    """Whether a call's name and the names of its arguments stand in the assistant's turn."""
+    function = call["function"]
+    return all(_holds(answer, str(name)) for name in (function["name"], *function.get("arguments", ())))
+
+
+def _holds_tools(conversation: Conversation, text: str, turns: Mapping[int, Span]) -> bool:
+    """Whether the names of the tools, and their results, stand outside the assistant's turns."""
+    outside, position = "", 0
+    for start, end in turns.values():
+        outside, position = outside + text[position:start], end
+    outside += text[position:]
+    schemas = [tool.get("function", tool) for tool in conversation.tools]
+    wanted = [str(schema["name"]) for schema in schemas if isinstance(schema, dict) and "name" in schema]
+    wanted += [_take_last_line(m["content"]) for m in conversation.messages if m["role"] == "tool"]
+    return all(_holds(outside, words) for words in wanted)
+
+
+def _holds(text: str, words: str) -> bool:
+    """Whether the text holds the words, as they are or as JSON writes them."""
+    return words in text or any(json.dumps(words, ensure_ascii=escape)[1:-1] in text for escape in (False, True))

@@ -1,0 +1,201 @@
+"""The weights of the result: planned as values in files, then streamed to disk a block at a time."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import xxhash
+
+from finetune.config.pretrained_adapter import ADAPTER_WEIGHTS, why_unsupported
+from finetune.constants import ADAPTER
+from finetune.errors import UserError
+from finetune.export import lora_merge as lora
+from finetune.export.blocks import (
+    Value,
+    as_floating,
+    boxed_value,
+    cast_rows,
+    prefetch,
+    raw_bytes,
+    row_blocks,
+    stored_value,
+)
+from finetune.export.merge import choose_written_dtype, find_stored, plan_values
+from finetune.export.merge_choice import MergeChoice
+from finetune.export.options import ExportOptions
+from finetune.export.shard_files import fill_file, make_file
+from finetune.export.source import Adapter, Source
+from finetune.export.target import TargetModel
+from finetune.files.durable import sync_folder, write_file
+from finetune.files.safetensors_header import header_bytes
+from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, read_slice
+from finetune.models.lora import PEFT_PREFIX
+from finetune.models.weight_conversions import Box, Slices
+from finetune.terminal import progress_bar
+from finetune.units import read_size
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One safetensors file of the result."""
+
+    name: str  # its path in the result's folder
+    values: tuple[Value, ...]
+
+    @property
+    def header(self) -> bytes:
+        return header_bytes(((v.name, v.dtype, v.shape) for v in self.values), {"format": "pt"})
+
+    @property
+    def byte_count(self) -> int:
+        return len(self.header) + sum(value.byte_count for value in self.values)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """What will be written. Returned by `plan_weights`."""
+
+    model: tuple[Shard, ...]  # empty where the adapter alone is exported
+    adapter: Shard | None
+    dtype: torch.dtype  # of the model
+    stored: Mapping[
+        str, StoredTensor
+    ]  # by the target's names: the checkpoint's tensors, or the base's under an adapter
+    merge: MergeChoice | None = None  # of an adapter that was trained on a quantized base
+
+    @property
+    def shards(self) -> tuple[Shard, ...]:
+        return (*self.model, *([self.adapter] if self.adapter is not None else []))
+
+    @property
+    def byte_count(self) -> int:
+        return sum(shard.byte_count for shard in self.shards)
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenWeights:
+    """Weights on disk. Returned by `write_weights`."""
+
+    shards: tuple[Shard, ...]
+    digests: Mapping[str, str]  # xxh3_128 of each tensor's bytes, taken from memory on their way to the file
+
+
+def plan_weights(
+    source: Source, target: TargetModel, options: ExportOptions, merge: MergeChoice | None = None
+) -> Weights:
+    """The files of the result, and how each tensor in them follows from what is stored. Reads no values, but tied ones.
+
+    Raises `UserError` where the stored tensors are not those of `target`, or an adapter does not fit it.
+    """
+    if source.adapter is None and not options.model:
+        raise UserError(f"{source.path}: holds no adapter; omit --adapter-only")
+    where, dtype = str(source.path), choose_written_dtype(source, target, options)
+    adapter = None
+    if source.adapter is not None and options.adapter:
+        adapter = _plan_adapter(source.adapter, target, where, options)
+    if not options.model:
+        return Weights((), adapter, dtype, {})
+    stored = find_stored(source, target)
+    planned = plan_values(source, target, stored, dtype, merge.onto if merge else "original")
+    values = list(_plan_files(source, target, stored, planned))
+    return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored, merge)
+
+
+def _plan_files(
+    source: Source, target: TargetModel, stored: Mapping[str, StoredTensor], planned: Mapping[str, Value]
+) -> Iterator[Value]:
+    """The tensors of the files, of those that the model holds: an expert's is a part of all experts' of its layer."""
+    updates = lora.find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
+
+    def read(parameter: str, slices: Slices) -> torch.Tensor:
+        values = as_floating(read_slice(stored[parameter], slices))
+        return updates[parameter].apply(values, slices) if parameter in updates else values
+
+    for name, box in target.files.items():
+        first, parameters = box.parts[0].name, {part.name for part in box.parts}
+        if box.parts == Box.whole(first, box.shape).parts:
+            yield replace(planned[first], name=name)
+        elif parameters & source.quantized.keys() or any(
+            updates[parameter].needs_whole_rows for parameter in parameters & updates.keys()
+        ):
+            raise UserError(
+                f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in its files; --adapter-only "
+                "exports the adapter as it is"
+            )
+        else:
+            yield boxed_value(name, box, read, planned[first].dtype)
+
+
+def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:
+    dtype = getattr(torch, options.dtype) if options.dtype and not options.model else None
+    if why_unsupported(adapter.config) is None:
+        lora.find_updates(adapter, target, where)  # raises unless it is complete and fits
+    tensors = dict(adapter.tensors)
+    for name, first in target.tied.items():  # peft gives each module that it replaces a copy of its own
+        if first in tensors and name.rpartition(".")[0] in (adapter.config.get("modules_to_save") or ()):
+            tensors.setdefault(name, tensors[first])
+    values = (stored_value(tensor, PEFT_PREFIX + name, dtype or tensor.dtype) for name, tensor in tensors.items())
+    folder = f"{ADAPTER}/" if options.model else ""
+    return Shard(folder + ADAPTER_WEIGHTS, tuple(sorted(values, key=lambda value: value.name)))
+
+
+def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[Shard, ...]:
+    """`values` in order, each file filled up to `max_shard_bytes` of values; a larger tensor gets a file of its own."""
+    groups: list[list[Value]] = [[]]
+    filled = 0
+    for value in values:
+        if groups[-1] and filled + value.byte_count > max_shard_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(value)
+        filled += value.byte_count
+    stem = SINGLE_FILE.removesuffix(".safetensors")
+    names = [f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
+    names = names if len(groups) > 1 else [SINGLE_FILE]
+    # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and order is kept otherwise.
+    return tuple(
+        Shard(name, tuple(sorted(group, key=lambda value: -value.dtype.itemsize)))
+        for name, group in zip(names, groups, strict=True)
+    )
+
+
+def write_weights(
+    folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = lambda _file, _end: None
+) -> WrittenWeights:
+    """Fills the files that `make_files` made. Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are there."""
+    digests = {value.name: xxhash.xxh3_128() for shard in weights.shards for value in shard.values}
+    with progress_bar("writing", weights.byte_count) as advance:
+        for shard in weights.shards:
+            content = _stream(shard, digests, advance)
+            fill_file(folder / shard.name, len(shard.header), content, partial(on_disk, shard.name))
+    return WrittenWeights(weights.shards, {name: digest.hexdigest() for name, digest in digests.items()})
+
+
+def make_files(folder: Path, weights: Weights) -> None:
+    """Every safetensors file of the result at its full size, with its header but without values, and a model's index."""
+    for shard in weights.shards:
+        (folder / shard.name).parent.mkdir(exist_ok=True)
+        make_file(folder / shard.name, shard.header, shard.byte_count)
+    if len(weights.model) > 1:
+        total = sum(value.byte_count for shard in weights.model for value in shard.values)
+        weight_map = {value.name: shard.name for shard in weights.model for value in shard.values}
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_file(folder / INDEX_FILE, [f"{json.dumps(index, indent=2)}\n".encode()])
+    for inner in {(folder / shard.name).parent for shard in weights.shards}:
+        sync_folder(inner)
+
+
+def _stream(
+    shard: Shard, digests: Mapping[str, xxhash.xxh3_128], advance: Callable[[int], object]
+) -> Iterator[memoryview]:
+    """The bytes of one file's values, in order; adds those of each tensor to its digest."""
+    parts = [(value, start, stop) for value in shard.values for start, stop in row_blocks(value.shape)]
+    for (value, _, _), block in zip(parts, prefetch(cast_rows, parts), strict=True):
+        if block.numel():
+            content = raw_bytes(block)
+            digests[value.name].update(content)
+            yield content
+            advance(block.nbytes)

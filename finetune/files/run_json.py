@@ -1,0 +1,118 @@
+"""benchmarks.json of a run: what lm-eval measured of its model and its base, for the report and the model card. No torch."""
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from finetune.files.durable import replace_file
+from finetune.json_lines import read_json_object
+
+BENCHMARKS = "benchmarks.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchmarkResult:
+    """One metric of one task. `base` is what the model before training reaches; None where it was not measured."""
+
+    task: str
+    metric: str
+    filter: str = "none"  # what of an answer is compared; lm-eval's name
+    trained: float
+    trained_stderr: float | None = None
+    base: float | None = None
+    base_stderr: float | None = None
+    higher_is_better: bool = True
+    samples: int | None = None  # documents that were asked; None: unknown
+    is_limited: bool = False  # not all of the task's documents were asked
+    num_fewshot: int | None = None
+    chat_template: bool = False
+    version: str = ""  # of the task
+    model: str = ""  # the folder that was measured
+    base_model: str | None = None
+    lm_eval: str = ""  # its version
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """Results with the same key replace each other."""
+        return (self.model, self.task, self.metric, self.filter, self.num_fewshot, self.chat_template)
+
+
+def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
+    """The results in a run's folder; those that cannot be read are skipped, and the page or card lacks them."""
+    entries = read_json_object(run / BENCHMARKS).get("results") if run is not None else None
+    found = map(_read_entry, entries) if isinstance(entries, list) else ()
+    return [result for result in found if result is not None]
+
+
+def write_benchmarks(path: Path, results: Iterable[BenchmarkResult]) -> None:
+    """Writes `results` to a file of their own. Raises `OSError`."""
+    content = {"results": [asdict(result) for result in results]}
+    replace_file(path, json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+
+def merge_results(old: Sequence[BenchmarkResult], new: Sequence[BenchmarkResult]) -> list[BenchmarkResult]:
+    """`old` with `new` in place of what measured the same."""
+    replaced = {result.key for result in new}
+    return [*(result for result in old if result.key not in replaced), *new]
+
+
+def benchmark_table(results: Sequence[BenchmarkResult]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The head and the rows of a table of results, for people."""
+    columns: dict[str, list[str]] = {
+        "Model": [Path(result.model).name for result in results],
+        "Task": [result.task for result in results],
+        "Metric": [_describe_metric(result) for result in results],
+        "Base": ["" if r.base is None else format_value(r.base, r.base_stderr) for r in results],
+        "Trained": [format_value(result.trained, result.trained_stderr) for result in results],
+        "Change": ["" if r.base is None else f"{r.trained - r.base:+.3g}" for r in results],
+        "Asked": [_describe_setting(result) for result in results],
+    }
+    if len(set(columns["Model"])) < 2:
+        del columns["Model"]
+    shown = {name: cells for name, cells in columns.items() if any(cells)}
+    return tuple(shown), list(zip(*shown.values(), strict=True))
+
+
+def describe_models(results: Sequence[BenchmarkResult]) -> str:
+    """Which models were measured, and by what."""
+    bases = sorted({result.base_model for result in results if result.base_model})
+    versions = sorted({result.lm_eval for result in results if result.lm_eval})
+    beside = f" beside {', '.join(bases)}" if bases else ""
+    return f"{', '.join(sorted({result.model for result in results}))}{beside}, by lm-eval {', '.join(versions)}"
+
+
+def format_value(value: float, stderr: float | None) -> str:
+    """
+    >>> format_value(0.41736, 0.0136), format_value(12.5, None)
+    ('0.417 ± 0.014', '12.5')
+    """
+    return f"{value:.4g}" if stderr is None else f"{value:.3f} ± {stderr:.3f}"
+
+
+def _describe_metric(result: BenchmarkResult) -> str:
+    metric = result.metric if result.filter == "none" else f"{result.metric}, {result.filter}"
+    return metric if result.higher_is_better else f"{metric} (lower is better)"
+
+
+def _describe_setting(result: BenchmarkResult) -> str:
+    parts = [
+        f"{result.samples:,}" + (" of them, limited" if result.is_limited else "")
+        if result.samples is not None
+        else "",
+        f"{result.num_fewshot}-shot" if result.num_fewshot is not None else "",
+        "chat template" if result.chat_template else "",
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def _read_entry(entry: Any) -> BenchmarkResult | None:
+    known = {field.name for field in fields(BenchmarkResult)}
+    try:
+        result = BenchmarkResult(**{key: value for key, value in entry.items() if key in known})
+        is_right = isinstance(result.task, str) and isinstance(result.metric, str) and math.isfinite(result.trained)
+    except (AttributeError, TypeError):
+        return None
+    return result if is_right else None

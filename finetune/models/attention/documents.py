@@ -1,0 +1,206 @@
+"""Attention that keeps packed documents apart without an O(tokens^2) mask, on every device, with no flash-attn build.
+
+After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of the
+documents in the one packed row), `max_document_length` (int) and `packed_lengths` (the tokens of each document, for kernels that
+the host starts for each: it need not ask a GPU); without them every row is one document padded on the
+right. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
+
+Where ranks divide a row's tokens between them, each attends for some of the heads, over the whole row.
+
+On a CPU attention runs in float32 whatever the precision: torch's backward there is half as fast in bf16, and compiles a
+kernel for every length.
+"""
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.attention import activate_flash_attention_impl
+from torch.nn.attention.flex_attention import BlockMask
+
+from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
+from finetune.errors import UserError
+from finetune.models.attention.kernels import attend_documents, attend_with_mask
+from finetune.models.attention_inputs import RowDocuments, ScoreOptions
+from finetune.models.block_attention import find_windows, make_masks
+from finetune.models.rotary import install_document_rotary
+
+NAME = "packed"
+# Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.
+BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths")
+WHOLE_ROWS = RowDocuments()
+UNSUPPORTED = (
+    "position_bias",
+)  # arguments that transformers may pass and this attention does not support: learned biases
+# A recipe's name -> the module of its package, torch's name for it.
+FLASH_PACKAGES = {
+    "flash_attention_3": ("flash_attn_interface", "FA3"),
+    "flash_attention_4": ("flash_attn.cute", "FA4"),
+}
+
+
+def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
+    """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
+
+    `auto` is this module's, with torch's own kernels, or with those of an installed package (flash_attention_3 and _4); any
+    other name is transformers' own, which finds the documents in the position ids (sdpa, eager, flex_attention) or receives
+    their boundaries (flash_attention_2, and flash_attention_3 where its package is not installed).
+    `sequence_group`: the ranks that divide a row's tokens between them, only under `auto`; None: each rank has whole rows.
+    Raises `UserError` where the implementation is not available.
+    """
+    if implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
+        implementation = "auto"
+    if implementation == "auto":
+        _register()
+    try:
+        model.set_attn_implementation(NAME if implementation == "auto" else implementation)
+    except (ImportError, ValueError) as error:
+        raise UserError(
+            f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
+            f"({str(error).splitlines()[0]}); leave the key out for packed attention that needs no extra package"
+        ) from error
+    install_document_rotary(model, sequence_group)
+    rewrite: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "auto": partial(_prepare_for_packed, find_windows(model), sequence_group),
+        "flash_attention_2": _prepare_for_flash,
+        "flash_attention_3": _prepare_for_flash,
+    }
+    # A hook on the trunk, whose every caller passes `use_cache`: False is training.
+    getattr(model, model.base_model_prefix).register_forward_pre_hook(
+        lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
+    )
+
+
+def activate_flash_kernels(implementation: str) -> bool:
+    """Makes torch's attention use the FlashAttention 3 or 4 of an installed package, by torch's own switch; False where
+    FlashAttention 3 is not installed, since transformers finds kernels of it on the hub.
+
+    Raises `UserError` where FlashAttention 4 is not installed.
+    """
+    package, name = FLASH_PACKAGES[implementation]
+    try:
+        activate_flash_attention_impl(name)
+    except (ImportError, RuntimeError) as error:
+        if implementation == "flash_attention_3":
+            return False
+        raise UserError(
+            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install it, or leave the key out"
+        ) from error
+    return True
+
+
+# From the arguments of a training forward to those that the implementation reads. Generation's stay as they are.
+
+
+def _prepare_for_packed(
+    windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    kwargs, (boundaries, longest, lengths, _) = _split_boundaries(kwargs)
+    if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not False:
+        return kwargs
+    masks: dict[int | None, BlockMask] = {}
+    if windows:
+        ids = kwargs["input_ids"]
+        tokens = ids.shape[1] * (1 if sequence_group is None else sequence_group.size())
+        masks = make_masks(windows, boundaries, tokens, ids.device)
+    # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to find packed
+    # documents in every forward: a host synchronization on CUDA, for a mask that nothing reads.
+    prepared = kwargs | {
+        "attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool),
+        "documents": RowDocuments(boundaries, longest, lengths, masks),
+    }
+    return prepared if sequence_group is None else prepared | {"sequence_group": sequence_group}
+
+
+def _split_boundaries(kwargs: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
+    """The arguments without BOUNDARIES, and these; None for those that are missing."""
+    others = {name: value for name, value in kwargs.items() if name not in BOUNDARIES}
+    return others, [kwargs.get(name) for name in BOUNDARIES]
+
+
+def _prepare_for_flash(kwargs: dict[str, Any]) -> dict[str, Any]:
+    kwargs, (boundaries, longest, *_) = _split_boundaries(kwargs)
+    if boundaries is None:
+        return kwargs
+    names = {"cu_seq_lens_q": boundaries, "cu_seq_lens_k": boundaries, "max_length_q": longest, "max_length_k": longest}
+    return kwargs | names
+
+
+def _drop_boundaries(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return _split_boundaries(kwargs)[0]
+
+
+@cache
+def _register() -> None:
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(NAME, packed_attention)
+    # For generation; training passes a mask of its own, see `_prepare_for_packed`.
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    documents: RowDocuments = WHOLE_ROWS,
+    sequence_group: ProcessGroup | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each document; transformers' attention interface.
+
+    Args:
+        query: [rows, heads, tokens, head size]; key and value: [rows, key-value heads, tokens, head size].
+        attention_mask: empty in training; what `sdpa_mask` made, in generation.
+        dropout, scaling, sliding_window, softcap, s_aux (sinks): see `ScoreOptions`.
+        documents: of the rows.
+        sequence_group: the ranks that divide the row's tokens between them: `tokens` are this rank's, and the documents
+            those of the whole row.
+    Returns:
+        [rows, tokens, heads, head size], and None for the attention weights.
+    """
+    for name in UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise UserError(f"{type(module).__name__} needs {name}; set attn_implementation: eager for this model")
+    options = ScoreOptions(scaling, sliding_window, softcap, dropout, s_aux)
+    if attention_mask is None or attention_mask.numel() > 0:
+        return attend_with_mask(module, query, key, value, attention_mask, options), None
+    # Under autocast the rotated query and key are fp32 beside a bf16 value; the kernels want one type.
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    compute_dtype = torch.promote_types(dtype, torch.float32) if device == "cpu" else dtype
+    query, key, value = (states.to(compute_dtype) for states in (query, key, value))
+    with torch.autocast(device, enabled=False):
+        if sequence_group is None:
+            return attend_documents(query, key, value, documents, options).to(dtype), None
+        traded: Tensor = _attend_for_heads(query, key, value, documents, options, dtype, sequence_group)
+        return traded, None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the collectives are no part of a compiled layer
+def _attend_for_heads(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    documents: RowDocuments,
+    options: ScoreOptions,
+    dtype: torch.dtype,
+    group: ProcessGroup,
+) -> Tensor:
+    """As `attend_documents`, in `dtype`: tokens are this rank's, and attention is computed for some of the heads over the whole row."""
+    query, key, value = trade_tokens_for_heads(query, key, value, group)
+    if options.sinks is not None:
+        options = options._replace(sinks=take_heads(options.sinks, group))
+    return trade_heads_for_tokens(attend_documents(query, key, value, documents, options).to(dtype), group)

@@ -1,0 +1,95 @@
+"""Embedding and head that grow with the tokenizer: new rows start at the mean of the others, and are trained under LoRA too."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from finetune.config.schema import Lora
+from finetune.distributed.parallelize import Slices
+from finetune.errors import UserError
+from finetune.files.tensors import StoredTensor, read_slice
+from finetune.pretrained_config import Vocabulary
+
+BLOCK_ROWS = 4096  # read at once for the mean
+
+
+def find_grown(
+    model: Any, stored: Mapping[str, StoredTensor], vocabulary: Vocabulary | None
+) -> dict[str, StoredTensor]:
+    """The stored tensors of the embedding and the head of `model`, by name; none where the recipe adds no tokens."""
+    if vocabulary is None or vocabulary.tokens == vocabulary.known:
+        return {}
+    names = [f"{module}.{leaf}" for module in _find_ends(model) for leaf in ("weight", "bias")]
+    return {name: stored[name] for name in names if name in stored}
+
+
+def grown_shape(tensor: StoredTensor, vocabulary: Vocabulary) -> StoredTensor:
+    """`tensor` as the model holds it."""
+    return replace(tensor, shape=(vocabulary.rows, *tensor.shape[1:]))
+
+
+def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], torch.Tensor]:
+    """Slices (fp32) of the embedding or head that `tensor` is the start of: [rows, hidden], or of its bias [rows].
+
+    The rows of added tokens are the mean of those that the tokenizer knew, whether or not the file has room for them, and
+    so are the rows that only fill up. The same on every rank and in every layout: each reads the whole mean itself.
+    """
+    stored = tensor.shape[0]
+    known = min(vocabulary.known, stored)
+
+    @cache
+    def mean() -> torch.Tensor:
+        total = torch.zeros(tensor.shape[1:], dtype=torch.float64)
+        for start in range(0, known, BLOCK_ROWS):
+            total += read_slice(tensor, (slice(start, min(start + BLOCK_ROWS, known)),)).double().sum(0)
+        return (total / known).float()
+
+    def read(slices: Slices) -> torch.Tensor:
+        wanted, rest = range(vocabulary.rows)[slices[0]], slices[1:]
+        parts = []
+        for start, stop, is_new in (
+            (0, known, False),
+            (known, vocabulary.tokens, True),
+            (vocabulary.tokens, stored, False),
+            (max(vocabulary.tokens, stored), vocabulary.rows, True),
+        ):
+            first, last = max(start, wanted.start), min(stop, wanted.stop)
+            if first < last and is_new:
+                row = mean()[rest]
+                parts.append(row.expand(last - first, *row.shape))
+            elif first < last:
+                parts.append(read_slice(tensor, (slice(first, last), *rest)).float())
+        return torch.cat(parts)
+
+    return read
+
+
+def train_new_tokens(model: Any, lora: Lora, vocabulary: Vocabulary | None) -> Lora:
+    """`lora` with the embedding and the head of `model` in `modules_to_save` where tokens are added: a frozen base would
+    never learn them."""
+    if vocabulary is None or vocabulary.tokens == vocabulary.known:
+        return lora
+    names = [re.escape(name) for name in _find_ends(model)]
+    return replace(lora, modules_to_save=(*lora.modules_to_save, *names))
+
+
+def refuse_frozen_tokens(model: Any, vocabulary: Vocabulary | None) -> None:
+    """Raises `UserError` where tokens are added and the embedding or the head, which have to learn them, is frozen."""
+    if vocabulary is None or vocabulary.tokens == vocabulary.known:
+        return
+    for name in _find_ends(model):
+        if not model.get_submodule(name).weight.requires_grad:
+            raise UserError(
+                f"added_tokens: {name} is frozen (trainable_modules, frozen_modules), so that the new tokens would never be "
+                "learned; train it too"
+            )
+
+
+def _find_ends(model: Any) -> list[str]:
+    """The names of the embedding and the head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    return [name for name, module in model.named_modules() if module in ends]

@@ -1,0 +1,1 @@
+"""The output head in chunks of tokens: cross entropy, log-probabilities and divergences without whole logits."""

@@ -1,0 +1,128 @@
+"""Log-probabilities of the labels, token by token, of a linear head in chunks: for losses that weigh each document otherwise.
+
+The gradient to a token's hidden state is that of its log-probability times one number, which the backward brings: it is
+prepared in the forward, as by `models/head/cross_entropy.py`. The weight's is a sum over tokens with those numbers; where the head is
+trained, the backward computes the chunks a second time for it.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from finetune.models.head.cross_entropy import CrossEntropyHead
+from finetune.models.head_chunks import (
+    UNCHANGED,
+    ChunkFunction,
+    LogitTransform,
+    compute_in_chunks,
+    find_needed_gradients,
+    product_dtype,
+    scatter_rows,
+)
+from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens, find_local_head
+
+
+def head_log_probabilities(
+    head: CrossEntropyHead, hidden: Tensor, labels: Tensor, trained_positions: Tensor | None
+) -> Tensor:
+    """A `HeadFunction`: `model(..., head_function=head_log_probabilities)` returns fp32[trained positions]."""
+    if trained_positions is None:
+        trained_positions = torch.arange(len(labels), device=labels.device)
+    weight, bias, shard = find_local_head(head.weight, head.bias)
+    options: Any = {"bias": bias, "logits": head.logits, "shard": shard, "chunk_function": head.chunk_function}
+    return linear_log_probabilities(hidden, weight, labels, trained_positions, **options)
+
+
+def linear_log_probabilities(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    trained_positions: Tensor,
+    *,
+    bias: Tensor | None = None,
+    logits: LogitTransform = UNCHANGED,
+    chunk_tokens: int | None = None,
+    shard: VocabularyShard | None = None,
+    chunk_function: ChunkFunction | None = None,
+) -> Tensor:
+    """log softmax(hidden @ weight.T + bias)[label] at each trained position.
+
+    Args:
+        hidden: [tokens, hidden].
+        weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it is frozen.
+        labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
+        trained_positions: int64[positions], which no index comes in twice; one without a label gets 0 and no gradient.
+        bias: [vocabulary] or None.
+        chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
+        shard: of the vocabulary, to which weight and bias belong; None: all of it.
+        chunk_function: computes one chunk, compiled perhaps; see `compute_in_chunks`.
+    Returns:
+        fp32[positions]. Under autocast the products run in its type, the softmax always in fp32.
+    """
+    if chunk_tokens is None:
+        chunk_tokens = choose_chunk_tokens(weight, shard, hidden.device.type)
+    needs_grad = find_needed_gradients(hidden, weight, bias)
+    arguments = (
+        hidden,
+        weight,
+        bias,
+        labels,
+        trained_positions,
+        logits,
+        chunk_tokens,
+        needs_grad,
+        shard,
+        chunk_function,
+    )
+    found: Tensor = _LinearLogProbabilities.apply(*arguments)  # type: ignore[no-untyped-call]
+    return found
+
+
+class _LinearLogProbabilities(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        positions: Tensor,
+        logits: LogitTransform,
+        chunk_tokens: int,
+        needs_grad: tuple[bool, ...],
+        shard: VocabularyShard | None,
+        chunk_function: ChunkFunction | None,
+    ) -> Tensor:
+        dtype = product_dtype(weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            trained, ids = hidden[positions].to(dtype), labels[positions]
+            arguments = (trained, weight.to(dtype), bias, ids, logits, 0.0, chunk_tokens)
+            found = compute_in_chunks(
+                *arguments, (needs_grad[0], False, False), shard=shard, chunk_function=chunk_function
+            )
+        recomputes = any(needs_grad[1:])
+        # Parameters are saved by autograd itself, so that FSDP has gathered them again when the backward reads them.
+        ctx.save_for_backward(*(weight, bias, trained) if recomputes else (None, None, None), ids, positions)
+        ctx.grad_hidden = found.grad_hidden
+        ctx.options = (dtype, hidden.shape, hidden.dtype, logits, chunk_tokens, needs_grad, shard, chunk_function)
+        return found.log_probabilities
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream,) = grad_outputs  # fp32[positions]
+        weight, bias, trained, ids, positions = ctx.saved_tensors
+        dtype, shape, hidden_dtype, logits, chunk_tokens, needs_grad, shard, chunk_function = ctx.options
+        prepared, ctx.grad_hidden = ctx.grad_hidden, None
+        grad_hidden = grad_weight = grad_bias = None
+        if prepared is not None:  # of minus the log-probability, per token; scaled in fp32
+            scaled = (prepared.to(upstream.dtype) * -upstream[:, None]).to(hidden_dtype)
+            grad_hidden = scatter_rows(scaled, positions, shape)
+        if trained is not None:
+            with torch.autocast(upstream.device.type, enabled=False):
+                arguments = (trained, weight.to(dtype), bias, ids, logits, 0.0, chunk_tokens)
+                needed = (False, *needs_grad[1:])
+                found = compute_in_chunks(*arguments, needed, -upstream, shard, chunk_function)
+            grad_weight = None if found.grad_weight is None else found.grad_weight.to(weight.dtype)
+            grad_bias = None if found.grad_bias is None or bias is None else found.grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None

@@ -1,0 +1,169 @@
+"""Expert parallelism: the experts of a layer divided over the ranks of a group, which send them their tokens and get them back.
+
+Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that have the same ones. A rank's router
+chooses for its own tokens, as without; then, in each layer:
+
+    counts    how many tokens come for each expert                      all-to-all
+    dispatch  a token's state, once for each expert that it has chosen  all-to-all of uneven parts
+    compute   the experts of this rank, by transformers' own function
+    combine   the outputs, back to where the tokens are                 all-to-all of uneven parts
+
+where the router's weights add them up. Backward, dispatch and combine trade places (Lepikhin et al. 2021, arXiv:2006.16668).
+
+LoRA's adapters of the experts are not divided: FSDP shards them with the other parameters of their layer over all ranks, and a rank
+adds the factors of its own experts to its weights. A few hundredths of the experts' size, they are gathered whole; in return their
+gradients, names and checkpoints are those of every other layout. (peft has the factors B of all experts in one matrix, whose columns
+of one expert lie r times E columns apart: no rank's part of it would be a slice.)
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
+
+from finetune.config.model_rules import shard_experts
+from finetune.distributed.mesh import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
+from finetune.distributed.parallelize import local_part
+from finetune.distributed.world import World, set_timeouts
+from finetune.models.fused_lora import ADAPTER_NAME
+from finetune.models.moe.adapters import find_adapters_of
+from finetune.models.moe.experts import expert_modules
+
+
+def divide_experts(model: nn.Module, world: World) -> None:
+    """Divides the experts of `model`, on meta and not sharded yet, as `world.sharding` asks; makes them units of FSDP2.
+
+    Their gradients are the sum over the group's tokens already, so FSDP's mean over the others is divided by the group's size.
+    """
+    size = world.sharding.expert_parallel_size
+    if size == 1:
+        return
+    mesh = make_expert_mesh(world.sharding, world.size, world.device.type)
+    is_replicated = mesh[REPLICATE].size() > 1
+    set_timeouts(world.collective_timeout)
+    plugin: Any = world.accelerator.state.fsdp_plugin
+    # FSDP would round the router's weights: they come in as arguments, and in fp32 in some families.
+    precision = replace(plugin.mixed_precision_policy or MixedPrecisionPolicy(), cast_forward_inputs=False)
+    for module in expert_modules(model):
+        divide_layer(model, module, mesh[EXPERT])
+        sharded: Any = fully_shard(
+            module,
+            mesh=mesh[REPLICATE, EXPERT_SHARD] if is_replicated else mesh[EXPERT_SHARD],
+            reshard_after_forward=plugin.reshard_after_forward,
+            mp_policy=precision,
+            offload_policy=plugin.cpu_offload,
+            shard_placement_fn=_choose_sharded_dim(module, size, mesh[EXPERT_SHARD].size()),
+        )
+        sharded.set_all_reduce_hook(lambda gradient: gradient.div_(size))
+
+
+def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
+    """Divides `module`, the experts of a layer of `model`, over the ranks of `mesh`, with their adapters."""
+    adapters = find_adapters_of(module, model)
+    module.forward = DividedExperts(module, mesh, adapters).forward
+    for adapter in adapters:  # which would add the factors of all experts to weights that are not gathered yet
+        adapter.forward = adapter.base_layer.__call__
+
+
+class DividedExperts:
+    """What `module`, the experts of a layer, computes in place of its own forward. Its parameters become DTensors over `mesh`, one
+    dimension of ranks, along their first dimension, the experts; `adapters` (peft's ParamWrapper) are of those parameters."""
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
+        self.module, self.group, self.size, self.adapters = module, mesh.get_group(), mesh.size(), adapters
+        parameters = dict(module.named_parameters(recurse=False))
+        self.experts = next(iter(parameters.values())).shape[0]
+        self.local_experts = self.experts // self.size
+        self.first = mesh.get_local_rank() * self.local_experts
+        for name, parameter in parameters.items():
+            assert parameter.shape[0] == self.experts, f"{name}: {tuple(parameter.shape)}, but {self.experts} experts"
+            local = parameter.new_empty((self.local_experts, *parameter.shape[1:]))
+            whole = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+            setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
+
+    def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """hidden [tokens, width]; chosen int64[tokens, k], the experts of each token; weights [tokens, k] -> [tokens, width]."""
+        tokens, per_token = chosen.shape
+        flat = chosen.flatten()
+        order = flat.argsort(stable=True)  # by expert, so by rank as well
+        # Not torch.bincount, which on a GPU makes the host wait for the largest expert.
+        counts = flat.new_zeros(self.experts).scatter_add_(0, flat, torch.ones_like(flat))
+        arriving = torch.empty_like(counts)  # for each expert of this rank, from rank after rank
+        dist.all_to_all_single(arriving, counts, group=self.group)
+        sent, received = torch.stack([counts, arriving]).view(2, self.size, self.local_experts).sum(-1).tolist()
+        rows: Tensor = _Exchange.apply(hidden[order // per_token], sent, received, self.group)  # type: ignore[no-untyped-call]
+        local = torch.arange(self.local_experts, device=flat.device).repeat(self.size)
+        outputs = self.compute(rows, local.repeat_interleave(arriving, output_size=sum(received)))
+        returned: Tensor = _Exchange.apply(outputs, received, sent, self.group)  # type: ignore[no-untyped-call]
+        places = torch.empty_like(order)
+        places[order] = torch.arange(order.numel(), device=order.device)
+        states = returned[places].view(tokens, per_token, -1)
+        weighted: Tensor = (states * weights[..., None]).sum(1)
+        return weighted.to(hidden.dtype)
+
+    def compute(self, rows: Tensor, experts: Tensor) -> Tensor:
+        """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width], one each."""
+        parameters = self.adapted_parameters()
+        if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
+            return rows + sum(parameter[:0].sum() for parameter in parameters.values())
+        ones = torch.ones_like(rows[:, :1])
+        local: Any = _LocalExperts(self.module, parameters, self.local_experts)
+        outputs: Tensor = type(self.module).forward(local, rows, experts[:, None], ones)
+        return outputs
+
+    def adapted_parameters(self) -> dict[str, Tensor]:
+        """This rank's part of each parameter, with the product of its adapter's factors added as peft does it."""
+        found = {name: local_part(parameter) for name, parameter in self.module.named_parameters(recurse=False)}
+        own = slice(self.first, self.first + self.local_experts)
+        for adapter in self.adapters:
+            if not adapter.disable_adapters:
+                left, right, scale = adapter.get_delta_factors(ADAPTER_NAME)
+                name = adapter.parameter_name
+                found[name] = torch.baddbmm(found[name], left[own], right[own], alpha=scale)
+        return found
+
+
+def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:
+    """For `fully_shard` over `shards` ranks: whole experts for each rank where they divide evenly, else rows of every expert."""
+    by_dim = {}
+    for name, parameter in module.named_parameters(recurse=False):
+        held = shard_experts(tuple(parameter.shape), size, shards)
+        assert held is not None, f"{name}: refused by the rule `experts over shards`"
+        by_dim[id(parameter)] = Shard(0 if held[1:] == tuple(parameter.shape[1:]) else 1)
+    return lambda parameter: by_dim[id(parameter)]
+
+
+class _LocalExperts:
+    """Stands in for a module of experts in its own forward: with this rank's part of the parameters and of the experts."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], experts: int) -> None:
+        self.__dict__ |= parameters
+        self._module, self.num_experts = module, experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+class _Exchange(torch.autograd.Function):
+    """Sends `sent[r]` rows to each rank r of the group, and receives `received[r]` from it; in the backward the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchange(rows, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _exchange(gradient, ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchange(rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    arriving = rows.new_empty((sum(received), *rows.shape[1:]))
+    dist.all_to_all_single(arriving, rows.contiguous(), received, sent, group=group)
+    return arriving

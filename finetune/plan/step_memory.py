@@ -1,0 +1,192 @@
+"""The peak memory of one rank in every phase of a run, from snapshots at the points where memory could be highest.
+
+The points of a training step follow torch's own order of events: the forward with the loss here, the backward in
+`backward_memory.py`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from finetune.plan.activations import evaluation_bytes
+from finetune.plan.attention_memory import mask_bytes
+from finetune.plan.backward_memory import kept_for_backward, sharded_points, whole_points
+from finetune.plan.fp8_memory import fp8_bytes
+from finetune.plan.loss_memory import log_probability_backward_bytes, loss_chunk_bytes, weight_product_bytes
+from finetune.plan.memory_snapshot import Snapshot
+from finetune.plan.merged_experts import merged_expert_bytes
+from finetune.plan.run_spec import RunSpec
+from finetune.plan.state import FP32, HEAD, State
+from finetune.plan.teacher_memory import meeting_bytes, teacher_forward, teachers_tail
+from finetune.plan.temporary_memory import plan_layout_memory
+from finetune.plan.update_memory import update_temporaries
+
+SLACK = 0.06  # of what is allocated and freed in a step: blocks that the caching allocator holds but cannot use
+CUDA_CONTEXT = 600 << 20  # bytes outside the allocator: the context, kernels, cuBLAS workspaces
+NCCL_BUFFERS = 400 << 20  # bytes outside the allocator, once there is more than one rank
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A phase of a run, and the snapshot in it with the most memory."""
+
+    name: str
+    peak: Snapshot
+
+
+def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
+    """Every phase of the run with its peak, on the rank that holds the most."""
+    state = spec.state()
+    on_device = State(0, 0, 0, 0) if spec.sharding.cpu_offload else state
+    teacher = 0 if spec.sharding.cpu_offload else spec.teacher_bytes
+    in_files = spec.files() is not None
+    weights = Snapshot("weights in place", parameters=on_device.trained + on_device.frozen, teacher=teacher)
+    at_rest = replace(weights, name="between steps", optimizer=on_device.optimizer)
+    if in_files:  # buffers are there from the start
+        weights = replace(at_rest, name=weights.name)
+    read = spec.loaded_state()
+    loaded = replace(weights, parameters=0 if spec.sharding.cpu_offload else read.trained + read.frozen)
+    step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
+    largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
+    before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
+    by_name = {
+        "load": [loaded],
+        **({"reference": before} if before else {}),
+        "first step": step if in_files else _first_step(spec, step),
+        "steady step": step,
+        "evaluation": [*_teacher_first(spec, at_rest, _evaluated_tokens(spec)), _evaluation(spec, at_rest)],
+        "save": [at_rest],
+        "resume": [replace(at_rest, name="optimizer state read", temporaries=largest_shard)],
+        "export": [at_rest],
+    }
+    return tuple(
+        Phase(name, max((_with_overhead(spec, point) for point in points), key=lambda point: point.total))
+        for name, points in by_name.items()
+    )
+
+
+def find_peak(spec: RunSpec) -> Snapshot:
+    """The snapshot of the whole run with the most memory."""
+    return max((phase.peak for phase in plan_phases(spec)), key=lambda point: point.total)
+
+
+def _first_step(spec: RunSpec, step: list[Snapshot]) -> list[Snapshot]:
+    """The points of a step before which there is no optimizer's state: it is made by the first update."""
+    last = "backward of the head"
+    made = [point.name for point in step].index(last) if spec.recipe.optimization.optim_in_backward else len(step) - 2
+    return [replace(point, optimizer=0) for point in step[: made + 1]] + step[made + 1 :]
+
+
+def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
+    """The points of an optimizer step that could be its peak. `full` has the whole state, gradients included."""
+    layout, all_kept = plan_layout_memory(spec), kept_for_backward(spec)
+    before = full if spec.accumulation > 1 else replace(full, gradients=0)  # of earlier micro-batches
+    if spec.reference == "adapters off":
+        yield _forward(spec, before, "forward of the reference", spec.tokens)
+    yield from _teacher_first(spec, before, spec.tokens)
+    head = replace(before, activations=all_kept, communication=layout.buckets)
+    tail, layers = layout.tail.gathered, layout.kept_in_forward
+    at_loss = tail + layout.tail.arriving + layers + teachers_tail(spec)
+    yield replace(head, name="loss", loss=loss_bytes(spec), gathered=at_loss)
+    following = layout.layer.arriving if not layout.layer_staying else 0
+    at_backward = tail + layout.layers * layout.layer_staying + following
+    yield replace(head, name="backward of the head", loss=loss_backward_bytes(spec), gathered=at_backward)
+    # The gradient of the merged experts, and the part of it that is being added (an expert's, in the shape of all).
+    at_layer = 2 * merged_expert_bytes(spec.computed, spec.computation).largest
+    at_layer += dequantized_bytes(spec, recomputes_layer=spec.computation.checkpoint_every is not None)
+    at_layer += fp8_bytes(spec, spec.tokens)
+    if spec.sharding.is_fsdp:
+        yield from sharded_points(spec, layout, before, at_layer)
+    else:
+        yield from whole_points(spec, layout, before, full, at_layer)
+    if not spec.recipe.optimization.optim_in_backward:
+        update = replace(full, name="optimizer step", communication=layout.buckets)
+        yield replace(update, temporaries=update_temporaries(spec))
+
+
+def loss_bytes(spec: RunSpec) -> int:
+    """One chunk of logits, and the gradients that the loss computes in its forward: the head's in fp32, the hidden states'."""
+    a, run = spec.computed, spec.computation
+    cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
+    head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
+    hidden = 2 * run.itemsize * a.hidden * spec.tokens  # a copy of the trained positions, and its gradient
+    product = weight_product_bytes(spec.part.vocabulary, a.hidden, spec.tokens, run) if head_gradient else 0
+    return head_gradient + cast_head + hidden + max(_chunk_bytes(spec, spec.tokens), product)
+
+
+def _chunk_bytes(spec: RunSpec, tokens: int) -> int:
+    if spec.teacher is not None:
+        return meeting_bytes(spec, tokens)
+    return loss_chunk_bytes(spec.part.vocabulary, tokens, spec.computation)
+
+
+def _teacher_first(spec: RunSpec, before: Snapshot, tokens: int) -> Iterator[Snapshot]:
+    forward = teacher_forward(spec, tokens)
+    if forward is not None:
+        yield replace(before, name="forward of the teacher", **forward)
+
+
+def loss_backward_bytes(spec: RunSpec) -> int:
+    """Both gradients, and a copy of each in its tensor's dtype; the hidden states' is fp32 in between."""
+    a, run = spec.computed, spec.computation
+    if spec.weighs_documents:
+        return log_probability_backward_bytes(a, spec.tokens, run, _head_gradient(spec))
+    cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
+    hidden = a.hidden * spec.tokens * (run.itemsize + FP32 + run.residual_itemsize)
+    return _head_gradient(spec) + _head_gradient(spec) // FP32 * cast_back + hidden
+
+
+def _head_gradient(spec: RunSpec) -> int:
+    head = spec.architecture.embedding.name if spec.architecture.tied else HEAD
+    is_trained = any(tensor.trainable for tensor in spec.tensors if tensor.name == head)
+    return FP32 * spec.part.vocabulary * spec.part.hidden if is_trained else 0
+
+
+def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
+    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight. `recomputes_layer`: those of a
+    layer, which under activation checkpointing its recomputed forward keeps for its backward."""
+    if spec.recipe.quantization.bits is None:
+        return 0
+    sizes = [linear.numel for linear in spec.architecture.linears()]
+    return spec.computation.itemsize * (sum(sizes) if recomputes_layer else max(sizes))
+
+
+def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
+    return _forward(spec, at_rest, "a held-out batch", _evaluated_tokens(spec))
+
+
+def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
+    """A forward of `tokens` that saves nothing for a backward."""
+    a, run = spec.computed, spec.computation
+    rotary, merged = 2 * a.rotated_size * run.residual_itemsize, merged_expert_bytes(a, run)
+    return replace(
+        at_rest,
+        name=name,
+        activations=tokens * (evaluation_bytes(a, run) + rotary) + mask_bytes(a, run, tokens),
+        loss=_chunk_bytes(spec, tokens),
+        temporaries=dequantized_bytes(spec) + fp8_bytes(spec, tokens) + merged.layer + merged.largest,
+        gathered=_gathered_in_forward(spec),
+        communication=plan_layout_memory(spec).buckets,
+    )
+
+
+def _gathered_in_forward(spec: RunSpec) -> int:
+    """A layer with the buffers of its all-gather and of the next one's, or the tail with its own."""
+    layout = plan_layout_memory(spec)
+    layer = 0 if layout.layer_staying else layout.layer.gathered + 2 * layout.layer.arriving
+    waiting = layout.tail.gathered if layout.tail_waits else 0
+    tail = layout.tail.gathered + layout.tail.arriving + teachers_tail(spec)
+    return max(layer, tail) + waiting + layout.kept_in_forward
+
+
+def _evaluated_tokens(spec: RunSpec) -> int:
+    """Tokens in a held-out micro-batch on one rank."""
+    return spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
+
+
+def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:
+    """The snapshot with what the device needs beside the tensors."""
+    if spec.device == "cpu":
+        return point
+    moving = point.allocated - point.parameters - point.teacher - point.optimizer
+    context = CUDA_CONTEXT + (NCCL_BUFFERS if spec.ranks > 1 else 0)
+    return replace(point, slack=int(SLACK * moving), context=context)

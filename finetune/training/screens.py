@@ -1,0 +1,230 @@
+"""The first and the last screen of a run."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from finetune.config.compatibility import find_problems
+from finetune.config.facts import MachineFacts
+from finetune.config.methods import describe_method
+from finetune.config.pretrained_adapter import find_adapter
+from finetune.config.quantization import describe_quantization
+from finetune.config.reader import to_dict
+from finetune.config.schema import Quantization, Recipe
+from finetune.console.metrics import DIVERGED_ADVICE, find_divergence, losses_of
+from finetune.constants import ADAPTER_CONFIG
+from finetune.data.findings import check_longest_example
+from finetune.distributed.parallelize import count_wrapped_units, unwrap
+from finetune.distributed.world import World
+from finetune.json_lines import read_json_lines, read_json_object
+from finetune.models.cpu_products import describe_products
+from finetune.models.load import ModelSize
+from finetune.models.quantized.base import quantized_layers
+from finetune.models.quantized.linear import CODES, SCALES
+from finetune.optim.nvme import OffloadedOptimizer
+from finetune.progress import Progress
+from finetune.training.objectives.distill import Distillation
+from finetune.training.objectives.sft import Objective
+from finetune.training.run_folder import METRICS
+from finetune.training.training_run import TrainingRun
+from finetune.units import counted, disk_size
+
+SHOWN_ANSWERS = 5  # held-out questions in the last screen
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[str]:
+    """The first screen of a run."""
+    sharding, world, recipe = run.world.sharding, run.world, run.recipe
+    model: Any = unwrap(run.model)
+    name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
+    layers = set(getattr(model, "_no_split_modules", None) or ())
+    units = ", ".join(
+        f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in layers
+    )
+    steps = run.data.train.steps_per_epoch
+    an_epoch = "streamed, no known" if steps is None else f"{steps:,}"
+    active = f"{size.active:,} active, " if size.active < size.total else ""
+    layout = {"fsdp2": "FSDP2", "fsdp1": "FSDP1", "ddp": "DDP", "single": "one process"}[sharding.layout]
+    size_of_group = sharding.expert_parallel_size
+    experts = f", a layer's experts over {size_of_group} ranks" if size_of_group > 1 else ""
+    lines = [
+        f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
+        f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
+        *describe_adapter(recipe),
+        *([] if recipe.method.method == "sft" else [f"method  {describe_method(to_dict(recipe))}"]),
+        f"layout  {layout}"
+        + (f" {sharding.strategy}, wrapped {units}" if units else "")
+        + f"{experts}; {precision(run)}; "
+        f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
+        *describe_products(),
+        *describe_tensor_groups(world),
+        *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
+        f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
+        f"{an_epoch} steps an epoch, {run.data.train.steps:,} in all",
+    ]
+    if recipe.optimization.optim_in_backward:
+        lines.append("update  each parameter in the backward, its gradient freed at once")
+    machine = MachineFacts(device="cuda" if world.device.type == "cuda" else "cpu")
+    notes = find_problems(recipe, sharding, ranks=world.size, machine=machine, steps=run.data.train.steps)
+    lines += [f"note    {note}" for note in notes if note.is_note]
+    lines += describe_offload(run.optimizer)
+    lines += describe_quantized(model, recipe.quantization)
+    lines += describe_teacher(run.objectives.training, run.data.report.longest)
+    report = run.data.report
+    positions = getattr(model.config, "max_position_embeddings", None)
+    lines += [f"        {line}" for line in check_longest_example(report.longest, positions)]
+    totals, *warnings = report.lines()
+    lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
+    if run.peak_flops is not None:
+        kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16" if run.fp8_share else "bf16"
+        lines.append(
+            f"mfu     {_flop_of_weights(recipe)} + 12 L H Q T = {run.flop_per_token / 1e9:.2f} GFLOP a token, "
+            f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
+        )
+    lines += [f"watch   {run.log.watch}"] if run.log.watch else []
+    return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def describe_tensor_groups(world: World) -> list[str]:
+    """The ranks that divide the layers' matrices between them, if any."""
+    size = world.sharding.tensor_parallel_size
+    if size == 1:
+        return []
+    groups = counted(world.tensor_groups, "group")
+    return [
+        f"        tensor parallel over {size} ranks, {groups}: heads, intermediate features and vocabulary are divided"
+    ]
+
+
+def describe_trained(recipe: Recipe) -> str:
+    """What is trained, where it is not every parameter."""
+    lora, keys = recipe.lora, ("trainable_modules", "frozen_modules")
+    if not lora.use_peft:
+        named = [f"{key}: {', '.join(getattr(recipe.model, key))}" for key in keys if getattr(recipe.model, key)]
+        return f" ({'; '.join(named)})" if named else ""
+    ranks = "".join(f", {rank} for {pattern}" for pattern, rank in (lora.rank_pattern or {}).items())
+    saved = [
+        *lora.modules_to_save,
+        *(["embedding and head, for the added tokens"] if recipe.model.added_tokens else []),
+    ]
+    whole = f"; whole: {', '.join(saved)}" if saved else ""
+    return f" (LoRA r={lora.lora_r}{ranks}{whole})"
+
+
+def describe_adapter(recipe: Recipe) -> list[str]:
+    """The adapter that is trained further, if any, and another base than the recipe's that it names."""
+    name, model = recipe.lora.adapter_name_or_path, recipe.model.model_name_or_path or ""
+    if name is None:
+        return []
+    base = read_json_object(find_adapter(name) / ADAPTER_CONFIG).get("base_model_name_or_path")
+    is_other = isinstance(base, str) and Path(base).name != Path(model).name
+    return [f"adapter {name}, trained further{f'; it names another base model: {base}' if is_other else ''}"]
+
+
+def describe_teacher(objective: Objective, longest: int) -> list[str]:
+    """The model that is learned from, if any, by examples of up to `longest` tokens."""
+    if not isinstance(objective, Distillation):
+        return []
+    teacher = objective.teacher
+    positions = getattr(teacher.model.config, "max_position_embeddings", None)
+    name, dtype = type(teacher.model).__name__.removeprefix("FSDP"), next(teacher.model.parameters()).dtype
+    return [
+        f"teacher {name}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}",
+        *(f"        {line}" for line in check_longest_example(longest, positions, "teacher")),
+    ]
+
+
+def _flop_of_weights(recipe: Recipe) -> str:
+    if recipe.lora.use_peft and not (recipe.lora.modules_to_save or recipe.model.added_tokens):
+        return "4N"
+    is_partial = recipe.lora.use_peft or recipe.model.trainable_modules or recipe.model.frozen_modules
+    return "(6N less 2 for each frozen weight)" if is_partial else "6N"
+
+
+def precision(run: TrainingRun) -> str:
+    """The compute dtype, and the dtypes of the parameters in memory."""
+    trained = next(SHORT[p.dtype] for p in run.model.parameters() if p.requires_grad)
+    if isinstance(run.optimizer, OffloadedOptimizer) and run.optimizer.master_weights():
+        trained = "fp32"  # in files
+    frozen = next((SHORT[p.dtype] for p in run.model.parameters() if not p.requires_grad), None)
+    mixed = run.world.sharding.mixed_precision
+    computed = mixed if mixed != "no" else frozen or trained
+    if run.world.sharding.fp8 is not None:
+        computed = f"fp8 ({run.world.sharding.fp8.recipe_name}) and {computed}"
+    if run.recipe.lora.use_peft:
+        return f"{computed} over {frozen} frozen weights and {trained} adapters"
+    return computed if computed == trained else f"{computed} over {trained} weights"
+
+
+def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Where the optimizer's state is, if it is in files, and what of it is in memory at once."""
+    if not isinstance(optimizer, OffloadedOptimizer):
+        return []
+    file = optimizer.file
+    cache = "" if file.is_direct else ", through the page cache: this file system takes no direct requests"
+    masters = "moments and fp32 master weights" if optimizer.master_weights() else "moments"
+    return [
+        f"offload {masters}: {disk_size(file.size)} of this rank in a file without a name in {file.folder}{cache}; "
+        f"{counted(len(optimizer.windows), 'window')} of up to {disk_size(optimizer.capacity)} a step, two in memory"
+    ]
+
+
+def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
+    """How the base is quantized, and what its linear layers take on this rank, counted from the parameters in memory."""
+    layers = [layer for _, layer in quantized_layers(model)]
+    if not layers:
+        return []
+    parameters = [layer.get_parameter(part) for layer in layers for part in (CODES, SCALES)]
+    held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
+    dtype = parameters[0].dtype
+    unquantized = sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+    share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
+    other = sum(
+        p.numel()
+        for n, p in model.named_parameters()
+        if not (p.requires_grad or n.endswith((f".{CODES}", f".{SCALES}")))
+    )
+    return [
+        f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: {disk_size(held)} on this rank, "
+        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters in {SHORT[dtype]}"
+    ]
+
+
+def last_screen(folder: Path, last_step: int) -> list[str]:
+    """The last screen of a run: whether it diverged, and where its results are."""
+    diverged = find_divergence(losses_of(read_json_lines(folder / METRICS), last_step))
+    warning = [f"warning {diverged}: this run has diverged; {DIVERGED_ADVICE}"] if diverged else []
+    return [*warning, results_line(folder)]
+
+
+def results_line(folder: Path) -> str:
+    """Where the results of a run are."""
+    made = [name for name in ("export", "adapter", "checkpoints", METRICS) if (folder / name).exists()]
+    return "made    " + "  ".join(str(folder / name) for name in made)
+
+
+def answers_before_and_after(path: Path, last_step: int) -> list[str]:
+    """Some held-out questions with the first and the last answer, of the samples that can be read."""
+    samples = [sample for sample in read_json_lines(path) if sample is not None and _is_sample(sample)]
+    first = {s["prompt"]: s["answer"] for s in reversed(samples)}
+    last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN_ANSWERS]
+    return [
+        f"  {_short(s['prompt'])}  before: {_short(first[s['prompt']])!r}  after: {_short(s['answer'])!r}  "
+        f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"
+        for s in last
+    ]
+
+
+def _is_sample(line: dict[str, Any]) -> bool:
+    return isinstance(line.get("step"), int) and all(
+        isinstance(line.get(key), str) for key in ("prompt", "answer", "expected")
+    )
+
+
+def _short(text: str, most: int = 60) -> str:
+    flat = " ".join(text.split())
+    return flat if len(flat) <= most else f"{flat[: most - 1]}…"
