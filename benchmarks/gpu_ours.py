@@ -21,8 +21,7 @@ def step_batches(case: Case, options: argparse.Namespace) -> list[Any]:
     import torch
 
     from finetune.constants import IGNORE_INDEX
-    from finetune.data.batches import StepBatch
-    from finetune.data.collate import MicroBatch
+    from finetune.data.batches import MicroBatch, StepBatch
 
     packed = rows(case, options)
     batches = []
@@ -138,10 +137,10 @@ def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace
 
     from finetune.config.methods import Method
     from finetune.distributed.gradients import clip_gradients
-    from finetune.training.loop import accumulate_gradients
     from finetune.training.objectives.preference import PreferenceObjective
     from finetune.training.objectives.sft import SFT, Objective
     from finetune.training.reference import without_adapters
+    from finetune.training.step import accumulate_gradients
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 
     began = time.perf_counter()

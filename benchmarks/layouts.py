@@ -28,19 +28,21 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
-from benchmarks.layouts_counted import communication, kept_bytes, planned_communication  # noqa: E402
-from benchmarks.layouts_shown import Measured, plot, table  # noqa: E402
-from finetune.config.layout import Sharding  # noqa: E402
-from finetune.config.schema import Lora, Model, Optimization  # noqa: E402
-from finetune.data.batches import StepBatch  # noqa: E402
-from finetune.data.collate import MicroBatch  # noqa: E402
-from finetune.distributed.gradients import clip_gradients  # noqa: E402
-from finetune.distributed.mesh import EXPERT, TENSOR  # noqa: E402
-from finetune.distributed.world import World, join, leave  # noqa: E402
-from finetune.errors import exit_code  # noqa: E402
-from finetune.models.load import load_model  # noqa: E402
-from finetune.optim.build import build_optimizer  # noqa: E402
-from finetune.training.loop import accumulate_gradients  # noqa: E402
+from benchmarks.layouts_counted import communication, kept_bytes, planned_communication
+from benchmarks.layouts_shown import Measured, plot, table
+from finetune.config.layout import Sharding
+from finetune.config.schema import Lora, Model, Optimization
+from finetune.data.batches import (
+    MicroBatch,
+    StepBatch,
+)
+from finetune.distributed.accelerator import EXPERT, TENSOR
+from finetune.distributed.gradients import clip_gradients
+from finetune.distributed.world import World, join, leave
+from finetune.errors import exit_code
+from finetune.models.load import load_model
+from finetune.optim.build import build_optimizer
+from finetune.training.step import accumulate_gradients
 
 MODEL = {
     "model_type": "llama",

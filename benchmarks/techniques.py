@@ -144,9 +144,8 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
     import torch
 
     from finetune.constants import loss_chunk_tokens
-    from finetune.models.head.chunks import compute_fused_chunk
+    from finetune.models.head.chunks import UNCHANGED, compute_chunk, compute_fused_chunk
     from finetune.models.head.cross_entropy import linear_cross_entropy
-    from finetune.models.head_chunks import UNCHANGED, compute_chunk
 
     torch.set_num_threads(1)
     torch.fx.experimental._config.use_duck_shape = False

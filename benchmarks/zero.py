@@ -130,7 +130,7 @@ def train_here(
     from finetune.distributed.gradients import clip_gradients
     from finetune.models.load import load_model
     from finetune.optim.build import build_optimizer
-    from finetune.training.loop import accumulate_gradients
+    from finetune.training.step import accumulate_gradients
 
     begin()
     model, _ = load_model(recipe.model, recipe.lora, 0, world)

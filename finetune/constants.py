@@ -10,8 +10,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from finetune.config.layout import Sharding
-    from finetune.config.schema import Batch, Lora, Model
+    pass
 
 IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it
 # Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a CPU
@@ -142,13 +141,6 @@ def divergence_chunk_tokens(vocabulary: int, device_type: str) -> int:
     return -(-loss_chunk_tokens(vocabulary, device_type) // 2)
 
 
-def compute_global_batch_size(batch: "Batch", world_size: int) -> int:
-    """Rows in an optimizer step over all ranks."""
-    if batch.global_batch_size is not None:
-        return batch.global_batch_size
-    return batch.per_device_train_batch_size * (batch.gradient_accumulation_steps or 1) * world_size
-
-
 def count_steps(interval: float | None, steps: int) -> int | None:
     """Steps between two events of a run of `steps` steps; an interval below 1 is a share of them, rounded up.
 
@@ -169,21 +161,3 @@ def grow_rows(rows: int, tokens: int, multiple: int) -> int:
     (128256, 128320)
     """
     return rows if tokens <= rows else -(-tokens // multiple) * multiple
-
-
-def frozen_dtype(sharding: "Sharding", lora: "Lora") -> str:
-    """The dtype of a frozen base model: that of the computation, for it needs no more precision.
-
-    But FSDP1 has one dtype in a unit. DoRA reads its adapters outside their own forward, and a tied head is in two
-    modules, so that neither can be a unit of its own: there the base stays in the adapters' float32.
-    """
-    if sharding.layout == "fsdp1" and (lora.use_dora or lora.modules_to_save):
-        return "float32"
-    return COMPUTE_DTYPE[sharding.mixed_precision]
-
-
-def compute_dtype(sharding: "Sharding", model: "Model", lora: "Lora") -> str:
-    """The dtype of mixed precision; without it, that of the trained parameters: adapters are float32, all others have the
-    recipe's `dtype`."""
-    trained = "float32" if lora.use_peft else model.dtype
-    return trained if sharding.mixed_precision == "no" else COMPUTE_DTYPE[sharding.mixed_precision]

@@ -48,7 +48,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
     from finetune.distributed.collective import RankGroup
     from finetune.distributed.world import describe_machine, join, leave
-    from finetune.export.logits_check import check_streamed_logits
+    from finetune.export.logits import check_streamed_logits
     from finetune.models.load import load_model
     from finetune.models.probe import check_training_forward
     from finetune.optim.build import build_optimizer
@@ -57,10 +57,9 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
-    from finetune.training.method_objectives import make_objectives
     from finetune.training.objectives.distill import read_teacher_facts
     from finetune.training.run_folder import fix_template_date, open_run_folder
-    from finetune.training.start import start_run
+    from finetune.training.start import make_objectives, start_run
     from finetune.training.watch import SignalListener
 
     machine = describe_machine(sharding, with_liger=recipe.model.use_liger_kernel)

@@ -27,7 +27,6 @@ def import_all() -> None:
     import finetune.distributed.world
     import finetune.export.export
     import finetune.models.load
-    import finetune.models.teacher
     import finetune.optim.build
     import finetune.optim.nvme
     import finetune.run

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from finetune.console.metrics import MetricsLog
-from finetune.export.model_card import read_metrics
-from finetune.json_lines import append_json_lines, read_json_lines
+from finetune.export.card import read_metrics
+from finetune.files.run_json import append_json_lines, read_json_lines
 from finetune.report.run_data import read_run
 from finetune.training.screens import answers_before_and_after
 from tests.report.runs import make_run

@@ -8,6 +8,8 @@ from pathlib import Path
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
+# Keys with their types, defaults and help: as long as what they list.
+SCHEMAS = ("config/schema.py", "config/accelerate_file.py")
 
 
 def first_line(path: Path) -> str:
@@ -39,14 +41,14 @@ def test_no_file_name_is_used_twice() -> None:
 
 
 def test_no_file_is_a_maze() -> None:
-    long = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    assert {path: lines for path, lines in long.items() if lines > 450} == {}
+    long = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert {path: lines for path, lines in long.items() if lines > 450 and path not in SCHEMAS} == {}
 
 
 def test_every_file_says_what_it_is() -> None:
     for path in PACKAGE.rglob("*.py"):
         if path.name != "__main__.py":
-            assert len(first_line(path)) <= 130, f"{path.relative_to(ROOT)}: the first line is no summary"
+            assert len(first_line(path)) <= 120, f"{path.relative_to(ROOT)}: the first line is no summary"
 
 
 def test_the_design_page_names_files_that_exist() -> None:

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.checkpoint.json_files import read_object
-from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest
+from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest, read_object
 from finetune.checkpoint.retention import checkpoints_folder, list_checkpoints
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports

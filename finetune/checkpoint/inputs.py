@@ -21,8 +21,8 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.hub import find_local_folder
+from finetune.files.run_json import read_json_object
 from finetune.files.tensors import read_folder
-from finetune.json_lines import read_json_object
 from finetune.models.load import weights_folder
 
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from finetune.checkpoint.inputs import find_changed_inputs
-from finetune.checkpoint.json_files import read_state
-from finetune.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, find_problems, read_manifest
+from finetune.checkpoint.manifest import MANIFEST, MODEL, OPTIMIZER, find_problems, read_manifest, read_state
 from finetune.checkpoint.retention import find_newest_valid, list_checkpoints, rename_damaged
 from finetune.checkpoint.save import unwrap_optimizer
 from finetune.checkpoint.shards import (
@@ -22,13 +21,11 @@ from finetune.checkpoint.shards import (
     set_optimizer_state,
 )
 from finetune.config.reader import to_dict
-from finetune.config.schema import Recipe
-from finetune.constants import compute_global_batch_size
+from finetune.config.schema import NESTED, Recipe, compute_global_batch_size, keys_of, leaves, recipe_keys
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.progress import Progress
-from finetune.recipe.keys import NESTED, keys_of, leaves, recipe_keys
 
 
 def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None) -> Path | None:

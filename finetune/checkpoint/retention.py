@@ -24,7 +24,7 @@ from finetune.constants import EXPORT_SPARE_BYTES, count_steps
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.hub import find_local_folder
-from finetune.safetensors_io.dtypes import choose_dtype
+from finetune.files.tensors import choose_dtype
 from finetune.units import counted, disk_size
 
 _REPLACED = re.compile(r"\.replaced-([0-9]{8,})")

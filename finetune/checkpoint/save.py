@@ -19,18 +19,19 @@ from finetune.checkpoint.manifest import MODEL, OPTIMIZER, STATE, Manifest, comp
 from finetune.checkpoint.retention import make_staging, prune, publish, refuse_small_disk, staging_folder, step_folder
 from finetune.checkpoint.shards import (
     TensorShard,
+    copy_to_host,
     count_parameters,
     encode_file,
     get_model_state,
     get_optimizer_state,
     list_shards,
+    record_event,
     refuse_different_replicas,
     select_tensors,
 )
-from finetune.checkpoint.snapshot import copy_to_host, record_event
 from finetune.config.reader import to_dict
-from finetune.config.schema import Model, Recipe
-from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, compute_global_batch_size, read_versions
+from finetune.config.schema import Model, Recipe, compute_global_batch_size
+from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, read_versions
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World

@@ -9,8 +9,7 @@ from typing import Any
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.config.schema import SECTIONS, DatasetSource
-from finetune.recipe.keys import Key, keys_of, recipe_keys
+from finetune.config.schema import SECTIONS, DatasetSource, Key, keys_of, recipe_keys
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "recipes.md"
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.quantization import read_stored_quantization
-from finetune.config.schema import Quantization, Recipe
-from finetune.constants import compute_global_batch_size
+from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.errors import UserError
-from finetune.recipe.keys import recipe_keys
 
 if TYPE_CHECKING:
     from finetune.config.layout import Sharding

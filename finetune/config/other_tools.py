@@ -8,14 +8,116 @@ ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of i
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
 
-from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported, without_counterpart
-from finetune.recipe.other_preferences import (
-    AXOLOTL_PREFERENCES,
-    FACTORY_PREFERENCES,
-    TORCHTUNE_PREFERENCES,
-    TRL_PREFERENCES,
+# How a value becomes ours; finetune/convert/rules.py says what each does. "by-code" is read by convert's own code.
+Carry = Literal[
+    "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
+    "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
+    "names", "parameters", "module-patterns", "bits", "quantizer", "schedule-argument",
+    "by-code",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Counterpart:
+    """One key of another tool. `ours` is None where there is none; `note` then says why, or what to do instead."""
+
+    theirs: str  # dotted where it is nested
+    ours: str | None
+    note: str = ""
+    carry: Carry = "same"
+    inexact: bool = False  # nearly the same: converted, and the note is reported
+    missing_capability: str = ""  # what it asks for that is not supported here
+    has_effect: bool = True  # whether dropping it changes what is trained, saved or measured
+
+
+def ignored(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    """Keys without effect here."""
+    return tuple(Counterpart(key, None, note, has_effect=False) for key in theirs)
+
+
+def without_counterpart(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    """Keys with an effect that nothing here has; `note` says what to do instead."""
+    return tuple(Counterpart(key, None, note) for key in theirs)
+
+
+def unsupported(capability: str, *theirs: str, note: str = "") -> tuple[Counterpart, ...]:
+    """Keys that ask for what is not supported here."""
+    return tuple(
+        Counterpart(key, None, note or f"{capability}: not supported", missing_capability=capability) for key in theirs
+    )
+
+
+def in_accelerate_file(note: str, *theirs: str) -> tuple[Counterpart, ...]:
+    """Keys for what the Accelerate file says."""
+    return tuple(Counterpart(key, "accelerate_config", note, "by-code") for key in theirs)
+
+
+REFERENCE = "the reference is the model before training: its adapters switched off, or its log-probabilities computed once, without a key"
+CUT_PROMPTS = (
+    "max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning there"
 )
+ANOTHER_REFERENCE = f"another reference model: not supported; {REFERENCE}"
+NO_DROPOUT = "adapters are trained without dropout in preference training there: lora_dropout: 0"
+MEAN_OF_MEANS = "a mean of each answer's mean there, a mean over all tokens here"
+TOKEN_SUMS = "the same sums of log-probabilities, computed otherwise"
+
+TRL_PREFERENCES = (
+    Counterpart("loss_type", "loss_type", "of DPO: sigmoid, hinge, ipo; [sigmoid, sft] is rpo_alpha; simpo is a method here", "by-code"),
+    Counterpart("loss_weights", "rpo_alpha", "the weight of sft in loss_type: [sigmoid, sft]", "by-code"),
+    Counterpart("cpo_alpha", None, "0 is SimPO; else CPO-SimPO adds a cross entropy, which is not supported", "by-code"),
+    Counterpart("disable_dropout", "lora_dropout", NO_DROPOUT, "by-code"),
+    Counterpart("truncation_mode", None, "keep_start is what is done here", "by-code"),
+    *without_counterpart(CUT_PROMPTS, "max_prompt_length", "max_completion_length"),
+    *unsupported("another loss (WPO)", "use_weighting"),
+    *unsupported("another loss (LD-DPO)", "ld_alpha"),
+    *unsupported("another reference model", "reference_free", "sync_ref_model", "ref_model_revision", note=ANOTHER_REFERENCE),
+    *ignored("reverse_kl is the only one", "f_divergence_type", "f_alpha_divergence_coef"),
+    *ignored(REFERENCE, "precompute_ref_log_probs", "precompute_ref_batch_size", "ref_model_init_kwargs",
+               "ref_model_mixup_alpha", "ref_model_sync_steps"),
+    *ignored(TOKEN_SUMS, "use_logits_to_keep", "label_pad_token_id", "padding_value", "generate_during_eval"),
+)  # fmt: skip
+
+AXOLOTL_PREFERENCES = (
+    Counterpart("rl", "method", "dpo, orpo, kto or simpo; ipo is method: dpo with loss_type: ipo", "by-code"),
+    Counterpart("rl_beta", "beta"),
+    Counterpart("trl.beta", "beta"),
+    Counterpart("orpo_alpha", "beta", "of orpo", "by-code"),
+    Counterpart("cpo_alpha", None, "0 is SimPO; else CPO-SimPO adds a cross entropy, which is not supported", "by-code"),
+    Counterpart("kto_desirable_weight", "desirable_weight"),
+    Counterpart("kto_undesirable_weight", "undesirable_weight"),
+    Counterpart("dpo_label_smoothing", "label_smoothing"),
+    Counterpart("dpo_loss_type", "loss_type", "sigmoid, hinge, ipo; [sigmoid, sft] is rpo_alpha", "by-code"),
+    Counterpart("dpo_loss_weights", "rpo_alpha", "the weight of sft in dpo_loss_type: [sigmoid, sft]", "by-code"),
+    *without_counterpart(CUT_PROMPTS, "max_prompt_len"),
+    *unsupported("another loss (WPO)", "dpo_use_weighting"),
+    *unsupported("another loss (normalized DPO)", "dpo_norm_loss"),
+    *ignored(REFERENCE, "precompute_ref_log_probs", "rl_adapter_ref_model"),
+    *ignored(TOKEN_SUMS, "dpo_use_logits_to_keep", "dpo_padding_free", "dpo_generate_during_eval"),
+)  # fmt: skip
+
+FACTORY_PREFERENCES = (
+    Counterpart("stage", "method", "dpo and kto; sft, and pt with rows of type text, need no key", "by-code"),
+    Counterpart("pref_loss", "loss_type", "sigmoid, hinge, ipo; orpo and simpo are methods here", "by-code"),
+    Counterpart("pref_beta", "beta"),
+    Counterpart("pref_ftx", "rpo_alpha", MEAN_OF_MEANS, "on-if-true", inexact=True),
+    Counterpart("dpo_label_smoothing", "label_smoothing"),
+    Counterpart("kto_chosen_weight", "desirable_weight"),
+    Counterpart("kto_rejected_weight", "undesirable_weight"),
+    *unsupported("another loss (BCO)", "pref_bco_weight"),
+    *unsupported("another loss (LD-DPO)", "ld_alpha"),
+    *unsupported("another reference model", "ref_model", "ref_model_adapters", note=ANOTHER_REFERENCE),
+    *ignored(REFERENCE, "ref_model_quantization_bit"),
+)  # fmt: skip
+
+TORCHTUNE_PREFERENCES = (
+    Counterpart("loss.beta", "beta", "of DPOLoss"),
+    Counterpart("loss.label_smoothing", "label_smoothing", "of DPOLoss"),
+    *ignored(REFERENCE, "ref_checkpointer"),
+)
+
 
 SCHEDULE_NAMES = "cosine, linear, constant, polynomial, inverse_sqrt and warmup_stable_decay, by Transformers' names"
 OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, and SGD"

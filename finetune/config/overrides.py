@@ -3,9 +3,9 @@
 import difflib
 from collections.abc import Collection, Sequence
 
+from finetune.config.schema import NESTED, recipe_keys
 from finetune.config.yaml_file import Entry, read_value
 from finetune.errors import UserError
-from finetune.recipe.keys import NESTED, recipe_keys
 
 COMMAND_LINE = "command line"
 

@@ -10,7 +10,7 @@ from finetune.config.schema import Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG
 from finetune.errors import UserError
 from finetune.files.hub import download_file, download_folder
-from finetune.json_lines import read_json_object
+from finetune.files.run_json import read_json_object
 
 ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.

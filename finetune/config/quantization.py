@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from finetune.config.methods import Method
+from finetune.config.schema import Quantization
 from finetune.errors import UserError
-from finetune.recipe.lora_schema import Quantization
 
 BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
 NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant

@@ -7,10 +7,8 @@ from typing import Any
 
 from finetune.config.facts import Case, Rule
 from finetune.config.methods import COLUMN_KEYS, METHODS, Method
+from finetune.config.schema import SCHEDULE_ARGUMENTS, SCHEDULE_KEYS, Lora, Quantization, recipe_keys
 from finetune.constants import OPTIMIZERS
-from finetune.recipe.keys import recipe_keys
-from finetune.recipe.lora_schema import Lora, Quantization
-from finetune.recipe.optimization_schema import SCHEDULE_ARGUMENTS, SCHEDULE_KEYS
 
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 

@@ -5,22 +5,303 @@ A recipe file is flat; the classes below only say which package reads which key.
 the documentation page and `--help` are made from it.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import typing
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from functools import cache
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.config.markers import NO_IN_YAML, ModulePatterns, Positive, ReadAs, StepsOrShare
-from finetune.config.markers import FileOrName as FileOrName
-from finetune.config.markers import SameOnResume as SameOnResume
+from finetune.config.markers import NO_IN_YAML, FileOrName, ModulePatterns, Positive, ReadAs, SameOnResume, StepsOrShare
 from finetune.config.methods import METHODS, MethodFacts
 from finetune.config.methods import Method as Method
-from finetune.recipe.data_schema import Data as Data
-from finetune.recipe.data_schema import DatasetSource as DatasetSource
-from finetune.recipe.lora_schema import Lora as Lora
-from finetune.recipe.lora_schema import Quantization as Quantization
-from finetune.recipe.optimization_schema import Optimization as Optimization
+
+# Schedule -> its lr_scheduler_kwargs, by transformers' names; a number above 0, or one of these words.
+SCHEDULE_ARGUMENTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "polynomial": {"power": ()},
+    "inverse_sqrt": {"timescale": ()},
+    "warmup_stable_decay": {"num_decay_steps": (), "decay_type": ("cosine", "linear", "1-sqrt")},
+}
+# transformers' other arguments, which are keys of the recipe here.
+SCHEDULE_KEYS = {
+    "min_lr_rate": "min_lr_ratio",
+    "min_lr_ratio": "min_lr_ratio",
+    "min_lr": "min_lr_ratio, a share of learning_rate",
+    "lr_end": "min_lr_ratio, a share of learning_rate",
+    "num_warmup_steps": "warmup_steps",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Optimization:
+    """How the parameters move."""
+
+    num_train_epochs: Annotated[float, Gt(0), SameOnResume, "How often the data is gone through."] = 1.0
+    max_steps: Annotated[
+        Positive | None,
+        SameOnResume,
+        ReadAs(-1, None),
+        "Optimizer steps; overrides num_train_epochs. null, or -1 as in Transformers: num_train_epochs decides.",
+    ] = None
+    learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
+    lr_scheduler_type: Annotated[
+        Literal[
+            "cosine",
+            "linear",
+            "constant",
+            "constant_with_warmup",
+            "cosine_with_min_lr",
+            "polynomial",
+            "inverse_sqrt",
+            "warmup_stable_decay",
+        ],
+        ReadAs("wsd", "warmup_stable_decay"),
+        "What follows the linear warm-up, by Transformers' names, and wsd for the last. constant warms up too: warmup_steps: 0 "
+        "leaves that out.",
+    ] = "cosine"
+    lr_scheduler_kwargs: Annotated[
+        dict[str, float | str] | None,
+        "What the schedule takes, by Transformers' names: power (polynomial), timescale (inverse_sqrt), num_decay_steps and "
+        "decay_type (warmup_stable_decay: the last tenth of the steps and cosine; or linear, 1-sqrt).",
+    ] = None
+    min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
+    warmup_ratio: Annotated[
+        float, Ge(0), Le(1), "The share of the steps that warm up; ignored where warmup_steps is set."
+    ] = 0.03
+    warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
+    optim: Annotated[
+        Literal["adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit", "adafactor", "sgd"],
+        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; adamw_8bit in 8 bits: 2 "
+        "bytes, by torchao, which has to be installed; not under FSDP1. adafactor keeps a number for each row and column, at "
+        "the fixed learning rate, as Transformers' Trainer has it; not under FSDP1. sgd keeps nothing.",
+    ] = "adamw_torch_fused"
+    optim_offload: Annotated[
+        Literal["none", "nvme"],
+        "Where the optimizer's state is: none: in memory; nvme: its moments, and fp32 master weights where mixed_precision is on, in "
+        "files under offload_dir, of which every step reads and writes one decoder layer after another. Under FSDP2, with "
+        "adamw_torch_fused, adamw_torch or adamw_bf16_moments.",
+    ] = "none"
+    offload_dir: Annotated[
+        str | None,
+        "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the run; a checkpoint needs "
+        "none of them.",
+    ] = None
+    weight_decay: Annotated[
+        float, Ge(0), "Weight decay, on matrices only (not on norms and biases); decoupled, but for sgd."
+    ] = 0.0
+    adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
+    adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999
+    adam_epsilon: Annotated[float, Gt(0), "Added to the root of the second moment."] = 1e-8
+    neftune_noise_alpha: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "NEFTune: uniform noise on the embeddings while training, at most this over the root of the document's tokens times "
+        "the hidden size.",
+    ] = None
+    label_smoothing: Annotated[
+        float,
+        Ge(0),
+        Lt(1),
+        SameOnResume,
+        "Train on this share of an even distribution over the vocabulary beside each label, as torch's cross_entropy; the "
+        "held-out loss is without it.",
+    ] = 0.0
+    optim_in_backward: Annotated[
+        bool,
+        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: the gradients of "
+        "the whole model are never in memory together. For steps of one micro-batch, with max_grad_norm: null, in one process "
+        "or under FSDP2.",
+    ] = False
+    max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."] = 1.0
+    on_nonfinite: Annotated[
+        Literal["stop", "skip"],
+        "What is done at a step whose loss or gradient is not finite: the update is never made.",
+    ] = "stop"
+    max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """Low-rank adapters instead of full fine-tuning."""
+
+    use_peft: Annotated[bool, SameOnResume, "Train LoRA adapters on a frozen bf16 base instead of all parameters."] = (
+        False
+    )
+    adapter_name_or_path: Annotated[
+        str | None,
+        FileOrName,
+        SameOnResume,
+        "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, targets and the rest are taken from its "
+        "adapter_config.json; what the recipe sets as well must agree.",
+    ] = None
+    lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
+    lora_alpha: Annotated[Positive, SameOnResume, "The adapters are scaled by lora_alpha / lora_r."] = 32
+    lora_dropout: Annotated[float, Ge(0), Lt(1), SameOnResume, "Dropout on the adapters' input."] = 0.0
+    lora_target_modules: Annotated[
+        Literal["all-linear"] | tuple[str, ...],
+        SameOnResume,
+        "The linear layers that get adapters, by the end of their names.",
+    ] = "all-linear"
+    lora_target_parameters: Annotated[
+        tuple[str, ...],
+        SameOnResume,
+        "Parameters that get adapters, by the end of their names: those that hold all experts of a layer of a mixture "
+        "(experts.gate_up_proj, experts.down_proj). Not under FSDP1.",
+    ] = ()
+    rank_pattern: Annotated[
+        dict[str, Positive] | None,
+        ModulePatterns,
+        SameOnResume,
+        "The rank of some adapters in place of lora_r, by patterns for the end of their modules' names: {q_proj: 32, "
+        "layers.0.mlp.*_proj: 4}.",
+    ] = None
+    alpha_pattern: Annotated[dict[str, Positive] | None, ModulePatterns, SameOnResume, "The same for lora_alpha."] = (
+        None
+    )
+    modules_to_save: Annotated[
+        tuple[str, ...],
+        ModulePatterns,
+        SameOnResume,
+        "Modules of the base that are trained whole, in float32, beside the adapters, by patterns for the end of their "
+        "names: embed_tokens, lm_head.",
+    ] = ()
+    use_rslora: Annotated[bool, SameOnResume, "Scale by lora_alpha / sqrt(lora_r) (rank-stabilized LoRA)."] = False
+    use_dora: Annotated[bool, SameOnResume, "Train magnitude and direction separately (DoRA)."] = False
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether every adapter is computed with its layer (models/fused_lora.py), and all else is frozen in the compute dtype."""
+        others = self.lora_dropout or self.use_dora or self.modules_to_save or self.lora_target_parameters
+        return self.use_peft and not others
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantization:
+    """A base model in 4 or 8 bits under LoRA's adapters (QLoRA), by bitsandbytes."""
+
+    load_in_4bit: Annotated[
+        bool,
+        SameOnResume,
+        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the compute dtype. "
+        "Needs the bitsandbytes package; not under FSDP1.",
+    ] = False
+    load_in_8bit: Annotated[
+        bool,
+        SameOnResume,
+        "The same in 8 bits: each row scaled as in LLM.int8, multiplied in the compute dtype.",
+    ] = False
+    bnb_4bit_quant_type: Annotated[
+        Literal["nf4", "fp4"], SameOnResume, "The 16 values of 4 bits: nf4 (for normally distributed weights) or fp4."
+    ] = "nf4"
+    bnb_4bit_use_double_quant: Annotated[
+        bool, SameOnResume, "Quantize the scales of 4 bits as well: 0.37 bits less for each parameter."
+    ] = False
+
+    @property
+    def bits(self) -> Literal[4, 8] | None:
+        """Of a quantized weight; None where nothing is quantized."""
+        return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
+
+
+Turns = Literal["auto", "split", "whole", "last"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DatasetSource:
+    """One entry of `datasets` or `eval_datasets`."""
+
+    path: Annotated[str, FileOrName, "A file, glob, folder or hub name."]
+    name: Annotated[str | None, "The hub data set's configuration."] = None
+    split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
+    type: Annotated[
+        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text"] | None,
+        "The rows' format; null: recognized from the columns.",
+    ] = None
+    weight: Annotated[
+        float,
+        Gt(0),
+        "How often the rows of this source are read in an epoch: 0.5 reads half of them, 2 reads each twice.",
+    ] = 1.0
+    max_samples: Annotated[
+        Positive | None,
+        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw them it would "
+        "have to be read to its end.",
+    ] = None
+    messages_column: Annotated[str | None, "The column that holds the messages, where it is not named as usual."] = None
+    prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
+    completion_column: Annotated[str | None, "The column that holds the completion or answer."] = None
+    text_column: Annotated[str | None, "The column that holds plain text."] = None
+    chosen_column: Annotated[
+        str | None, "The column that holds the better answer of a pair, or the conversation that ends in it."
+    ] = None
+    rejected_column: Annotated[str | None, "The column that holds the worse one."] = None
+    label_column: Annotated[
+        str | None, "The column that rates an answer: true for a good one, false for a bad one."
+    ] = None
+    alpaca_prompt: Annotated[
+        bool,
+        "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), inside the "
+        "user's turn; chat_template: alpaca writes that wording without turns.",
+    ] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """From files to rows of tokens."""
+
+    datasets: Annotated[tuple[DatasetSource, ...], SameOnResume, "What is trained on."] = ()
+    eval_datasets: Annotated[tuple[DatasetSource, ...], "What the held-out loss is measured on."] = ()
+    eval_split_size: Annotated[
+        float | None,
+        Gt(0),
+        SameOnResume,
+        "Held out from datasets where no eval_datasets are named: a share below 1, else a count of rows.",
+    ] = None
+    chat_template: Annotated[
+        str | None,
+        FileOrName,
+        SameOnResume,
+        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or alpaca "
+        "(all are in docs/data.md), a file, or inline Jinja.",
+    ] = None
+    chat_template_date: Annotated[
+        str | None,
+        SameOnResume,
+        "The day, as 2026-01-31, that a chat template writes which asks for today's (Llama 3.2's, SmolLM3's, Granite's do); "
+        "null: the day on which the run begins, for all of its ranks and restarts.",
+    ] = None
+    max_length: Annotated[
+        int,
+        Gt(1),
+        SameOnResume,
+        "Tokens in a row, and at most in an example; of a pair at most in each side, and a row holds twice as many.",
+    ] = 2048
+    packing: Annotated[bool, SameOnResume, "Fill rows with several examples, isolated from each other."] = True
+    overlength: Annotated[
+        Literal["truncate", "drop", "split", "error"] | None,
+        SameOnResume,
+        "What is done with an example of more than max_length tokens; always reported. null: plain text is split and "
+        "anything else truncated.",
+    ] = None
+    assistant_only_loss: Annotated[bool, SameOnResume, "In conversations, train only on the assistant's turns."] = True
+    turns: Annotated[
+        Turns,
+        SameOnResume,
+        "How the turns of a conversation become documents. whole: one document, as the chat template writes the conversation. "
+        "split: a document for each of the assistant's turns, with the prompt that the model has when it is asked for that turn. "
+        "auto: whole where each turn has that prompt anyway, else as few documents as give it. last: the last turn alone.",
+    ] = "auto"
+    on_bad_row: Annotated[
+        Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
+    ] = "error"
+    streaming: Annotated[bool, SameOnResume, "Read the data while training instead of before; needs max_steps."] = False
+    dataset_num_proc: Annotated[Positive | None, "Threads that tokenize; null: one for each core."] = None
+    dataset_cache_dir: Annotated[str | None, "Where tokenized rows are kept; null: in the Hugging Face cache."] = None
+    dataloader_num_workers: Annotated[
+        int, Ge(0), "Threads that build batches ahead of the step; 0 builds them in the loop."
+    ] = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,3 +571,75 @@ SECTIONS: dict[str, type] = {
     for f in fields(Recipe)
     if f.name not in ("path", "places")
 }
+
+
+NESTED: dict[str, type] = {"datasets": DatasetSource, "eval_datasets": DatasetSource}
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """One key of the schema. `default` is dataclasses.MISSING where the key must be given."""
+
+    name: str
+    section: str
+    annotation: Any
+    default: Any
+    help: str
+    is_file_or_name: bool
+    same_on_resume: bool
+    is_patterns: bool
+    read_as: ReadAs | None
+
+    @property
+    def is_required(self) -> bool:
+        return self.default is MISSING
+
+
+@cache
+def keys_of(schema: type, section: str = "") -> dict[str, Key]:
+    """The keys of one dataclass of the schema, by name."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    keys = {}
+    for attribute in fields(schema):
+        metadata = typing.get_args(hints[attribute.name])[1:]
+        keys[attribute.name] = Key(
+            name=attribute.name,
+            section=section,
+            annotation=hints[attribute.name],
+            default=attribute.default,
+            help=next(text for text in metadata if isinstance(text, str)),
+            is_file_or_name=FileOrName in metadata,
+            same_on_resume=SameOnResume in metadata,
+            is_patterns=ModulePatterns in metadata,
+            read_as=next((mark for mark in metadata if isinstance(mark, ReadAs)), None),
+        )
+    return keys
+
+
+@cache
+def recipe_keys() -> dict[str, Key]:
+    """Every top-level key of a recipe file, by name."""
+    return {name: key for section, schema in SECTIONS.items() for name, key in keys_of(schema, section).items()}
+
+
+def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The values inside mappings and lists of mappings, under names such as `datasets[0].path`.
+
+    >>> dict(leaves({"seed": 1, "datasets": [{"path": "a"}, {"path": "b"}]}))
+    {'seed': 1, 'datasets[0].path': 'a', 'datasets[1].path': 'b'}
+    """
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from leaves(inner, f"{name}.{key}" if name else str(key))
+    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
+        for number, item in enumerate(value):
+            yield from leaves(item, f"{name}[{number}]")
+    else:
+        yield name, value
+
+
+def compute_global_batch_size(batch: Batch, world_size: int) -> int:
+    """Rows in an optimizer step over all ranks."""
+    if batch.global_batch_size is not None:
+        return batch.global_batch_size
+    return batch.per_device_train_batch_size * (batch.gradient_accumulation_steps or 1) * world_size

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from dataclasses import fields
 
 from finetune.config.other_tools import FLAT_TOOLS
-from finetune.config.schema import SECTIONS, DatasetSource
-from finetune.recipe.keys import Key
+from finetune.config.schema import SECTIONS, DatasetSource, Key
 
 # Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
 ACCELERATE_KEYS = frozenset(

@@ -16,7 +16,7 @@ from typing import Any, Self
 from finetune.console.trackers import Tracker, first_line
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
-from finetune.json_lines import read_json_lines
+from finetune.files.run_json import read_json_lines
 from finetune.units import gib
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one

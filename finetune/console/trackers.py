@@ -13,7 +13,7 @@ from typing import Any
 
 from finetune.config.compatibility import TRACKERS
 from finetune.errors import UserError
-from finetune.json_lines import read_json_object
+from finetune.files.run_json import read_json_object
 
 PROJECT_VARIABLES = {"wandb": "WANDB_PROJECT", "mlflow": "MLFLOW_EXPERIMENT_NAME", "trackio": "TRACKIO_PROJECT"}
 WRITE_ONCE = ("tensorboard", "mlflow")  # a run's configuration can be written once only

@@ -11,13 +11,12 @@ import yaml
 
 from finetune.config.overrides import COMMAND_LINE
 from finetune.config.reader import read_recipe
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import NESTED, DatasetSource, keys_of, recipe_keys
 from finetune.config.yaml_file import load_yaml
 from finetune.convert.conversion import convert_file
-from finetune.convert.tool_rules import Conversion
+from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
-from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 
 EXIT_TO_DO = 1
 MISSING_FILE = "no such file or folder, here or in the recipe's folder"

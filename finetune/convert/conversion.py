@@ -9,14 +9,20 @@ from typing import Any
 import yaml
 
 from finetune.config.methods import METHODS
-from finetune.config.other_tools import INT8
-from finetune.config.schema import Lora
+from finetune.config.other_tools import INT8, Counterpart
+from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
 from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout
 from finetune.convert.datasets import add_sources
-from finetune.convert.preference_methods import adapt_preferences, find_method
-from finetune.convert.recognize import BITSANDBYTES_MODEL, Refusal, recognize_tool, refuse_other_methods
-from finetune.convert.rules import LEAVE, convert_number, convert_value
+from finetune.convert.recognize import (
+    BITSANDBYTES_MODEL,
+    Refusal,
+    adapt_preferences,
+    find_method,
+    recognize_tool,
+    refuse_other_methods,
+)
+from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, shorten
 from finetune.convert.tool_keys import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,
@@ -27,10 +33,7 @@ from finetune.convert.tool_keys import (
     UNLIMITED_NOTE,
     Tool,
 )
-from finetune.convert.tool_rules import Conversion, adapt_tool, shorten
 from finetune.errors import UserError
-from finetune.recipe.counterpart import Counterpart
-from finetune.recipe.keys import NESTED, keys_of, recipe_keys
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 10  # references to references; a cycle ends here

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.convert.tool_keys import Tool
-from finetune.convert.tool_rules import Conversion, shorten
+from finetune.config.other_tools import Counterpart, without_counterpart
+from finetune.convert.rules import Conversion, shorten
+from finetune.convert.tool_keys import TOOLS, Tool
 from finetune.errors import UserError
-from finetune.recipe.counterpart import Counterpart, without_counterpart
 
 BUILDERS = (None, "json", "csv", "parquet", "arrow", "text")  # their path where data_files lists the files
 FILES = "an entry for each file; the files of a hub data set cannot be picked"
@@ -220,3 +220,38 @@ def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
     if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
         return entry
     return entry | {"split": f"{split}[:{limit}]"}
+
+
+def coming_from_page() -> str:
+    """docs/coming-from.md, from the tables."""
+    lines = [
+        "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune or NeMo Automodel",
+        "",
+        "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
+        "that tool's defaults where ours differ. Differences are listed in it; a file of another method is refused by name.",
+        "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
+        "(`finetune/config/other_tools.py`, `finetune/convert`): `python -m finetune.convert.dataset_keys > docs/coming-from.md`.",
+        "",
+        "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that `accelerate_config` (or",
+        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are not in the tables.",
+    ]
+    for tool, pairs in TOOLS.items():
+        lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]
+        lines += _rows(pairs)
+        unneeded = ", ".join(f"`{pair.theirs}`" for pair in pairs if not pair.has_effect)
+        lines += ["", f"Without effect here: {unneeded}."]
+        lines += ["", "Within a data set's own entry:", "", "| There | Here | |", "| --- | --- | --- |"]
+        lines += _rows(ENTRY_KEYS[tool])
+    return "\n".join(lines) + "\n"
+
+
+def _rows(pairs: Iterable[Counterpart]) -> list[str]:
+    return [
+        f"| `{pair.theirs}` | {f'`{pair.ours}`' if pair.ours else '–'} | {pair.note} |"
+        for pair in pairs
+        if pair.has_effect and (pair.ours != pair.theirs or pair.note)
+    ]
+
+
+if __name__ == "__main__":
+    print(coming_from_page(), end="")

@@ -5,11 +5,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.schema import DatasetSource
-from finetune.convert.component_datasets import read_automodel_data, read_torchtune_data
+from finetune.config.schema import DatasetSource, keys_of
 from finetune.convert.dataset_keys import (
     ALPACA_PROMPT,
     ALPACA_STYLE,
+    BUILDERS,
     Sources,
     TheirEntry,
     list_entries,
@@ -17,11 +17,214 @@ from finetune.convert.dataset_keys import (
     read_each,
     take_first_rows,
 )
-from finetune.convert.preference_datasets import read_axolotl_preferences, take_factory_columns, take_trl_columns
+from finetune.convert.rules import Conversion, read_section, shorten
 from finetune.convert.tool_keys import Tool
-from finetune.convert.tool_rules import Conversion, shorten
 from finetune.errors import UserError
-from finetune.recipe.keys import keys_of
+
+# Axolotl's types are called template.form; the columns of a form that joins texts, of which the prompt is a user's turn.
+PAIR_FORMS = {
+    "argilla": {
+        "prompt_column": "instruction",
+        "chosen_column": "chosen_response",
+        "rejected_column": "rejected_response",
+    },
+    "icr": {"prompt_column": "input"},
+    "intel": {"prompt_column": "question"},
+    "prompt_pairs": {"prompt_column": "prompt"},
+}
+RATED_FORMS = {
+    "argilla": {"prompt_column": "instruction"},
+    "intel": {"prompt_column": "question"},
+    "prompt_pairs": {"prompt_column": "prompt"},
+    "ultra": {"prompt_column": "prompt"},
+    "argilla_chat": {"prompt_column": "chosen"},  # messages, without the answer
+}
+MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
+OWN_TEMPLATES = {"chatml": "chatml", "llama3": "llama3"}
+LABELS = ("label", "kto_tag")
+KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
+KNOWN_PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
+PAIRED_COLUMNS = {"prompt": "prompt_column", "chosen": "chosen_column", "rejected": "rejected_column"}
+TORCHTUNE_PAIRS = {
+    "stack_exchange_paired": "lvwerra/stack-exchange-paired",
+    "hh_rlhf_helpful": "RLHFlow/HH-RLHF-Helpful-standard",
+    "preference": None,
+}
+STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
+SUBFOLDER = "read from this folder of the hub data set alone there; here from all of it"
+
+
+def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) -> Sources:
+    """Our entries for one of Axolotl's; a type that is not known stays unread, and is listed."""
+    kind = entry.unread.get("type")
+    entry.flatten("type", "message_property_mappings", "roles")
+    template, _, form = str(kind or "").partition(".")
+    forms = RATED_FORMS if method == "kto" else PAIR_FORMS
+    keys: dict[str, Any] = {"name": entry.take("name"), "split": entry.take("split")}
+    if isinstance(kind, dict):
+        fields = {"prompt_column": "prompt", "chosen_column": "chosen", "rejected_column": "rejected"}
+        fields |= {"completion_column": "completion", "label_column": "label"} if method == "kto" else {}
+        keys |= {key: entry.take(f"type.field_{field}") for key, field in fields.items()}
+    elif template == "chat_template" and form in (*MESSAGE_FORMS, "argilla"):
+        entry.take("type")
+        keys["prompt_column"] = entry.take("field_messages")
+    elif form in forms:
+        entry.take("type")
+        keys |= forms[form] | ({"completion_column": "completion"} if method == "kto" else {})
+        keys["type"] = None if form == "argilla_chat" else "messages"
+    elif kind is None or form in MESSAGE_FORMS or (not form and template in OWN_TEMPLATES):
+        entry.take("type")
+    keys |= {key: entry.take(f"field_{key[:-7]}") or keys.get(key) for key in ("chosen_column", "rejected_column")}
+    if template in OWN_TEMPLATES and "type" not in entry.unread:
+        found.recipe.setdefault("chat_template", OWN_TEMPLATES[template])
+    return make_sources(entry.paths(), **keys)
+
+
+def take_factory_columns(entry: TheirEntry, is_chat: bool, method: str) -> dict[str, Any]:
+    """The columns of an entry of dataset_info.json. Those that are called as usual need no key."""
+    taken = {name: entry.take(f"columns.{name}") for name in ("messages", "prompt", "chosen", "rejected")}
+    entry.take("ranking")
+    if entry.unread.get("columns.query") == "input":
+        entry.take("columns.query")
+    prompt = taken["messages"] or "conversations" if is_chat else taken["prompt"] or "instruction"
+    if method == "kto":
+        label, answer = entry.take("columns.kto_tag"), entry.take("columns.response") or "output"
+        keys = {"label_column": None if label in LABELS else label}
+        if is_chat:
+            return keys | {"messages_column": None if prompt in KNOWN_PROMPTS else prompt}
+        is_usual = (prompt, answer) == ("instruction", "output")
+        return keys if is_usual else keys | {"type": "messages", "prompt_column": prompt, "completion_column": answer}
+    keys = {"prompt_column": None if prompt in KNOWN_PROMPTS else prompt}
+    if not is_chat and prompt != "instruction":
+        keys |= {"prompt_column": prompt, "type": "messages"}
+    keys |= {f"{name}_column": taken[name] if taken[name] != name else None for name in ("chosen", "rejected")}
+    return keys
+
+
+def take_trl_columns(entry: TheirEntry) -> None:
+    """The columns that alignment-handbook selects of a data set, where all of them are recognized."""
+    columns = entry.unread.get("columns")
+    if isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
+        entry.take("columns")
+
+
+def read_torchtune_preferences(entry: TheirEntry, found: Conversion) -> Sources:
+    """Our entries for one of torchtune's; a component that is not known stays unread, and is listed."""
+    component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
+    entry.flatten("column_map")
+    keys: dict[str, Any] = {"name": entry.take("name"), "split": entry.take("split")}
+    if component in TORCHTUNE_PAIRS:
+        entry.take("_component_")
+    usual = STACK_EXCHANGE if component == "stack_exchange_paired" else {}
+    columns = {name: entry.take(f"column_map.{name}") or usual.get(name) for name in PAIRED_COLUMNS}
+    keys |= {PAIRED_COLUMNS[name]: column for name, column in columns.items() if column != name}
+    source = TORCHTUNE_PAIRS.get(component)
+    if component == "stack_exchange_paired" and entry.unread.get("source") in (None, source):
+        keys["type"] = "messages"
+        found.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
+    return make_sources([path or source for path in entry.paths("source")], **keys)
+
+
+TORCHTUNE_FORMATS = {
+    "alpaca": "alpaca",
+    "alpaca_cleaned": "alpaca",
+    "chat": None,
+    "text_completion": "text",
+    "instruct": "messages",
+}
+TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
+TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
+
+
+def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
+    def sources(key: str) -> Sources:
+        value = theirs.get(key)
+        if not isinstance(value, dict):
+            return read_each("torchtune", list_entries(value, key, source), read, found)
+        entry = TheirEntry.of(key, value)
+        if key == "dataset":  # these two become keys of the whole recipe
+            entry.take("packed")
+            entry.take("train_on_input")
+        return read_each("torchtune", [entry], read, found)
+
+    def read(entry: TheirEntry) -> Sources:
+        if "method" in found.recipe:
+            return read_torchtune_preferences(entry, found)
+        component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
+        given = entry.unread.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
+        if component in TRAINED_PROMPTS and given is None:
+            found.recipe["assistant_only_loss"] = False  # the default of these two
+        if component in TORCHTUNE_FORMATS:
+            entry.take("_component_")
+        keys = _torchtune_columns(entry, component)
+        paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.paths("source")]
+        if paths[0] in BUILDERS:
+            raise UserError(f"{source}: {entry.where}: {component} names no source; set it to a file or hub name")
+        return make_sources(paths, name=entry.take("name"), split=entry.take("split"), **keys)
+
+    return sources("dataset"), sources("dataset_val")
+
+
+def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
+    entry.flatten("column_map")
+    keys = {
+        "type": TORCHTUNE_FORMATS.get(component),
+        "text_column": entry.take("column"),
+        "messages_column": entry.take("conversation_column"),
+    }
+    columns = {key: value for key, value in entry.unread.items() if key.startswith("column_map.")}
+    is_usual = all(key == f"column_map.{value}" for key, value in columns.items())
+    if keys["type"] == "alpaca":
+        keys["alpaca_prompt"] = True
+    if component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
+        prompt = "input" if component == "instruct" else "instruction"
+        keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
+        keys["completion_column"] = entry.take("column_map.output") or "output"
+    elif component == "chat":
+        named = [entry.take(f"column_map.{column}") for column in ("conversations", "messages")]
+        keys["messages_column"] = next(filter(None, named), keys["messages_column"])
+    elif is_usual:
+        for key in columns:
+            entry.take(key)
+    return keys
+
+
+BY_CODE = "this class joins several columns of a row in code; write the rows as messages and name that file as path"
+
+
+def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
+    def sources(key: str) -> Sources:
+        value = theirs.get(key)
+        return read_each("Automodel", [TheirEntry.of(key, value)], read, found) if isinstance(value, dict) else []
+
+    def read(entry: TheirEntry) -> Sources:
+        kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
+        entry.flatten("column_mapping", "tokenizer")
+        path = next((p for p in map(entry.take, ("path_or_dataset_id", "path_or_dataset", "dataset_name")) if p), None)
+        if path is None:
+            raise UserError(
+                f"{source}: {entry.where}: {kind} names no path_or_dataset_id; a data set of code is not read"
+            )
+        split = entry.take("split")
+        keys = {"name": entry.take("name"), "split": None if str(path).endswith((".json", ".jsonl")) else split}
+        limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
+        question, answer = entry.take("column_mapping.question"), entry.take("column_mapping.answer")
+        if question and answer and not entry.unread.get("column_mapping.context"):
+            keys |= {"type": "messages", "prompt_column": question, "completion_column": answer}
+            if entry.take("answer_only_loss_mask") is False:
+                found.recipe["assistant_only_loss"] = False
+        elif kind != "ChatDataset":
+            found.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
+            found.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
+        template = entry.take("chat_template")
+        if template:
+            found.recipe["chat_template"] = template
+        paths = path if isinstance(path, list) else [path]
+        limit = next((limit for limit in limits if limit), None)
+        return [take_first_rows(read, limit) for read in make_sources(paths, **keys)]
+
+    return sources("dataset"), sources("validation_dataset")
+
 
 FORMATS = {
     "alpaca": "alpaca",

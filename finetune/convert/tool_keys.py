@@ -17,9 +17,12 @@ from finetune.config.other_tools import (
     ONE_LOSS,
     OPTIMIZER_NAMES,
     TRL,
+    Counterpart,
+    ignored,
+    in_accelerate_file,
+    unsupported,
 )
 from finetune.config.other_tools import TORCHTUNE as TORCHTUNE_NAMES
-from finetune.recipe.counterpart import Counterpart, ignored, in_accelerate_file, unsupported
 
 Tool = Literal["TRL", "Axolotl", "LLaMA-Factory", "torchtune", "Automodel"]
 TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)

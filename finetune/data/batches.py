@@ -7,23 +7,235 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
+from torch import Tensor
 
-from finetune.config.schema import Recipe
-from finetune.constants import ROUND_TOKENS, compute_global_batch_size
-from finetune.data.collate import Ids, MicroBatch, TokenPart, collate
+from finetune.config.schema import Recipe, compute_global_batch_size
+from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.examples import Examples
 from finetune.data.packing import Rows
 from finetune.data.sampler import BatchConfig, arrange_epoch
 from finetune.errors import UserError
 from finetune.units import counted
 
-if TYPE_CHECKING:  # a training step does not need what reads and tokenizes the data
+if TYPE_CHECKING:
     from finetune.data.data_report import Report
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class MicroBatch:
+    """The rows of one forward pass on one rank.
+
+    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
+    ROUND_TOKENS tokens of padding (for each rank that has a part of the row) come last, as a document of their own. Unpacked,
+    each row is one document, padded on the right; attention is causal and padding comes last without labels, so that no mask
+    is needed. The documents of a group (chosen, rejected) follow one another, and no group is in two micro-batches. A rank that
+    has no row left in a step gets a filler, which has no document.
+
+    Where ranks divide a row's tokens between them, `tokens` in the shapes below are this rank's, from `first_token` on;
+    boundaries, lengths and documents are those of the whole row.
+    """
+
+    input_ids: Tensor  # int64[rows, tokens]
+    labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
+    position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
+    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found on
+    # the host: a GPU's search would make the host wait.
+    trained_positions: Tensor
+    cu_seq_lens: Tensor | None  # int32[documents + 1]: where documents begin in the packed row, and its end
+    max_document_length: int
+    example_ids: tuple[int, ...]
+    document_lengths: tuple[int, ...] = ()  # tokens of each example
+    packed_lengths: tuple[int, ...] | None = None  # what `cu_seq_lens` says, known to the host without asking a GPU
+    token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
+    # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them belongs
+    # to; 0 for those without a label. None where documents are not compared.
+    trained_documents: Tensor | None = None
+    desirable: Tensor | None = None  # bool[documents]: whether the answer is rated good; None where nothing is rated
+    first_token: int = 0  # where this rank's tokens begin in the row
+    # Where answers are rated, their prompts with other answers, document by document: they are looked at, not trained on.
+    mismatched: "MicroBatch | None" = None
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        """The model's keyword arguments."""
+        names = ("input_ids", "labels", "position_ids", "trained_positions")
+        inputs: dict[str, Any] = {name: getattr(self, name) for name in names}
+        if self.token_mask is not None:
+            inputs["token_mask"] = self.token_mask
+        if self.cu_seq_lens is not None:
+            inputs |= {"cu_seq_lens": self.cu_seq_lens, "max_document_length": self.max_document_length}
+            inputs["packed_lengths"] = self.packed_lengths
+        else:
+            inputs["document_lengths"] = self.document_lengths
+        return inputs
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        """The same on `device`; from pinned memory the copy does not wait."""
+        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "MicroBatch":
+        """The same in pinned host memory."""
+        return self._map_tensors(lambda tensor: tensor.pin_memory())
+
+    def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
+        return replace(
+            self,
+            input_ids=change(self.input_ids),
+            labels=change(self.labels),
+            position_ids=change(self.position_ids),
+            trained_positions=change(self.trained_positions),
+            cu_seq_lens=None if self.cu_seq_lens is None else change(self.cu_seq_lens),
+            token_mask=None if self.token_mask is None else change(self.token_mask),
+            trained_documents=None if self.trained_documents is None else change(self.trained_documents),
+            desirable=None if self.desirable is None else change(self.desirable),
+            mismatched=None if self.mismatched is None else self.mismatched._map_tensors(change),
+        )
+
+
+class TokenPart(NamedTuple):
+    """Which part of a row's tokens a rank has: that of `rank` among `size`, all alike and one after another."""
+
+    rank: int = 0
+    size: int = 1
+
+
+WHOLE_ROWS = TokenPart()
+
+
+def collate(
+    examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int, part: TokenPart = WHOLE_ROWS
+) -> MicroBatch:
+    """The examples `ids` as one micro-batch, or this rank's part of its tokens; a filler where there are none."""
+    if not examples.is_rated:
+        return _collate(examples, ids, packing, pad_token_id, part)
+    ratings = torch.from_numpy(examples.take(ids).find_ratings())
+    rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id, part) for first in (0, 1))
+    return replace(rated, desirable=ratings > 0, mismatched=mismatched)
+
+
+def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, part: TokenPart) -> MicroBatch:
+    if len(ids) == 0:
+        micro_batch = make_filler(packing, part.size)
+    else:
+        micro_batch = _pack(examples, ids, part.size) if packing else _pad(examples, ids, pad_token_id, part.size)
+    if part.size > 1:
+        micro_batch = _take_part(micro_batch, part)
+    if examples.group_size == 1:
+        return micro_batch
+    return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
+
+
+def _take_part(micro_batch: MicroBatch, part: TokenPart) -> MicroBatch:
+    """A rank's part of the tokens, whose number its ranks divide."""
+    assert micro_batch.token_mask is not None
+    tokens = micro_batch.labels.shape[1] // part.size
+    first = part.rank * tokens
+    mine = slice(first, first + tokens)
+    labels = micro_batch.labels[:, mine].contiguous()
+    return replace(
+        micro_batch,
+        input_ids=micro_batch.input_ids[:, mine].contiguous(),
+        labels=labels,
+        position_ids=micro_batch.position_ids[:, mine].contiguous(),
+        token_mask=micro_batch.token_mask[:, mine].contiguous(),
+        trained_positions=_find_trained_positions(labels.numpy()),
+        first_token=first,
+    )
+
+
+def _pack(examples: Examples, ids: Ids, parts: int) -> MicroBatch:
+    lengths = examples.lengths[ids].astype(np.int64)
+    tokens = int(lengths.sum())
+    padding = -tokens % (ROUND_TOKENS * parts)
+    picked = [examples[example_id] for example_id in ids]
+    # The padding repeats a token of the text. The pad token's embedding may be zero, and where a document holds nothing
+    # else, Gemma 3n, which takes the square root of its states' mean square, has a gradient of 0 x infinity.
+    input_ids = np.full(tokens + padding, picked[0].input_ids[0], np.int64)
+    labels = np.full(tokens + padding, IGNORE_INDEX, np.int64)
+    np.concatenate([example.input_ids for example in picked], out=input_ids[:tokens])
+    np.concatenate([example.labels for example in picked], out=labels[:tokens])
+    lengths = np.append(lengths, padding) if padding else lengths  # a document of its own, which no other attends to
+    ends = np.cumsum(lengths)
+    positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids)[None],
+        labels=torch.from_numpy(labels)[None],
+        position_ids=torch.from_numpy(positions)[None],
+        trained_positions=_find_trained_positions(labels),
+        cu_seq_lens=torch.from_numpy(np.concatenate(([0], ends)).astype(np.int32)),
+        max_document_length=int(lengths.max()),
+        example_ids=tuple(ids.tolist()),
+        document_lengths=tuple(examples.lengths[ids].tolist()),
+        packed_lengths=tuple(lengths.tolist()),
+        token_mask=(torch.arange(tokens + padding) < tokens)[None],
+    )
+
+
+def _pad(examples: Examples, ids: Ids, pad_token_id: int, parts: int) -> MicroBatch:
+    longest = -(-int(examples.lengths[ids].max()) // parts) * parts
+    input_ids = np.full((len(ids), longest), pad_token_id, np.int64)
+    labels = np.full((len(ids), longest), IGNORE_INDEX, np.int64)
+    lengths = torch.from_numpy(examples.lengths[ids].astype(np.int64))
+    for row, example_id in enumerate(ids):
+        example = examples[example_id]
+        input_ids[row, : len(example.input_ids)] = example.input_ids
+        labels[row, : len(example.labels)] = example.labels
+    return MicroBatch(
+        input_ids=torch.from_numpy(input_ids),
+        labels=torch.from_numpy(labels),
+        position_ids=torch.arange(longest).repeat(len(ids), 1),
+        trained_positions=_find_trained_positions(labels),
+        cu_seq_lens=None,
+        max_document_length=longest,
+        example_ids=tuple(ids.tolist()),
+        document_lengths=tuple(examples.lengths[ids].tolist()),
+        token_mask=torch.arange(longest) < lengths[:, None],
+    )
+
+
+def _find_trained_positions(labels: Ids) -> Tensor:
+    """Where the flattened `labels` are, and then places without one, which add nothing to the loss."""
+    trained = np.flatnonzero(labels != IGNORE_INDEX)
+    others = np.flatnonzero(labels == IGNORE_INDEX)[: -len(trained) % ROUND_TOKENS]
+    return torch.from_numpy(np.concatenate((trained, others)))
+
+
+def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:
+    """The document of each of `trained_positions`; 0 for those without a label."""
+    positions = micro_batch.trained_positions
+    if micro_batch.cu_seq_lens is None:
+        documents = positions // micro_batch.labels.shape[1]
+    else:
+        in_row = positions + micro_batch.first_token
+        documents = torch.searchsorted(micro_batch.cu_seq_lens.long(), in_row, right=True) - 1
+    has_label = micro_batch.labels.flatten()[positions] != IGNORE_INDEX
+    return torch.where(has_label, documents, 0)
+
+
+def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
+    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the step's collectives and add
+    nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers again."""
+    tokens = ROUND_TOKENS * parts
+    return MicroBatch(
+        input_ids=torch.ones(1, tokens, dtype=torch.int64),  # 0 is often the pad token, see `_pack`
+        labels=torch.full((1, tokens), IGNORE_INDEX, dtype=torch.int64),
+        position_ids=torch.arange(tokens)[None],
+        trained_positions=torch.zeros(0, dtype=torch.int64),
+        cu_seq_lens=torch.tensor([0, tokens], dtype=torch.int32) if packing else None,
+        max_document_length=tokens,
+        example_ids=(),
+        packed_lengths=(tokens,) if packing else None,
+        token_mask=torch.zeros(1, tokens, dtype=torch.bool),
+    )
+
 
 OnReport = Callable[["Report", list[str]], None]  # the report so far, and what is new in it as lines for the log
 

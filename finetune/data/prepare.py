@@ -1,17 +1,271 @@
 """From a recipe to batches: sources, their documents as tokens, examples cut from these, and batches of examples."""
 
-from dataclasses import dataclass, replace
+import json
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from pathlib import Path
+from threading import Event
 from typing import Any
 
-from finetune.config.schema import DatasetSource, Recipe
-from finetune.data.batches import Batches, RankInfo, StoredBatches, make_eval_batches, make_train_batches
-from finetune.data.chat_templates import PLAIN
-from finetune.data.data_report import DataReport, Report, SourceReport, make_report
+import xxhash
+
+from finetune.config.methods import RowKind
+from finetune.config.schema import Data, DatasetSource, Recipe, compute_global_batch_size
+from finetune.data.batches import (
+    Batches,
+    MicroBatch,
+    OnReport,
+    RankInfo,
+    StepBatch,
+    StoredBatches,
+    make_batches,
+    make_eval_batches,
+    make_train_batches,
+)
+from finetune.data.data_report import DataReport, Report, SourceReport, StreamReport, make_report
 from finetune.data.examples import Examples, Prompt, cut_prompts
 from finetune.data.mixture import find_held_out_in_training, find_same_ratings, hold_out, mix_sources, select_examples
-from finetune.data.streaming import StreamedBatches, open_stream
-from finetune.data.token_cache import open_cached_store
+from finetune.data.sampler import BatchConfig, make_generator
+from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, read_rows
+from finetune.data.template import make_renderer
+from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
+from finetune.data.token_store import Tokens, TokenStore
+from finetune.data.tokenize import SourceStats, tokenize_rows
+from finetune.data.tokenizer import PLAIN
 from finetune.errors import UserError
+from finetune.files.durable import remove_tree, replace_file
+
+BLOCK_ROWS = 8192  # rows that are shuffled together
+RUN_ROWS = 64  # rows read from one source before the next is drawn
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What must be known of a block to skip it."""
+
+    runs: int  # read before the block, over all sources
+    steps: int  # in the block
+    examples: int
+    epoch: int  # full passes over every source before the block
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedBatches:
+    """The batches of a run over data without a known end, for one rank."""
+
+    data: Data
+    tokenizer: Any
+    config: BatchConfig
+    per_device_batch_size: int
+    steps: int
+    world: RankInfo
+    report: StreamReport  # before anything is read
+    folder: Path  # of this launch's blocks
+    kind: RowKind = "answers"  # what is read of the rows
+
+    @property
+    def steps_per_epoch(self) -> None:
+        """Not known of a stream."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """A hash of samples of the files; None for a stream of the hub."""
+        return fingerprint_samples(self.data.datasets)
+
+    def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
+        """The step batches from `from_step` to the end; the next block is made while one is trained on.
+
+        `on_report` is called before the first batch of each block.
+        """
+        if from_step >= self.steps:  # local rank 0 would remove a block that the others still look for
+            return
+        report = StreamReport(self.report.max_length, self.report.eval_sources, self.report.first_rows, from_step)
+        block, step, examples = self._find_block(from_step)
+        canceled = Event()
+        with ThreadPoolExecutor(1, thread_name_prefix="stream") as pool:
+            next_block = pool.submit(self.open_block, block, canceled)
+            try:
+                while step < self.steps:
+                    current, note, rows = next_block.result()
+                    news = report.add(rows)
+                    if on_report is not None:
+                        on_report(report, news)
+                    if step + note.steps < self.steps:
+                        next_block = pool.submit(self.open_block, block + 1, canceled)
+                    for batch in islice(current.batches(max(from_step - step, 0)), self.steps - max(step, from_step)):
+                        yield _renumber(batch, step, examples, note)
+                    step, examples, block = step + note.steps, examples + note.examples, block + 1
+                    self._remove_block(block - 2)
+            finally:
+                canceled.set()
+                next_block.cancel()
+                pool.shutdown()
+                self.remove_blocks()
+
+    def open_block(self, number: int, canceled: Event | None = None) -> tuple[StoredBatches, Note, SourceReport]:
+        """A block's batches, numbered from 0, and the report of its rows.
+
+        Local rank 0 writes its tokens; the others wait, unless `canceled` is set.
+
+        Raises `UserError` for rows that cannot be read and for fatal findings.
+        """
+        store = self.open_block_store(number, canceled)
+        stats = SourceStats.from_json(store.facts)
+        examples, report = select_examples(store, self.data.datasets[0], self.data)
+        stop = [finding for finding in report.findings if finding.is_fatal]
+        if stop:
+            raise UserError.of(map(str, stop))
+        if not len(examples):
+            raise UserError(
+                f"{self.data.datasets[0].path}: no row of a block of {BLOCK_ROWS} holds a token to train on"
+            )
+        batches = self._make_batches(examples, number)
+        note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
+        if self.world.local_rank == 0:
+            text = json.dumps(asdict(note))
+            replace_file(self._note_file(number), f"{xxhash.xxh3_128_hexdigest(text.encode())}\n{text}\n")
+        return batches, note, report
+
+    def open_block_store(self, number: int, canceled: Event | None = None) -> TokenStore:
+        """The tokens of a block."""
+        folder = self.folder / f"block-{number:06}"
+        return open_or_write_store(
+            folder, self.world.local_rank, lambda stats: self._tokenize_block(number, stats), canceled
+        )
+
+    def remove_blocks(self) -> None:
+        """Removes this launch's blocks; their notes stay."""
+        if self.world.local_rank == 0:
+            remove_tree(self.folder, ignore_errors=True)
+
+    def _make_batches(self, examples: Examples, number: int) -> StoredBatches:
+        # The number of the block in place of the epoch: each block has its own order.
+        seed = int(make_generator(self.config.seed, "block", number).integers(2**62))
+        return make_batches(
+            examples,
+            replace(self.config, seed=seed),
+            self.world,
+            self.per_device_batch_size,
+            self.data.dataloader_num_workers,
+            self.tokenizer.pad_token_id,
+        )
+
+    def _tokenize_block(self, number: int, stats: SourceStats) -> Iterator[Tokens]:
+        runs = 0 if number == 0 else self._read_note(number - 1).runs
+        passes: list[int] = []  # at each run of the block
+
+        def read_block() -> Iterator[tuple[DatasetSource, RowBatch]]:
+            rows = 0
+            for source, batch, passed in interleave_sources(self.data.datasets, self.config.seed, runs):
+                passes.append(passed)
+                rows += len(batch.rows)
+                yield source, batch
+                if rows >= BLOCK_ROWS:
+                    return
+
+        yield from tokenize_rows(read_block(), self.data, self.tokenizer, stats, self.kind)
+        stats.stream = {"runs": runs + len(passes), "epoch": passes[-1]}
+
+    def _find_block(self, step: int) -> tuple[int, int, int]:
+        """(the block that step `step` is in, its first step, examples before it)."""
+        block = first = examples = 0
+        while True:
+            note = self._read_note(block)
+            if step < first + note.steps:
+                return block, first, examples
+            block, first, examples = block + 1, first + note.steps, examples + note.examples
+
+    def _read_note(self, number: int) -> Note:
+        """The note of a block. Where there is none, or it is damaged, the block is rebuilt."""
+        with suppress(FileNotFoundError, UnicodeDecodeError):
+            checksum, _, text = self._note_file(number).read_text(encoding="utf-8").partition("\n")
+            if checksum == xxhash.xxh3_128_hexdigest(text.removesuffix("\n").encode()):
+                return Note(**json.loads(text))
+        return self.open_block(number)[1]
+
+    def _note_file(self, number: int) -> Path:
+        return self.folder.parent / f"block-{number:06}.json"
+
+    def _remove_block(self, number: int) -> None:
+        """Removes a block that every rank has opened. A rank that still reads it keeps it: it is memory-mapped."""
+        if number >= 0 and self.world.local_rank == 0:
+            remove_tree(self.folder / f"block-{number:06}", ignore_errors=True)
+
+
+def open_stream(
+    recipe: Recipe, tokenizer: Any, world: RankInfo, eval_sources: tuple[SourceReport, ...] = ()
+) -> StreamedBatches:
+    """The batches of a run over a stream. `eval_sources`: the report of what is held out beside it.
+
+    A tokenizer without a chat template gets the plain one: whether the stream needs it is not known before it is read.
+    """
+    data, steps = recipe.data, recipe.optimization.max_steps
+    assert steps is not None and data.eval_split_size is None, "refused with the recipe"
+    if make_renderer(tokenizer, data.assistant_only_loss).template == PLAIN:
+        tokenizer.chat_template = PLAIN
+    config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
+    content = [_describe(source) for source in data.datasets]
+    kind = recipe.method_facts.rows
+    key = hash_inputs(data, tokenizer, kind, content, asdict(config), data.overlength)
+    # Blocks are this launch's alone (its ranks have one parent); the notes beside them are everybody's.
+    launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
+    folder = cache_folder(data) / f"stream-{key}" / launch
+    folder.mkdir(parents=True, exist_ok=True)
+    first_rows = tuple((source.path, source.max_samples) for source in data.datasets if source.max_samples is not None)
+    report = StreamReport(data.max_length, eval_sources, first_rows)
+    size = recipe.batch.per_device_train_batch_size
+    return StreamedBatches(data, tokenizer, config, size, steps, world, report, folder, kind)
+
+
+def interleave_sources(
+    sources: tuple[DatasetSource, ...], seed: int, skip: int = 0
+) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
+    """(source, some of its rows, full passes over every source so far), endlessly.
+
+    Which source comes next is drawn by weight; one that ends is read again from its start. The first `skip` draws are skipped.
+    """
+    random = make_generator(seed, "interleave")
+    weights = [source.weight / sum(source.weight for source in sources) for source in sources]
+    passes = [0] * len(sources)
+    readers = [read_rows(source, streaming=True, batch_rows=RUN_ROWS) for source in sources]
+    drawn = 0
+    while True:
+        i = int(random.choice(len(sources), p=weights))
+        batch = next(readers[i], None)
+        if batch is None:
+            passes[i] += 1
+            readers[i] = read_rows(sources[i], streaming=True, batch_rows=RUN_ROWS)
+            batch = next(readers[i], None)
+            if batch is None:
+                raise UserError(f"{sources[i].path}: it has no rows")
+        drawn += 1
+        if drawn > skip:
+            yield sources[i], batch, min(passes)
+
+
+def _describe(source: DatasetSource) -> Any:
+    """A source and, where it is local, its files with size and time: their content would take too long to hash."""
+    splits = find_splits(source.path) or {}
+    files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
+    return asdict(source), files
+
+
+def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note) -> StepBatch:
+    """A block's batch under the run's own numbers."""
+
+    def shift(micro_batch: MicroBatch) -> MicroBatch:
+        return replace(micro_batch, example_ids=tuple(first_example + i for i in micro_batch.example_ids))
+
+    return replace(
+        batch,
+        step=first_step + batch.step,
+        epoch=float(note.epoch),
+        micro_batches=tuple(map(shift, batch.micro_batches)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

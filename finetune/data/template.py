@@ -8,11 +8,10 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.data.chat_templates import PLAIN
+from finetune.config.schema import Turns
 from finetune.data.messages import BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
-from finetune.data.tokenizer import find_stop_tokens
-from finetune.recipe.data_schema import Turns
+from finetune.data.tokenizer import PLAIN, find_stop_tokens
 
 ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")

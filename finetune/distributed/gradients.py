@@ -17,7 +17,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import FullyShardedDataParallel as Fsdp1
 from torch.distributed.tensor import DTensor, Replicate
 
-from finetune.distributed.mesh import TENSOR
+from finetune.distributed.accelerator import TENSOR
 from finetune.distributed.tensor_parallel import PARTIAL
 from finetune.distributed.world import World
 from finetune.errors import UserError

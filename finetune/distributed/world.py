@@ -1,30 +1,83 @@
 """The ranks of a run: joining the process group, what this rank is in it, and Accelerate set up for the layout."""
 
 import ctypes
+import faulthandler
 import os
 import signal
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
 from finetune.config.facts import MachineFacts, has_compiler
 from finetune.config.layout import Sharding
 from finetune.constants import count_cores
-from finetune.distributed.accelerator import make_accelerator
+from finetune.distributed.accelerator import make_accelerator, make_sequence_group
 from finetune.distributed.collective import gather_json
-from finetune.distributed.mesh import make_sequence_group
-from finetune.distributed.peers import this_process, watch_peers
-from finetune.errors import SECONDS_FOR_CAUSE, UserError
+from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
     from torch.distributed.device_mesh import DeviceMesh
+
+POLL_SECONDS = 0.5
+
+Process = tuple[str, int, float]
+"""Host name, process id and creation time (seconds since the epoch)."""
+
+
+def this_process() -> Process:
+    """This process, as other ranks find it."""
+    return os.uname().nodename, os.getpid(), psutil.Process().create_time()
+
+
+def watch_peers(rank: int, processes: Sequence[Process], timeout_seconds: float) -> threading.Event:
+    """Starts a thread that ends this process `timeout_seconds` after another rank of this node has died.
+
+    `processes`: every rank's `this_process()`. A rank that this process cannot see (another host, another container) is
+    not watched. The thread ends when the returned event is set.
+    """
+    host = os.uname().nodename
+    peers = {
+        peer: (process, created)
+        for peer, (of, process, created) in enumerate(processes)
+        if peer != rank and of == host and is_alive(process, created)
+    }
+    left = threading.Event()
+    if peers:
+        arguments = (rank, peers, timeout_seconds, left)
+        threading.Thread(target=_watch, args=arguments, daemon=True, name="watch_peers").start()
+    return left
+
+
+def is_alive(process: int, created: float) -> bool:
+    """Whether the process runs; one that has ended and waits for its parent (a zombie) does not."""
+    try:
+        found = psutil.Process(process)
+        return bool(found.create_time() == created and found.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: float, left: threading.Event) -> None:
+    while not left.wait(POLL_SECONDS):
+        dead = [peer for peer, process in peers.items() if not is_alive(*process)]
+        if dead and not left.wait(timeout_seconds):
+            sys.stderr.write(
+                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run cannot continue "
+                "without it; that rank's own error is the cause. Where this one was:\n"
+            )
+            faulthandler.dump_traceback(all_threads=True)
+            sys.stderr.flush()
+            os._exit(EXIT_FAULT)
+
 
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}  # what a launcher would have set
 PR_SET_PDEATHSIG = 1  # of linux/prctl.h

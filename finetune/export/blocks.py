@@ -12,8 +12,7 @@ import torch
 from finetune.errors import UserError
 from finetune.export.target import TargetModel
 from finetune.files.tensors import StoredTensor, read_slice
-from finetune.models.weight_conversions import Box, Slices, convert_to_parameters
-from finetune.models.weights import find_mismatches
+from finetune.models.weights import Box, Slices, convert_to_parameters, find_mismatches
 
 # In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator keeps
 # instead of returning them to the kernel, take a third of the CPU time of 32 MiB blocks.

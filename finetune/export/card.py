@@ -1,20 +1,314 @@
 """What makes a folder of weights a model: config, generation config, tokenizer with chat template, and model card."""
 
 import json
-from pathlib import Path
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import yaml
 
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, GENERATION_FILE
+from finetune.config.methods import describe_method
+from finetune.config.schema import Lora, Quantization, keys_of
+from finetune.config.yaml_file import load_yaml
+from finetune.console.metrics import describe_missing, find_divergence, losses_of
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE
 from finetune.errors import UserError
-from finetune.export.model_card import CARD_FILE, model_card
+from finetune.export.merge_choice import TRAINED, MergeChoice
 from finetune.export.options import ExportOptions
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
+from finetune.files.run_json import BenchmarkResult, benchmark_table, read_json_lines
 from finetune.files.safetensors_header import read_json
+
+CARD_FILE = "README.md"
+RECIPE_KEYS = (
+    "learning_rate",
+    "lr_scheduler_type",
+    "num_train_epochs",
+    "max_steps",
+    "global_batch_size",
+    "max_length",
+    "packing",
+    "optim",
+    "weight_decay",
+    "seed",
+    "trainable_modules",
+    "frozen_modules",
+    "use_peft",
+    "adapter_name_or_path",
+    "lora_r",
+    "lora_alpha",
+    "lora_target_modules",
+    "lora_target_parameters",
+    "rank_pattern",
+    "alpha_pattern",
+    "modules_to_save",
+    "use_rslora",
+    "use_dora",
+)
+FOUR_BIT_KEYS = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
+LICENSE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
+UNKNOWN_LICENSE = "unknown"
+OTHER_BASE = "**These are not the weights that the adapter was trained on**: `--base-model` named them for the export."
+
+
+def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: MergeChoice | None = None) -> str:
+    """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized base."""
+    front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
+    what = "LoRA adapter" if is_adapter else "model"
+    base = _shown_path(source.base_model) if source.base_model else None
+    origin = ", trained from random weights" if source.recipe.get("model_config") else ""
+    sections = [
+        f"---\n{front}---",
+        f"# {name}",
+        (f"A {what} fine-tuned from {base}" if base else f"A causal language {what}{origin}") + f"{_teacher(source)}.",
+        OTHER_BASE if source.base_differs else "",
+        _section("Training", _training(source)),
+        _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
+        _section("Data", _data(source)),
+        _section("Recipe", _table(("Key", "Value"), _recipe_rows(source))),
+        _section("Use", _use(source, is_adapter)),
+    ]
+    return "\n\n".join(filter(None, sections)) + "\n"
+
+
+def add_evaluation(card: str, results: Sequence[BenchmarkResult]) -> str:
+    """The text of a card with a section on `results`, in place of an earlier one."""
+    section = _section("Evaluation", f"{_table(*benchmark_table(results))}\n\n{_measured_by(results)}")
+    before, use, after = re.sub(r"## Evaluation\n.*?(?=\n## |\Z)", "", card, flags=re.DOTALL).partition("## Use\n")
+    return f"{before.rstrip()}\n\n{section}\n\n{use}{after}".rstrip() + "\n"
+
+
+def _measured_by(results: Sequence[BenchmarkResult]) -> str:
+    bases = sorted({_shown_path(result.base_model) for result in results if result.base_model})
+    versions = ", ".join(sorted({result.lm_eval for result in results}))
+    harness = f"[lm-evaluation-harness](https://github.com/EleutherAI/lm-evaluation-harness) {versions}"
+    return f"Measured with {harness}" + (f"; the base is {', '.join(bases)}." if bases else ".")
+
+
+def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
+    base = source.base_model
+    datasets = [path for entry in _entries(source.recipe, "datasets") if _is_hub_name(path := str(entry.get("path")))]
+    front: dict[str, Any] = {
+        "base_model": base if base and _is_hub_name(base) else None,
+        "library_name": "peft" if is_adapter else "transformers",
+        "pipeline_tag": "text-generation",
+        **_license(source),
+        "tags": ["finetune", *filter(None, [source.recipe.get("method")]), *(["lora"] if source.adapter else [])],
+        "datasets": datasets,
+    }
+    return {key: value for key, value in front.items() if value}
+
+
+def _teacher(source: Source) -> str:
+    teacher = source.recipe.get("teacher_model_name_or_path")
+    return (
+        f", distilled from {_shown_path(str(teacher))}" if source.recipe.get("method") == "distill" and teacher else ""
+    )
+
+
+def _license(source: Source) -> dict[str, Any]:
+    """The base model's license, as its own card or config says; no one else can grant one."""
+    for folder in filter(None, (source.base, source.description)):
+        for front in (_front_of(folder / CARD_FILE), _read_json(folder / CONFIG_FILE)):
+            if isinstance(front.get("license"), str):
+                return {key: front[key] for key in LICENSE_KEYS if isinstance(front.get(key), str)}
+    return {"license": UNKNOWN_LICENSE}
+
+
+def _front_of(card: Path) -> dict[str, Any]:
+    """The front matter of a model card; empty where there is none."""
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    match = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    try:
+        front = load_yaml(match[1]) if match else None
+    except ValueError:
+        front = None
+    return front if isinstance(front, dict) else {}
+
+
+def _training(source: Source) -> str:
+    """Steps, tokens and losses up to the checkpoint that is exported; the run may have continued after it."""
+    state = source.state
+    rows = [(label, f"{state[key]:,}") for label, key in _COUNTS if isinstance(state.get(key), int)]
+    if source.recipe:
+        shown = {key: value for key, value in source.recipe.items() if not key.startswith("teacher")}  # may be a path
+        rows.insert(0, ("Method", describe_method(shown)))
+    if isinstance(state.get("epoch"), int | float):
+        rows.append(("Epochs", f"{state['epoch']:.3g}"))
+    lines = read_metrics(source.run)
+    for label, key in (("Loss", "loss"), ("Held-out loss", "eval_loss")):
+        if found := _series(lines, key, state.get("step")):
+            rows.append((f"{label}, first and last", f"{found[0][1]:.4f} → {found[-1][1]:.4f}"))
+            best_step, best = min(found, key=lambda point: point[1])
+            rows += [(f"{label}, best", f"{best:.4f} at step {best_step:,}")] if key == "eval_loss" else []
+    for label, key in _PREFERENCES:
+        named = ((label, key), (f"{label}, held out", f"eval_{key}"))
+        rows += [
+            (name, f"{found[-1][1]:.3g}") for name, of in named if (found := _series(lines, of, state.get("step")))
+        ]
+    diverged = find_divergence(losses_of(lines, state.get("step")))
+    warning = [f"**This run diverged**: {diverged}."] if diverged else []
+    step = state.get("step")
+    if source.run and isinstance(step, int) and (missing := describe_missing(source.run / "metrics.jsonl", step)):
+        warning.append(f"The run's metrics are incomplete: {missing}.")
+    return "\n\n".join([*warning, _table(("", ""), rows)])
+
+
+def _merge(merge: MergeChoice, quantization: Quantization) -> str:
+    """What the adapter was merged onto, and both possible merges measured beside the model that was trained."""
+    text = f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto the {merge.onto} base, {merge.reason}."
+    if merge.rows is None:
+        return text
+    kind = "held-out" if merge.rows.held_out else "training"
+    text += (
+        f" Each on {len(merge.rows)} {kind} rows ({merge.rows.labeled_tokens:,} labeled tokens), computed in float32:"
+    )
+    rows = [
+        (f"{label}{' (this one)' if name == merge.onto else ''}", f"{found.loss:.4f}", f"{found.logit_difference:.3g}")
+        for name, label in (
+            (TRAINED, f"{quantization.bits}-bit base with the adapter"),
+            ("original", "merged onto the original base"),
+            ("dequantized", "merged onto the dequantized base"),
+        )
+        if (found := merge.measured.get(name)) is not None
+    ]
+    return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
+
+
+def _series(lines: list[dict[str, Any]], key: str, last_step: Any) -> list[tuple[int, float]]:
+    """(step, value) of the lines up to `last_step` that have a number under `key`."""
+    last = last_step if isinstance(last_step, int) else math.inf
+    found = [(line.get("step"), line.get(key)) for line in lines]
+    return [
+        (s, float(v))
+        for s, v in found
+        if isinstance(s, int) and s <= last and isinstance(v, int | float) and math.isfinite(v)
+    ]
+
+
+_COUNTS = (("Steps", "step"), ("Tokens read", "tokens"), ("Tokens trained on", "trained_tokens"))
+_PREFERENCES = (("Reward margin, last", "rewards/margins"), ("Pairs in order, last", "rewards/accuracies"))
+
+
+def read_metrics(run: Path | None) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl, without those that cannot be read."""
+    return [line for line in read_json_lines(run / "metrics.jsonl") if line is not None] if run else []
+
+
+def _data(source: Source) -> str:
+    """A table of what was trained on and what the held-out loss was measured on."""
+    report = _read_json(source.run / "data_report.json") if source.run else {}
+    kinds = (("datasets", "sources", "training"), ("eval_datasets", "eval_sources", "held out"))
+    rows = []
+    for key, report_key, use in kinds:
+        entries, reported = _entries(source.recipe, key), report.get(report_key)
+        for number, entry in enumerate(entries):
+            of_entry = reported[number] if isinstance(reported, list) and len(reported) == len(entries) else {}
+            rows.append((use, *_data_cells(entry, of_entry if isinstance(of_entry, dict) else {})))
+    table = _table(("Use", "Source", "Split", "Format", "Weight", "Examples"), rows)
+    size = source.recipe.get("eval_split_size")
+    if not isinstance(size, int | float):
+        return table
+    return f"{table}\n\nHeld out from these: {f'{size:.3g}' if size >= 1 else f'{size:.3%}'} of the rows."
+
+
+def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[str, ...]:
+    """Path, split, format, weight and examples of one source; `reported` is its entry in data_report.json."""
+    formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
+    recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
+    return (
+        _shown_path(str(entry.get("path"))),
+        str(entry.get("split", "")),
+        str(entry.get("type") or recognized),
+        str(entry.get("weight", 1.0)),
+        f"{pairs:,} pairs" if pairs else f"{examples:,}" if isinstance(examples, int) else "",
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The content of a JSON file; empty where it cannot be read: the card then lacks it."""
+    try:
+        return read_json(path, path.read_bytes())
+    except (OSError, UserError):
+        return {}
+
+
+def _recipe_rows(source: Source) -> list[tuple[str, str]]:
+    recipe, bits = source.recipe, source.quantization.bits
+    shown = [key for key in RECIPE_KEYS if recipe.get("use_peft") or key == "use_peft" or key not in keys_of(Lora)]
+    shown += FOUR_BIT_KEYS if bits == 4 else ["load_in_8bit"] if bits == 8 else []
+    values = {key: recipe[key] for key in shown if recipe.get(key) not in (None, [], {})}
+    if isinstance(adapter := values.get("adapter_name_or_path"), str):
+        values["adapter_name_or_path"] = _shown_path(adapter)
+    return [(f"`{key}`", f"`{json.dumps(value)}`") for key, value in values.items()]
+
+
+def _use(source: Source, is_adapter: bool) -> str:
+    quantization = source.quantization
+    if is_adapter and quantization.bits is not None:
+        settings = f"load_in_{quantization.bits}bit=True"
+        if quantization.bits == 4:
+            compute_dtype = str(source.compute_dtype).removeprefix("torch.")
+            settings += f',\n    bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}",\n'
+            settings += f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},\n"
+            settings += f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
+            settings = f"\n    {settings}"
+        return (
+            "The adapter was trained on the base in this quantization, made from the numbers as the base's files hold them "
+            '(`dtype="auto"`):\n\n'
+            "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import BitsAndBytesConfig\n\n"
+            f"quantization = BitsAndBytesConfig({settings})\n"
+            "model = AutoPeftModelForCausalLM.from_pretrained(\n"
+            '    "PATH_OR_NAME", dtype="auto", quantization_config=quantization\n)\n```\n\n'
+            "On a CPU call `model.train()` before the forward: outside of training bitsandbytes multiplies in bf16 on some CPUs, "
+            "and fails there where a layer's output width is no multiple of 32."
+        )
+    if is_adapter:
+        return (
+            "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
+            'model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME")\n```'
+        )
+    return (
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")\n'
+        'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")\n```'
+    )
+
+
+def _section(title: str, body: str) -> str:
+    return f"## {title}\n\n{body}" if body else ""
+
+
+def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
+    lines = [" | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    if not lines:
+        return ""
+    return "\n".join(f"| {line} |" for line in [" | ".join(head), " | ".join("---" for _ in head), *lines])
+
+
+def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
+    entries = recipe.get(key) or []
+    return [entry for entry in entries if isinstance(entry, dict) and entry.get("path")]
+
+
+def _shown_path(path: str) -> str:
+    """A hub name, or the last part of a local path, of a run's export/ the run's name: the rest is private."""
+    local = PurePath(path)
+    return (
+        path if _is_hub_name(path) else local.parent.name if local.name == EXPORT and local.parent.name else local.name
+    )
+
+
+def _is_hub_name(name: str) -> bool:
+    is_file = Path(name).suffix.startswith((".json", ".parquet", ".csv", ".txt", ".arrow"))
+    return re.fullmatch(r"[\w.-]+/[\w.-]+", name) is not None and not is_file and not Path(name).exists()
+
 
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_FILES = (

@@ -1,19 +1,233 @@
 """The tensors of the result as values: as they are stored, or with an adapter merged onto its base, dequantized or not."""
 
+import math
+import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from finetune.export import lora_merge as lora
-from finetune.export.blocks import Value, match_tensors, stored_value
+from finetune.config.pretrained_adapter import why_unsupported
+from finetune.errors import UserError
+from finetune.export import merge as lora
+from finetune.export.blocks import Value, as_floating, match_tensors, stored_value
 from finetune.export.options import ExportOptions, MergeOnto
-from finetune.export.source import Source
+from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel
-from finetune.files.tensors import StoredTensor, main_dtype, read
-from finetune.models.quantize import dequantize_tensor, quantized_weights
-from finetune.models.quantized_base import quantize_whole
-from finetune.safetensors_io.dtypes import choose_dtype, config_dtype
+from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_slice
+from finetune.models.moe.adapters import AdaptedParameter, find_adapted_parameters
+from finetune.models.quantized.base import quantize_whole
+from finetune.models.quantized.linear import dequantize_tensor, quantized_weights
+from finetune.models.weights import Slices
+
+BASE_LAYER = ".base_layer."
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """What an adapter does to one tensor of its base, a few rows at a time, in float32."""
+
+    apply: Callable[[torch.Tensor, Slices], torch.Tensor]  # (elements of the base, where they are) -> the same, updated
+    shape: tuple[int, ...]  # of the tensor that it fits
+    used: frozenset[str]  # the adapter's tensors in it
+    is_whole: bool = False  # whether the tensor is replaced
+    needs_whole_rows: bool = False  # whether the slices must be rows
+
+
+def find_own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
+    """Base tensor -> the copy of it that PEFT saved with the adapter, as it does for an adapted embedding."""
+    return {name.replace(BASE_LAYER, "."): t for name, t in adapter.tensors.items() if _is_own_base(name)}
+
+
+def _is_own_base(name: str) -> bool:
+    return BASE_LAYER in name and ".lora_" not in name
+
+
+def find_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, Update]:
+    """Base tensor -> what the adapter does to it.
+
+    Raises `UserError` where a tensor of the adapter fits no module or has a wrong shape.
+    """
+    found: dict[str, Update] = {}
+    parameters = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
+    for name in sorted(adapter.tensors):
+        module = name.rpartition(".lora_")[0]
+        if name.endswith(".lora_A.weight") and module in parameters:
+            found[parameters[module].name] = _parameter_update(adapter, module, parameters[module], where)
+        elif name.endswith(".lora_A.weight"):
+            found[f"{module}.weight"] = _linear_update(adapter, module, f"{module}.weight", where)
+        elif name.endswith(".lora_B.bias"):
+            found[f"{module}.bias"] = _bias_update(adapter, module, where)
+        elif name.endswith(".lora_embedding_A"):
+            found[f"{module}.weight"] = _embedding_update(adapter, module, where)
+        elif name in target.shapes or (name in target.tied and not _repeats(adapter, name, target.tied[name])):
+            found[name] = _replacement(adapter.tensors[name], name)
+    used = frozenset(filter(_is_own_base, adapter.tensors))
+    used |= {name for name, first in target.tied.items() if _repeats(adapter, name, first)}
+    used = used.union(*(update.used for update in found.values()))
+    problems = [
+        f"{where}: {name}: is no part of LoRA for {target.class_name}" for name in sorted(adapter.tensors.keys() - used)
+    ]
+    fits = {name: update.shape for name, update in found.items()}
+    fits |= {name: tensor.shape for name, tensor in find_own_bases(adapter).items()}
+    problems += [p for name, shape in fits.items() if (p := _find_misfit(name, shape, target, where))]
+    if problems or not found:
+        raise UserError.of(problems[:20] or [f"{where}: the adapter is empty"])
+    return found
+
+
+def find_parameter_updates(adapter: Adapter, target: TargetModel, where: str) -> dict[str, Update]:
+    """Those of `find_updates` that peft's target_parameters name."""
+    named = find_adapted_parameters(target.model, adapter.config.get("target_parameters") or ())
+    updates = find_updates(adapter, target, where) if named else {}
+    return {parameter.name: updates[parameter.name] for parameter in named.values() if parameter.name in updates}
+
+
+def merged_value(update: Update, base: Value) -> Value:
+    """The base tensor with its update merged."""
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        return update.apply(base.rows(start, stop).float(), (slice(start, stop),))
+
+    return Value(base.name, base.shape, base.dtype, rows)
+
+
+def scale_of(config: Mapping[str, Any], module: str, where: str) -> tuple[float, int]:
+    """(scale, rank) of one adapted module, its entries in rank_pattern and alpha_pattern included."""
+    rank = _match_pattern(config.get("rank_pattern"), module, config["r"], where)
+    alpha = _match_pattern(config.get("alpha_pattern"), module, config["lora_alpha"], where)
+    return alpha / (math.sqrt(rank) if config.get("use_rslora") else rank), rank
+
+
+def _match_pattern(pattern: Mapping[str, Any] | None, module: str, default: Any, where: str) -> Any:
+    """peft's rule (peft.utils.other.get_pattern_key): the first pattern that matches the end of the module's name."""
+    for key, value in (pattern or {}).items():
+        try:
+            if re.match(rf"(.*\.)?({key})$", module):
+                return value
+        except re.error:
+            raise UserError(f"{where}: {key!r}: a pattern that is no regular expression") from None
+    return default
+
+
+def check_mergeable(adapter: Adapter, updates: Mapping[str, Update], target: TargetModel, where: str) -> None:
+    """Raises `UserError` where the base with its updates would not be the model that was trained."""
+    reason = why_unsupported(adapter.config)
+    firsts = {name for name in target.tied.values() if name in updates and not updates[name].is_whole}
+    tied = sorted(firsts | (updates.keys() & target.tied.keys()))
+    if reason is None and tied:
+        reason = f"{tied[0]}: is tied to another weight, and merging would untie them"
+    if reason is not None:
+        raise UserError(f"{where}: {reason}; --adapter-only exports the adapter as it is")
+
+
+def _parameter_update(adapter: Adapter, module: str, parameter: AdaptedParameter, where: str) -> Update:
+    """The update of a parameter that is adapted as such: that of a layer's experts, or the weight of a linear layer."""
+    if len(parameter.shape) == 2:
+        return _linear_update(adapter, module, parameter.name, where)
+    a, b, scale, rank = _factors(adapter, module, parameter.name, where, pairs=parameter.shape[0])
+    experts, last, inner = parameter.shape[0], a.shape[1], b.shape[0]
+    shape = (experts, last, inner) if parameter.is_transposed else (experts, inner, last)
+
+    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+        chosen, first, second = (*slices, *(slice(None),) * (3 - len(slices)))
+        outputs, inputs = (second, first) if parameter.is_transposed else (first, second)
+        rows = read_slice(b, (outputs,)).float()
+        updated = weight.clone()
+        for place, expert in enumerate(range(*chosen.indices(experts))):
+            columns = read_slice(a, (slice(expert * rank, (expert + 1) * rank), inputs)).float()
+            product = rows[:, expert::experts] @ columns
+            updated[place] += (product.T if parameter.is_transposed else product) * scale
+        return updated
+
+    return Update(apply, shape, frozenset({a.name, b.name}))
+
+
+def _linear_update(adapter: Adapter, module: str, weight_name: str, where: str) -> Update:
+    a, b, scale, _ = _factors(adapter, module, weight_name, where)
+    name = f"{module}.lora_magnitude_vector"
+    magnitude = adapter.tensors.get(name)
+    if (magnitude is not None) != bool(adapter.config.get("use_dora")):
+        raise UserError(f"{where}: {name}: {'present' if magnitude else 'missing'}, which contradicts use_dora")
+    if magnitude is not None and magnitude.shape != b.shape[:1]:
+        raise UserError(f"{where}: {name}: has the shape {list(magnitude.shape)}, but B has {b.shape[0]} rows")
+
+    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+        rows, columns = slices[:1], slices[1:]
+        weight = weight + (read_slice(b, rows).float() @ read_slice(a, (slice(None), *columns)).float()) * scale
+        if magnitude is None:
+            return weight
+        lengths: torch.Tensor = torch.linalg.vector_norm(weight, dim=1)
+        return (read_slice(magnitude, rows).float() / lengths)[:, None] * weight
+
+    used = {a.name, b.name} | ({magnitude.name} if magnitude else set())
+    return Update(apply, (b.shape[0], a.shape[1]), frozenset(used), needs_whole_rows=magnitude is not None)
+
+
+def _embedding_update(adapter: Adapter, module: str, where: str) -> Update:
+    """The update of an embedding is (B A)ᵀ: A has a column, the result a row for each token."""
+    a, b, scale, _ = _factors(adapter, module, f"{module}.weight", where, kind="lora_embedding_{}")
+    if adapter.config.get("use_dora"):
+        raise UserError(f"{where}: {a.name}: DoRA is not merged into embeddings; --adapter-only exports the adapter")
+
+    def apply(weight: torch.Tensor, slices: Slices) -> torch.Tensor:
+        return weight + (read(b).float() @ read_slice(a, (slice(None), *slices[:1])).float()).T * scale
+
+    return Update(apply, (a.shape[1], b.shape[0]), frozenset({a.name, b.name}), needs_whole_rows=True)
+
+
+def _bias_update(adapter: Adapter, module: str, where: str) -> Update:
+    bias = adapter.tensors[f"{module}.lora_B.bias"]
+    scale, _ = scale_of(adapter.config, module, where)
+    return Update(
+        lambda base, slices: base + scale * read_slice(bias, slices).float(),
+        bias.shape,
+        frozenset({bias.name}),
+    )
+
+
+def _replacement(tensor: StoredTensor, name: str) -> Update:
+    """A tensor that was trained whole (modules_to_save, or a bias)."""
+    return Update(
+        lambda _, slices: as_floating(read_slice(tensor, slices)), tensor.shape, frozenset({tensor.name}), is_whole=True
+    )
+
+
+def _repeats(adapter: Adapter, name: str, first: str) -> bool:
+    """Whether an adapter holds a tied tensor under its second `name` too, with the values of the `first`."""
+    second, original = adapter.tensors.get(name), adapter.tensors.get(first)
+    return second is not None and original is not None and torch.equal(read(second), read(original))
+
+
+def _factors(
+    adapter: Adapter, module: str, weight: str, where: str, *, pairs: int = 1, kind: str = "lora_{}.weight"
+) -> tuple[StoredTensor, StoredTensor, float, int]:
+    """A [pairs r, in], B [out, pairs r], the scale and the rank r of the adapter with the names of `module`, for `weight`."""
+    a, b = (f"{module}.{kind.format(letter)}" for letter in "AB")
+    if b not in adapter.tensors:
+        raise UserError(f"{where}: {b}: missing, although {a} exists")
+    one, other = adapter.tensors[a], adapter.tensors[b]
+    # peft's patterns name a module; where target_parameters names the parameter, that.
+    is_parameter = any(f".{weight}".endswith(f".{target}") for target in adapter.config.get("target_parameters") or ())
+    scale, rank = scale_of(adapter.config, weight if is_parameter else module, where)
+    width = pairs * rank
+    if len(one.shape) != 2 or len(other.shape) != 2 or one.shape[0] != width or other.shape[1] != width:
+        of_experts = f" of {pairs} experts" if pairs > 1 else ""
+        raise UserError(
+            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not the config's rank {rank}{of_experts}"
+        )
+    return one, other, scale, rank
+
+
+def _find_misfit(name: str, shape: tuple[int, ...], target: TargetModel, where: str) -> str | None:
+    expected = target.shapes.get(target.tied.get(name, name))
+    if expected is None:
+        return f"{where}: {name}: adapted, but {target.class_name} of this config has no such tensor"
+    if shape != expected:
+        return f"{where}: {name}: its update has the shape {list(shape)}, the tensor {list(expected)}"
+    return None
+
 
 ReadDequantized = Callable[[StoredTensor], torch.Tensor]
 

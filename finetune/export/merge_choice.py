@@ -1,16 +1,184 @@
 """Which base an adapter that was trained on a quantized one is merged onto: measured, on rows of the run."""
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+from torch.nn import functional
+
+from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
+from finetune.data.examples import Examples
 from finetune.errors import UserError
-from finetune.export.comparison_rows import ComparisonRows, read_comparison_rows
-from finetune.export.merge import choose_written_dtype
-from finetune.export.merge_measure import TRAINED, MergedScore, can_be_measured, measure_merges
+from finetune.export.blocks import Value, cast_rows
+from finetune.export.logits import Rows, stream
+from finetune.export.merge import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
 from finetune.export.options import ExportOptions, MergeOnto
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
+from finetune.files.durable import replace_file
+from finetune.models.head.chunks import LogitTransform
+
+ROWS_FILE = "comparison_rows.json"  # in the run's folder
+ROW_TOKENS = 1024  # of a row, at most
+MAX_TOKENS, MIN_TOKENS = 4096, 256  # of all rows, padding included
+# Three models are computed on a CPU, in float32: for a large one fewer rows are taken, so that it ends in minutes.
+FLOP_BUDGET = 25e12  # of one of them
+
+
+@dataclass(frozen=True, slots=True)
+class ComparisonRows:
+    """Examples, padded on the right: attention is causal, so that what comes after an example does not matter to it."""
+
+    input_ids: torch.Tensor  # int64[rows, tokens]
+    labels: torch.Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
+    lengths: torch.Tensor  # int64[rows]
+    held_out: bool  # else they were trained on: nothing is held out
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def labeled_tokens(self) -> int:
+        return int((self.labels != IGNORE_INDEX).sum())
+
+
+def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -> None:
+    """Writes the first of `examples` that have a label within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen sides."""
+    examples = examples.answers()
+    rows: list[dict[str, list[int]]] = []
+    longest = 0
+    for example_id in range(len(examples)):
+        example = examples[example_id]
+        ids, labels = example.input_ids[:ROW_TOKENS], example.labels[:ROW_TOKENS]
+        if not (labels != IGNORE_INDEX).any():
+            continue
+        longest = max(longest, len(ids))
+        if rows and (len(rows) + 1) * longest > MAX_TOKENS:
+            break
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    replace_file(folder / ROWS_FILE, json.dumps({"held_out": held_out, "rows": rows}) + "\n")
+
+
+def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) -> ComparisonRows | None:
+    """The rows of the run in `folder`: as many as a model of so many parameters computes within the budget, one at least.
+
+    None where the run kept none. Raises `UserError` where the file is damaged, or holds ids beyond `vocabulary`.
+    """
+    if folder is None or not (folder / ROWS_FILE).is_file():
+        return None
+    try:
+        content = json.loads((folder / ROWS_FILE).read_bytes())
+        rows = [(_as_ids(row["input_ids"]), _as_ids(row["labels"])) for row in content["rows"]]
+        held_out = content["held_out"] is True
+        are_rows = all(_is_row(ids, labels, vocabulary) for ids, labels in rows)
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
+        are_rows = False
+    if not are_rows:
+        raise UserError(f"{folder / ROWS_FILE}: damaged; remove it, and decide with --merge-onto")
+    rows = _first_within(rows, min(MAX_TOKENS, max(MIN_TOKENS, int(FLOP_BUDGET / (2 * parameters)))))
+    if not rows:
+        return None
+    pad = torch.nn.utils.rnn.pad_sequence
+    return ComparisonRows(
+        input_ids=pad([ids for ids, _ in rows], batch_first=True),
+        labels=pad([labels for _, labels in rows], batch_first=True, padding_value=IGNORE_INDEX),
+        lengths=torch.tensor([len(ids) for ids, _ in rows]),
+        held_out=held_out,
+    )
+
+
+Row = tuple[torch.Tensor, torch.Tensor]
+
+
+def _first_within(rows: Sequence[Row], tokens: int) -> list[Row]:
+    longest = 0
+    for count, (ids, _) in enumerate(rows):
+        longest = max(longest, len(ids))
+        if count and (count + 1) * longest > tokens:
+            return list(rows[:count])
+    return list(rows)
+
+
+def _is_row(ids: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> bool:
+    labeled = labels[labels != IGNORE_INDEX]
+    return (
+        ids.shape == labels.shape
+        and ids.numel() > 0
+        and labeled.numel() > 0
+        and all(int(each.min()) >= 0 and int(each.max()) < vocabulary for each in (ids, labeled))
+    )
+
+
+def _as_ids(value: Any) -> torch.Tensor:
+    return torch.tensor([int(each) for each in value], dtype=torch.int64)
+
+
+TRAINED = "trained"  # the quantized base with the adapter beside it
+
+
+@dataclass(frozen=True, slots=True)
+class MergedScore:
+    """A model on the comparison rows, computed in float32."""
+
+    loss: float  # per labeled token, in nats
+    logit_difference: float  # the largest from the trained model's
+
+
+def can_be_measured(source: Source, target: TargetModel) -> bool:
+    """Whether all that is quantized is read by plain linear layers, which alone can have several weights at once."""
+    modules = (target.model.get_submodule(name.rpartition(".")[0]) for name in find_quantized(source, target))
+    return all(type(module) is nn.Linear for module in modules)
+
+
+def measure_merges(
+    source: Source, target: TargetModel, dtype: torch.dtype, rows: ComparisonRows
+) -> dict[str, MergedScore]:
+    """The trained model and both merged ones, in one pass over the base's files: each weight is quantized once.
+
+    The trained one computes W x + B A x as (W + B A) x in float32, W dequantized to the compute dtype; the merged ones are
+    rounded to `dtype`, in which they are written. A base that is stored quantized has no original.
+    """
+    stored, read_dequantized = find_stored(source, target), make_dequantizer(source)
+    variants = {TRAINED: plan_values(source, target, stored, torch.float32, "dequantized", read_dequantized)}
+    if not source.quantized:
+        variants["original"] = plan_values(source, target, stored, dtype, "original")
+    variants["dequantized"] = plan_values(source, target, stored, dtype, "dequantized", read_dequantized)
+    found = _measure(target.model, [_rows_of(values, target) for values in variants.values()], rows)
+    return dict(zip(variants, found, strict=True))
+
+
+def _rows_of(values: Mapping[str, Value], target: TargetModel) -> Rows:
+    return lambda name, start, stop: cast_rows(values[target.tied.get(name, name)], start, stop)
+
+
+@torch.no_grad()
+def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -> list[MergedScore]:
+    """Each variant on `rows`; the first is the one that logits are compared with. Logits are never whole."""
+    plain: Any = model
+    count, transform = len(variants), LogitTransform.from_config(plain.config)
+    chunk = max(1, loss_chunk_tokens(plain.config.get_text_config().vocab_size, "cpu") // count)
+    real = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
+    labels = rows.labels.flatten()[real]
+    losses, differences = torch.zeros(count, dtype=torch.float64), torch.zeros(count)
+    with stream(model, variants):
+        trunk = getattr(plain, plain.base_model_prefix)
+        hidden = trunk(input_ids=rows.input_ids.repeat(count, 1), use_cache=False).last_hidden_state
+        hidden = hidden.reshape(count, real.numel(), -1)[:, real]
+        for start in range(0, len(labels), chunk):
+            scores, _ = transform.forward(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())
+            wanted = labels[start : start + chunk].repeat(count)
+            each = functional.cross_entropy(scores.flatten(0, 1), wanted, ignore_index=IGNORE_INDEX, reduction="none")
+            losses += each.view(count, -1).double().sum(1)
+            differences = torch.maximum(differences, (scores - scores[:1]).abs().flatten(1).amax(1))
+    losses /= rows.labeled_tokens
+    return [
+        MergedScore(loss, difference) for loss, difference in zip(losses.tolist(), differences.tolist(), strict=True)
+    ]
+
 
 # In nats. The dequantized base is the one that was trained: the original must be better by more than rounding explains.
 NOTICEABLE_LOSS = 1e-3

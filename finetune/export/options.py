@@ -9,7 +9,7 @@ from finetune.config.quantization import read_recipe_quantization
 from finetune.errors import UserError
 from finetune.export.publish import check_destination
 from finetune.files.durable import restore_exports, restore_folder
-from finetune.json_lines import read_json_object
+from finetune.files.run_json import read_json_object
 from finetune.units import read_size
 
 DTYPES = ("float32", "bfloat16", "float16")

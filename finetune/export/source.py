@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from finetune.checkpoint.json_files import read_state
-from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
+from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems, read_state
 from finetune.checkpoint.retention import find_newest_valid, list_checkpoints
 from finetune.config.pretrained_adapter import ADAPTER_TORCH_FILE, ADAPTER_WEIGHTS, check_adapter_config
 from finetune.config.quantization import read_recipe_quantization
@@ -32,7 +31,7 @@ from finetune.files.hub import download_file, download_folder, find_local_folder
 from finetune.files.safetensors_header import read_json
 from finetune.files.tensors import StoredTensor, read_folder
 from finetune.models.lora import peft_name
-from finetune.models.quantized_base import StoredQuantized, split_quantized
+from finetune.models.quantized.base import StoredQuantized, split_quantized
 from finetune.terminal import progress_bar
 
 FSDP_FILE = "pytorch_model_fsdp.bin"

@@ -13,7 +13,7 @@ from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
 from finetune.files.safetensors_header import read_json
 from finetune.models.load import build_on_meta
-from finetune.models.weight_conversions import Box, boxes_of_files
+from finetune.models.weights import Box, boxes_of_files
 
 LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from finetune.errors import UserError
-from finetune.export import lora_merge as lora
+from finetune.export import merge as lora
 from finetune.export.blocks import read_rows
 from finetune.export.logits import stream_logits
 from finetune.export.merge import find_quantized, make_dequantizer
 from finetune.export.options import ExportOptions
-from finetune.export.read_back import WrittenFiles, read_digests
+from finetune.export.reload_check import WrittenFiles, read_digests
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, describe_target

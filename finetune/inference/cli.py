@@ -120,7 +120,7 @@ def keep_results(results: Sequence[BenchmarkResult], reference: ModelReference, 
 
     Raises `UserError` where a file cannot be written.
     """
-    from finetune.export.model_card import CARD_FILE, add_evaluation  # imports torch
+    from finetune.export.card import CARD_FILE, add_evaluation  # imports torch
 
     path: Path | None = None
     try:

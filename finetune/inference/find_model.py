@@ -11,7 +11,7 @@ from finetune.config.yaml_file import load_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports, restore_folder
-from finetune.json_lines import read_json_object
+from finetune.files.run_json import read_json_object
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
 

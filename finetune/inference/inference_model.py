@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.config.quantization import describe_quantization
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
-from finetune.data.chat_templates import PLAIN, read_template
 from finetune.data.formats import RENDERED_FORMATS
+from finetune.data.tokenizer import PLAIN, read_template
 from finetune.errors import UserError
 from finetune.export.blocks import Value, cast_rows, row_blocks
 from finetune.export.card import has_tokenizer, write_metadata

@@ -10,11 +10,11 @@ from typing import Any
 from finetune.config.methods import RowKind
 from finetune.config.schema import DatasetSource
 from finetune.data.formats import Completion, Conversation, Document, Text, find_common_pair, parse_row
-from finetune.data.groups import READERS, RowGroups
 from finetune.data.messages import BadRow, describe_value, list_columns
 from finetune.data.preferences import find_sides
 from finetune.data.readers import file_kind
 from finetune.data.sources import list_files, read_rows
+from finetune.data.tokenize import READERS, RowGroups
 from finetune.errors import UserError
 
 ROWS_READ = 1000  # of a data set, from its beginning

@@ -17,8 +17,7 @@ from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_
 from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
-from finetune.config.layout import Sharding
-from finetune.distributed.fp8 import gathers_fp8, is_multiplied_in_fp8
+from finetune.config.layout import Sharding, gathers_fp8, is_multiplied_in_fp8
 from finetune.models.lora import is_adapter
 
 

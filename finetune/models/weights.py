@@ -4,18 +4,291 @@ Both are pure functions of (name, slices), so every layout and every number of r
 """
 
 import re
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
 from torch import nn
 
-from finetune.distributed.parallelize import Slices, Values
+from finetune.distributed.parallelize import Values
 from finetune.errors import UserError
-from finetune.files.tensors import StoredTensor, read_slice
+from finetune.files.tensors import StoredPart, StoredTensor, read_slice
 from finetune.models.embedding import find_grown, grown_reader, grown_shape
 from finetune.models.lora import base_name, seed_of
 from finetune.pretrained_config import Vocabulary
+
+Slices = tuple[slice, ...]
+Shape = tuple[int, ...]
+
+
+class UnsupportedConversion(Exception):
+    """A conversion whose result is not made of boxes of its sources."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a named tensor, at its place in a `Box`."""
+
+    name: str
+    begin: Shape  # of its first element in the named tensor
+    offsets: Shape  # of its first element in the box
+    shape: Shape  # in the box
+    axes: tuple[int | None, ...]  # for each dimension of the box, the named tensor's; None: added, of size 1
+
+
+@dataclass(frozen=True, slots=True)
+class Box:
+    """What a conversion makes of named tensors: its shape, and the parts that fill it. Stands in for a tensor in torch's
+    functions, as far as transformers' conversions of weights in boxes use them."""
+
+    shape: Shape
+    parts: tuple[Part, ...]
+
+    @classmethod
+    def whole(cls, name: str, shape: Sequence[int]) -> "Box":
+        """All of the tensor `name`."""
+        shape, zeros = tuple(shape), (0,) * len(shape)
+        return cls(shape, (Part(name, zeros, zeros, shape, tuple(range(len(shape)))),))
+
+    @classmethod
+    def __torch_function__(cls, function: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        known: dict[Any, Callable[..., Any]] = {
+            torch.cat: _cat,
+            torch.stack: _stack,
+            torch.chunk: _chunk,
+            torch.split: _split,
+        }
+        if function not in known:
+            raise UnsupportedConversion(f"torch.{getattr(function, '__name__', function)}")
+        return known[function](*args, **(kwargs or {}))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise UnsupportedConversion(f"Tensor.{name}")
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int) -> int:
+        return self.shape[dim]
+
+    def contiguous(self) -> "Box":
+        return self
+
+    def squeeze(self, dim: int) -> "Box":
+        if self.shape[dim] != 1:
+            return self
+        parts = tuple(
+            replace(p, offsets=_without(p.offsets, dim), shape=_without(p.shape, dim), axes=_without(p.axes, dim))
+            for p in self.parts
+        )
+        return Box(_without(self.shape, dim), parts)
+
+    def read(self, slices: Slices, read: Callable[[str, Slices], torch.Tensor]) -> torch.Tensor:
+        """The elements `slices` (of step 1; dimensions without one are whole), by `read(name, slices)` of the named tensors."""
+        bounds = [wanted.indices(size)[:2] for wanted, size in zip(slices, self.shape, strict=False)]
+        bounds += [(0, size) for size in self.shape[len(bounds) :]]
+        box = self
+        for dim, (start, stop) in enumerate(bounds):
+            box = _narrow(box, dim, start, max(start, stop))
+        result: torch.Tensor | None = None
+        for part in box.parts:
+            value = read(part.name, _source_slices(part)).reshape(part.shape)
+            if len(box.parts) == 1:
+                return value
+            result = value.new_empty(box.shape) if result is None else result
+            result[tuple(slice(at, at + n) for at, n in zip(part.offsets, part.shape, strict=True))] = value
+        assert result is not None, f"an empty box of {self.shape}"
+        return result
+
+
+def convert_to_parameters(model: Any, stored: Mapping[str, StoredTensor], where: str) -> dict[str, StoredTensor]:
+    """The tensors of the files under the names of `model`'s parameters and saved buffers, in their form in memory.
+
+    A tensor that has no place in the model keeps its name. Reads no value. `where` names the files in errors.
+
+    Raises `UserError` where tensors do not fit together, or a conversion moves elements otherwise than in boxes.
+    """
+    names = model.state_dict().keys()
+    if stored.keys() <= names:
+        return dict(stored)
+    shapes = {name: tensor.shape for name, tensor in stored.items()}
+    boxes = boxes_of_parameters(model, shapes, where)
+    try:
+        return {name: _as_stored(name, box, stored) for name, box in boxes.items()}
+    except UnsupportedConversion as error:
+        raise _unsupported(model, where, str(error)) from None
+
+
+def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> dict[str, Box]:
+    """For each parameter of `model` the tensors of the files (given by their shapes) that it is made of.
+
+    The order of the steps is transformers' own (`convert_and_load_state_dict_in_model`).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+    transforms = get_model_conversion_mapping(model)
+    renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
+    converters = [each for each in transforms if isinstance(each, WeightConverter)]
+    converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
+    state, prefix = model.state_dict(), model.base_model_prefix
+    found: dict[str, Box] = {}
+    collected: dict[str, Any] = {}
+    for name in sorted(shapes, key=dot_natural_key):
+        target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+        if target not in state and name in state:
+            target, pattern = rename_source_key(name, [], [], prefix, state)
+        box = Box.whole(name, shapes[name])
+        if target not in state or target in found:
+            found[name] = box
+        elif pattern is None:
+            found[target] = box
+        else:
+            converter = collected.setdefault(target, deepcopy(converter_of[pattern]))
+            converter.add_tensor(target, name, pattern, box)
+    for target, converter in collected.items():
+        try:
+            found |= converter.convert(target, model=model, config=model.config)
+        except UnsupportedConversion as error:
+            raise _unsupported(model, where, str(error)) from None
+        except ValueError as error:
+            raise UserError(
+                f"{where}: the tensors of {target} do not fit together ({error}); copy the files again"
+            ) from None
+    return found
+
+
+def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
+    """For each tensor that transformers writes to `model`'s files, the parameters (given by their shapes) that it is made
+    of, in their order. Raises `UserError` where a conversion moves elements otherwise than in boxes."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    parameters: Any = {name: Box.whole(name, shape) for name, shape in shapes.items()}
+    try:
+        written = revert_weight_conversion(model, parameters)
+    except UnsupportedConversion as error:
+        raise _unsupported(model, type(model).__name__, str(error)) from None
+    order = {name: index for index, name in enumerate(shapes)}
+    return dict(sorted(written.items(), key=lambda item: order[item[1].parts[0].name]))
+
+
+def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
+    return UserError(
+        f"{where}: the files of {type(model).__name__} arrange its tensors otherwise than its modules do, and transformers "
+        f"converts them by {operation}, which is not supported here; name a model of another family"
+    )
+
+
+def _as_stored(name: str, box: Box, stored: Mapping[str, StoredTensor]) -> StoredTensor:
+    """The parameter `name` as one tensor on disk, whose parts lie wherever the files' tensors do."""
+    dtypes = {stored[part.name].dtype for part in box.parts}
+    if len(dtypes) > 1:
+        raise UserError(f"{name}: its tensors in the files differ in dtype ({', '.join(sorted(map(str, dtypes)))})")
+    parts = [found for part in box.parts for found in _stored_parts(part, stored[part.name])]
+    return StoredTensor(name, box.shape, dtypes.pop(), tuple(parts))
+
+
+def _stored_parts(part: Part, tensor: StoredTensor) -> list[StoredPart]:
+    """Where the elements of `part` lie on disk."""
+    wanted = [(cut.start, cut.stop) for cut in _source_slices(part)]
+    found = []
+    for held in tensor.parts:
+        cuts = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(wanted, held.box, strict=True)]
+        if any(start >= stop for start, stop in cuts):
+            continue
+        if cuts[1:] != list(held.box[1:]):
+            raise UnsupportedConversion("a cut through the rows of a tensor")
+        row_bytes = prod(held.shape[1:]) * tensor.dtype.itemsize
+        skipped = (cuts[0][0] - held.offsets[0]) * row_bytes if cuts else 0
+        offsets = tuple(
+            at if axis is None else at + cuts[axis][0] - part.begin[axis]
+            for at, axis in zip(part.offsets, part.axes, strict=True)
+        )
+        shape = tuple(1 if axis is None else cuts[axis][1] - cuts[axis][0] for axis in part.axes)
+        found.append(StoredPart(held.path, held.position + skipped, offsets, shape))
+    return found
+
+
+def _source_slices(part: Part) -> Slices:
+    """Which elements of the named tensor `part` is; a dimension that the box has lost is one element wide."""
+    sizes = {axis: size for axis, size in zip(part.axes, part.shape, strict=True) if axis is not None}
+    return tuple(slice(start, start + sizes.get(axis, 1)) for axis, start in enumerate(part.begin))
+
+
+# torch's functions, for boxes.
+
+
+def _cat(boxes: Sequence[Box], dim: int = 0) -> Box:
+    parts, length, first = [], 0, boxes[0].shape
+    for box in boxes:
+        if _without(box.shape, dim) != _without(first, dim):
+            raise ValueError(f"shapes {list(first)} and {list(box.shape)}")
+        parts += [replace(p, offsets=_changed(p.offsets, dim, p.offsets[dim] + length)) for p in box.parts]
+        length += box.shape[dim]
+    return Box(_changed(first, dim, length), tuple(parts))
+
+
+def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
+    def add(values: tuple[Any, ...], value: Any) -> tuple[Any, ...]:
+        return (*values[:dim], value, *values[dim:])
+
+    return _cat(
+        [
+            Box(
+                add(box.shape, 1),
+                tuple(
+                    replace(p, offsets=add(p.offsets, 0), shape=add(p.shape, 1), axes=add(p.axes, None))
+                    for p in box.parts
+                ),
+            )
+            for box in boxes
+        ],
+        dim,
+    )
+
+
+def _chunk(box: Box, chunks: int, dim: int = 0) -> tuple[Box, ...]:
+    return _split(box, -(-box.shape[dim] // chunks), dim)
+
+
+def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...]:
+    length = box.shape[dim]
+    each = [sizes] * -(-length // sizes) if isinstance(sizes, int) else list(sizes)
+    starts = [sum(each[:index]) for index in range(len(each))]
+    return tuple(_narrow(box, dim, start, min(start + size, length)) for start, size in zip(starts, each, strict=True))
+
+
+def _narrow(box: Box, dim: int, start: int, stop: int) -> Box:
+    """The elements from `start` to `stop` of dimension `dim`."""
+    if (start, stop) == (0, box.shape[dim]):
+        return box
+    parts = []
+    for part in box.parts:
+        low, high = max(start, part.offsets[dim]), min(stop, part.offsets[dim] + part.shape[dim])
+        if low < high:
+            axis = part.axes[dim]
+            begin = (
+                part.begin if axis is None else _changed(part.begin, axis, part.begin[axis] + low - part.offsets[dim])
+            )
+            shape = _changed(part.shape, dim, high - low)
+            parts.append(replace(part, begin=begin, offsets=_changed(part.offsets, dim, low - start), shape=shape))
+    return Box(_changed(box.shape, dim, stop - start), tuple(parts))
+
+
+def _changed(values: Shape, index: int, value: int) -> Shape:
+    index %= len(values)
+    return (*values[:index], value, *values[index + 1 :])
+
+
+def _without(values: tuple[Any, ...], index: int) -> tuple[Any, ...]:
+    index %= len(values)
+    return (*values[:index], *values[index + 1 :])
 
 
 def stored_values(

@@ -9,10 +9,43 @@ from dataclasses import dataclass
 
 from finetune.config.module_patterns import find_value
 from finetune.config.schema import Lora
-from finetune.plan.architecture import Architecture
-from finetune.plan.attention_memory import attends_by_document, attends_in_blocks, materializes_scores
-from finetune.plan.parts import LatentAttention, Mixture
+from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
+from finetune.plan.architecture import Architecture, LatentAttention, Mixture
 from finetune.plan.state import FP32, is_adapted
+
+INT32 = 4
+KINDS = 2  # of layers that need masks: with a sliding window, and without
+
+
+def attends_by_document(run: "Computation") -> bool:
+    """Whether each document is attended to by itself, and their outputs are concatenated: no kernel has dropout."""
+    return run.cpu or run.drops_attention
+
+
+def materializes_scores(a: Architecture, run: "Computation") -> bool:
+    """Whether attention of capped scores or with sinks is written out."""
+    return attends_by_document(run) and (a.family.caps_scores or a.family.sinks)
+
+
+def needs_masks(a: Architecture, run: "Computation") -> bool:
+    """Whether masks of blocks are made: while training with dropout too, which evaluation has not."""
+    return not run.cpu and (a.family.caps_scores or a.family.sinks or a.head_size > LARGEST_FLASH_HEAD)
+
+
+def attends_in_blocks(a: Architecture, run: "Computation") -> bool:
+    """Whether flex_attention computes it, which keeps what flash attention does."""
+    return needs_masks(a, run) and not run.drops_attention
+
+
+def mask_bytes(a: Architecture, run: "Computation", tokens: int) -> int:
+    """Bytes of the masks for rows of which a rank has `tokens`: how many blocks each block of queries sees, and which, and the same for
+    keys, of blocks seen whole and in part; and the first token that each token sees."""
+    if not needs_masks(a, run):
+        return 0
+    tokens *= run.sequence_ranks
+    blocks = max(2, -(-tokens // BLOCK_TOKENS))
+    return KINDS * INT32 * (4 * blocks * (blocks + 1) + tokens)
+
 
 TOKEN_ID = 8  # bytes of an int64
 PLACES = (

@@ -1,13 +1,258 @@
 """Whether a run fits the device, and if not, the cheapest changes that make it fit."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
+from math import gcd, prod
+from typing import Any
 
-from finetune.plan.changes import Change, apply_changes, list_changes
 from finetune.plan.disk import plan_host
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import find_peak
+
+CONFIG_KEY = "accelerate_config="
+A_FOLDER = "A_FOLDER_ON_NVME"  # for the user to fill in
+FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
+MIN_ROW_TOKENS = 512  # rows are not halved below this
+GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # ranks that divide what one rank had
+DIVISIONS = {  # a key of an Accelerate file -> what it is here, and what it divides
+    "cp_size": ("sequence_parallel_size", "the tokens of a row"),
+    "tp_size": ("tensor_parallel_size", "the matrices of each layer"),
+}
+ROW_DIVIDING_RANKS = 8  # in accelerate_configs/fsdp_sequence_parallel.yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One change: `text` is appended to the command, or set in the Accelerate file."""
+
+    text: str
+    cost: str
+    apply: Callable[[RunSpec], RunSpec]
+    is_in_file: bool = False
+
+    @property
+    def is_in_recipe(self) -> bool:
+        """Whether the change is of keys of the recipe alone, with values that suit every machine."""
+        return not self.is_in_file and A_FOLDER not in self.text
+
+    @property
+    def accelerate_config(self) -> str | None:
+        """The shipped Accelerate file that it takes instead of the run's own."""
+        words = self.text.split()
+        return next((word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None)
+
+
+def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
+    """Whether the run `asked` for could be started as it has been `changed`: no rule refuses it that did not refuse `asked`."""
+    known = {problem.rule for problem in asked.find_problems()}
+    return all(problem.is_note or problem.rule in known for problem in changed.find_problems())
+
+
+def list_changes(spec: RunSpec) -> Iterator[Change]:
+    """What can still be changed and is supported, the cheapest first: what costs almost no time, then time, then what is trained."""
+    return (change for change in _list_candidates(spec) if is_supported(change.apply(spec), spec))
+
+
+def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, list[Change]]:
+    """`spec` with one change after another, and the changes that are left out: they do not go with those before them."""
+    left_out = []
+    for change in changes:
+        changed = change.apply(spec)
+        if is_supported(changed, spec):
+            spec = changed
+        else:
+            left_out.append(change)
+    return spec, left_out
+
+
+def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool) -> list[str]:
+    """Each change as it is made: appended to the command, or in an Accelerate file: that of one of the `changes`, else `source`.
+
+    has_config: the command names its Accelerate file by --config, which decides against the recipe's key.
+    """
+    file = next((change.accelerate_config for change in reversed(changes) if change.accelerate_config), source)
+    key = "--config " if has_config else CONFIG_KEY
+    return [
+        f"in {file}: {change.text}" if change.is_in_file else change.text.replace(CONFIG_KEY, key) for change in changes
+    ]
+
+
+def _list_candidates(spec: RunSpec) -> Iterator[Change]:
+    recipe = spec.recipe
+    if spec.rows > 1:
+        rows = spec.global_batch_size
+        keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
+        batch = {"per_device_train_batch_size": 1, "global_batch_size": rows, "gradient_accumulation_steps": None}
+        yield Change(
+            f"per_device_train_batch_size=1{keep}", "more micro-batches, the same step", _set_keys("batch", **batch)
+        )
+    if recipe.optimization.optim in FP32_MOMENTS:
+        in_bf16 = _set_keys("optimization", optim="adamw_bf16_moments")
+        yield Change("optim=adamw_bf16_moments", "moments rounded to bf16, no more time", in_bf16)
+    yield from _list_layouts(spec)
+    if spec.device == "cuda" and not recipe.model.activation_offload:
+        yield Change(
+            "activation_offload=true",
+            "what checkpointed layers keep is copied to the host and back, beside the computation",
+            _set_keys("model", activation_offload=True),
+        )
+    if recipe.optimization.optim in (*FP32_MOMENTS, "adamw_bf16_moments") and spec.sharding.layout != "fsdp1":
+        in_8_bits = _set_keys("optimization", optim="adamw_8bit")
+        yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", in_8_bits)
+    if not recipe.optimization.optim_in_backward:
+        yield Change(
+            "optim_in_backward=true max_grad_norm=null",
+            "no clipping of the gradient, which is freed in the backward",
+            _set_keys("optimization", optim_in_backward=True, max_grad_norm=None),
+        )
+    if recipe.lora.use_peft:
+        yield from _list_quantizations(spec)
+    yield from _list_divisions(spec)
+    if recipe.optimization.optim_offload == "none" and not spec.sharding.cpu_offload:
+        yield Change(
+            f"optim_offload=nvme offload_dir={A_FOLDER}",
+            "moments and master weights are read from and written to a disk in every step",
+            _set_keys("optimization", optim_offload="nvme", offload_dir=A_FOLDER),
+        )
+    if not spec.sharding.cpu_offload:
+        is_own = spec.sharding.ranks_per_batch > 1  # by a file that no shipped one replaces
+        yield Change(
+            "fsdp_offload_params: true" if is_own else "accelerate_config=fsdp_cpu_offload",
+            "several times the time",
+            _offload if is_own else partial(_shard_fully, cpu_offload=True),
+            is_in_file=is_own,
+        )
+    if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
+        half = recipe.data.max_length // 2
+        yield Change(f"max_length={half}", "longer examples are cut", _set_keys("data", max_length=half))
+    if not recipe.lora.use_peft:
+        yield Change("use_peft=true", "adapters instead of all parameters", _set_keys("lora", use_peft=True))
+        yield from _list_quantizations(spec)
+
+
+def _list_layouts(spec: RunSpec) -> Iterator[Change]:
+    """What makes a layout gather, or keep, less."""
+    sharding, a = spec.sharding, spec.architecture
+    if not sharding.activation_checkpointing:
+        yield Change(
+            "fsdp_activation_checkpointing: true" if sharding.is_fsdp else "accelerate_config=fsdp_full_shard",
+            "about 30% more time",
+            lambda spec: replace(spec, sharding=replace(spec.sharding, activation_checkpointing=True)),
+            is_in_file=sharding.is_fsdp,
+        )
+    if sharding.ranks_per_batch == 1 and (spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"):
+        yield Change("accelerate_config=fsdp_full_shard", "more communication", _shard_fully)
+    if a.mixture is not None:
+        size = gcd(a.mixture.experts, spec.shards, spec.ranks_per_node)
+        if size > sharding.expert_parallel_size:
+            yield Change(
+                f"expert_parallel_size={size}",
+                f"{size} ranks exchange tokens, instead of gathering all experts of a layer",
+                lambda spec: _divide_experts(spec, size),
+            )
+
+
+def _divide_experts(spec: RunSpec, size: int) -> RunSpec:
+    changed = _set_keys("model", expert_parallel_size=size)(spec)
+    return replace(changed, sharding=replace(changed.sharding, expert_parallel_size=size))
+
+
+def _list_divisions(spec: RunSpec) -> Iterator[Change]:
+    """More ranks that divide a row's tokens between them, or a layer's matrices: the most of a node, then for tokens more than a
+    node's. An Accelerate file has sizes of a mesh for FSDP2 only."""
+    sharding = spec.sharding
+    if sharding.strategy == "HYBRID_SHARD":
+        return
+    wide: list[Change] = []
+    for key, (field, _) in DIVISIONS.items():
+        size = getattr(sharding, field)
+        others = sharding.ranks_per_batch // size  # of a group already, by the other key
+        larger = [each for each in GROUP_SIZES if each > size and spec.ranks % (each * others) == 0]
+        usable = [each for each in larger if sharding.layout == "fsdp2" or _is_shipped(key, each, spec)]
+        changes = {each: _divide(spec, key, each) for each in usable}
+        supported = [each for each, change in changes.items() if is_supported(change.apply(spec), spec)]
+        of_node = [each for each in supported if spec.ranks_per_node % (each * others) == 0]
+        yield from (changes[each] for each in of_node[-1:])
+        wide += (changes[each] for each in supported if each not in of_node and key == "cp_size")
+    yield from wide
+
+
+def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
+    """Whether accelerate_configs/fsdp_sequence_parallel.yaml divides so."""
+    return key == "cp_size" and size == spec.ranks == ROW_DIVIDING_RANKS
+
+
+def _divide(spec: RunSpec, key: str, size: int) -> Change:
+    """Groups of `size` ranks by this key of an Accelerate file, whose other key keeps its size; the rows of a step stay."""
+    rows, sharding = spec.global_batch_size, spec.sharding
+    keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
+    keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
+    field, what = DIVISIONS[key]
+    group = {name: getattr(sharding, other) for name, (other, _) in DIVISIONS.items()} | {key: size}
+    groups = spec.ranks // prod(group.values())
+    sizes: dict[str, Any] = {field: size, "shard_size": groups}
+    is_wide = spec.ranks_per_node % prod(group.values()) != 0
+    cost = f"{size} ranks divide {what}; more communication{', between nodes too' if is_wide else ''}"
+    if _is_shipped(key, size, spec):
+        text = f"accelerate_config=fsdp_sequence_parallel {keep}".rstrip()
+        return Change(text, cost, lambda spec: _shard_fully(keep_rows(spec), **sizes))
+    mesh = {name: size for name, size in group.items() if size > 1} | {"dp_shard_size": groups}
+    text = f"parallelism_config: {{{', '.join(f'parallelism_config_{name}: {size}' for name, size in mesh.items())}}}"
+    cost += f"; {keep} keeps the step" if keep else ""
+
+    def divide(spec: RunSpec) -> RunSpec:
+        return replace(keep_rows(spec), sharding=replace(spec.sharding, **sizes))
+
+    return Change(text, cost, divide, is_in_file=True)
+
+
+def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
+    """A base in 8 bits, then in 4: fewer than it has now, and under adapters, which are added where there are none."""
+    if spec.sharding.layout == "fsdp1":
+        return
+    adapters = "" if spec.recipe.lora.use_peft else "use_peft=true "
+    for bits in (8, 4):
+        if (spec.recipe.quantization.bits or 16) <= bits:
+            continue
+        keys = {"load_in_8bit": bits == 8, "load_in_4bit": bits == 4}
+        quantize, adapt = _set_keys("quantization", **keys), _set_keys("lora", use_peft=True)
+        yield Change(
+            f"{adapters}load_in_{bits}bit=true",
+            f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a slightly worse start; needs bitsandbytes",
+            lambda spec, quantize=quantize, adapt=adapt: quantize(adapt(spec)),  # type: ignore[misc]
+        )
+
+
+def _offload(spec: RunSpec) -> RunSpec:
+    return replace(spec, sharding=replace(spec.sharding, cpu_offload=True))
+
+
+def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
+    """A change of these keys in one section of the recipe."""
+
+    def apply(spec: RunSpec) -> RunSpec:
+        changed: dict[str, Any] = {section: replace(getattr(spec.recipe, section), **keys)}
+        return replace(spec, recipe=replace(spec.recipe, **changed))
+
+    return apply
+
+
+def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
+    """The layout of the shipped fsdp_full_shard.yaml, with these `keys`."""
+    shipped: dict[str, Any] = {
+        "layout": "fsdp2",
+        "strategy": "FULL_SHARD",
+        "wrapping": "TRANSFORMER_BASED_WRAP",
+        "activation_checkpointing": True,
+        "replicate_size": None,
+        "shard_size": None,
+        "sequence_parallel_size": 1,
+        "tensor_parallel_size": 1,
+    }
+    return replace(spec, sharding=replace(spec.sharding, **shipped | keys))
+
 
 RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change is enough
 

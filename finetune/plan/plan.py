@@ -14,9 +14,8 @@ from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Method, Model, Recipe
 from finetune.constants import grow_rows
 from finetune.errors import UserError
-from finetune.plan.advice import Advice
+from finetune.plan.advice import Advice, describe_changes
 from finetune.plan.architecture import Architecture, find_config, read_architecture
-from finetune.plan.changes import describe_changes
 from finetune.plan.communication import Links
 from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
 from finetune.plan.run_spec import RunSpec, TeacherSpec

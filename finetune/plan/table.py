@@ -4,16 +4,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from finetune.config.layout import frozen_dtype
 from finetune.config.quantization import describe_quantization
-from finetune.constants import frozen_dtype
 from finetune.flops import FORMULA
-from finetune.plan.advice import Advice
-from finetune.plan.changes import describe_changes
+from finetune.plan.advice import Advice, describe_changes
 from finetune.plan.disk import Disk, Host
-from finetune.plan.memory_snapshot import Snapshot
-from finetune.plan.offload import NVME_BYTES_PER_SECOND
-from finetune.plan.run_spec import RunSpec
+from finetune.plan.run_spec import NVME_BYTES_PER_SECOND, RunSpec
 from finetune.plan.step_memory import Phase
+from finetune.plan.temporary_memory import Snapshot
 from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
 from finetune.units import GIB, MIB, count, counted, disk_size, gib
 

@@ -6,13 +6,257 @@ unit's. Units are the embedding, every decoder layer, and the tail (final norm a
 backward (Accelerate's fsdp2_prepare_model).
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from finetune.constants import ITEMSIZE
-from finetune.plan.fsdp_units import Unit, split_into_units
+from finetune.config.module_patterns import is_parameter_named
+from finetune.constants import ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
+from finetune.plan.activations import Computation, evaluation_bytes, mask_bytes
+from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import FP32, count_state
+from finetune.plan.state import FP32, StateTensor, Unit, count_state, split_into_units
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Bytes that one rank holds at one point of a run."""
+
+    name: str
+    parameters: int = 0  # trained and frozen, as sharded
+    teacher: int = 0  # its parameters, as sharded
+    gradients: int = 0
+    optimizer: int = 0
+    gathered: int = 0  # FSDP units gathered for the computation, or weights cast by autocast
+    activations: int = 0
+    loss: int = 0  # the chunk of logits, and the gradients that the loss computes in its forward
+    communication: int = 0  # unsharded gradients that are being reduced
+    temporaries: int = 0  # of the optimizer; of a quantized base, what is dequantized; of FP8, what is cast
+    slack: int = 0
+    context: int = 0
+
+    @property
+    def allocated(self) -> int:
+        """What torch.cuda.max_memory_allocated counts."""
+        return (
+            self.parameters
+            + self.teacher
+            + self.gradients
+            + self.optimizer
+            + self.gathered
+            + self.activations
+            + self.loss
+            + self.communication
+            + self.temporaries
+        )
+
+    @property
+    def total(self) -> int:
+        """What the device needs to have."""
+        return self.allocated + self.slack + self.context
+
+
+CAST = 9  # bytes of a number that is cast without a compiler: two fp32 copies, and 8 bits
+# On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a number of input, output, weight.
+CPU_PRODUCT = (18, 12, 18)
+
+
+def fp8_bytes(spec: RunSpec, tokens: int) -> int:
+    """Bytes that the layer with the most holds for `tokens` tokens; 0 where nothing is multiplied in FP8."""
+    return max(_of_each_linear(spec, tokens), default=0)
+
+
+def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
+    multiplied, gathered = spec.fp8_weights, spec.fp8_gathered
+    for linear in spec.architecture.linears():
+        if linear.name not in multiplied:
+            continue
+        width_out, width_in = linear.shape
+        inputs, outputs, weight = tokens * width_in, tokens * width_out, linear.numel
+        copies = inputs + 2 * outputs + 2 * weight  # in 8 bits: of the gradient and the weight by rows and by columns
+        if spec.device == "cpu":
+            parts = zip(CPU_PRODUCT, (inputs, outputs, weight), strict=True)
+            yield copies + max(size * numbers for size, numbers in parts)
+        elif spec.recipe.model.torch_compile:
+            yield copies
+        else:
+            yield copies + CAST * max(inputs, outputs, 0 if linear.name in gathered else weight)
+
+
+@dataclass(frozen=True, slots=True)
+class MergedExperts:
+    """Bytes, whatever the number of tokens, of expert weights with their adapters added, which peft computes in each forward."""
+
+    kept: int = 0  # between forward and backward
+    layer: int = 0  # of the layer with the most
+    largest: int = 0  # of one parameter
+
+
+def merged_expert_bytes(a: Architecture, run: Computation) -> MergedExperts:
+    """The merged experts of a model with adapters on them, on one rank; nothing without."""
+    if run.lora is None or not run.lora.lora_target_parameters:
+        return MergedExperts()
+    targets, sizes = run.lora.lora_target_parameters, []
+    for layer in range(a.layers):
+        adapted = [t.numel for t in a.experts(layer) if is_parameter_named(t.name, targets)]
+        sizes.append([run.itemsize * numel // run.expert_ranks for numel in adapted])
+    every = run.checkpoint_every
+    kept = sum(sum(layer) for index, layer in enumerate(sizes) if every is None or index % every)
+    return MergedExperts(kept, max(map(sum, sizes)), max((size for layer in sizes for size in layer), default=0))
+
+
+def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
+    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back; compiled, the
+    scores and their gradient."""
+    if run.compiled:
+        chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+        return chunk * vocabulary * 2 * run.itemsize
+    # A CPU's softmax casts its input first, and so does one that is normalized over ranks.
+    casts = 0 if run.itemsize == FP32 else FP32 if run.cpu or run.divides_vocabulary else run.itemsize
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+    return chunk * vocabulary * (run.itemsize + FP32 + casts)
+
+
+def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computation) -> int:
+    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on a CPU of the fp32 copy that torch
+    adds up; a GPU's kernel adds the product itself, and so does a CPU's in fp32."""
+    if not run.cpu or run.itemsize == FP32:
+        return 0
+    chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
+    return vocabulary * (2 * chunk * run.itemsize + hidden * (run.itemsize + FP32))
+
+
+def divergence_chunk_bytes(vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float) -> int:
+    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities, and three more tensors of
+    their size for the divergence and its gradient, two for the forward KL; one more where a temperature makes the student's
+    log-probabilities others than those of the labels."""
+    tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
+    chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
+    return chunk * vocabulary * (run.itemsize + tensors * FP32)
+
+
+def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
+    """Tokens in each of as many chunks as are needed."""
+    return -(-tokens // max(-(-tokens // chunk_tokens), 1))
+
+
+def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computation, head_gradient: int) -> int:
+    """Bytes that the backward of per-token log-probabilities holds (models/head/log_probabilities.py): first the hidden states'
+    gradient is scaled in fp32; then, where the head is trained, the chunks are computed again for the weight's in fp32.
+
+    head_gradient: bytes of the latter; 0 where the head is frozen.
+    """
+    hidden = a.hidden * tokens
+    prepared = run.itemsize * hidden  # the hidden states' gradient, from the forward
+    scaled = run.residual_itemsize * hidden
+    product = FP32 * hidden * (1 if run.itemsize == FP32 else 2)
+    if not head_gradient:
+        return prepared + max(product, FP32 * hidden + scaled, 2 * scaled)
+    trained = run.itemsize * hidden  # the hidden states at the trained positions
+    cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
+    cast_back = run.itemsize if run.itemsize < FP32 and not run.autocast else 0
+    chunk = loss_chunk_bytes(a.vocabulary, tokens, run) + cast_head
+    again = 2 * scaled + head_gradient + max(chunk, head_gradient // FP32 * cast_back)
+    return prepared + trained + max(product, FP32 * hidden + scaled, again)
+
+
+def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
+    """The bytes of its forward, by the names of a snapshot's parts; None without a teacher. Nothing of it is kept but what
+    enters its head."""
+    if spec.teacher is None:
+        return None
+    a, run = spec.teacher.architecture, replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
+    inside = evaluation_bytes(a, run) + 2 * a.rotated_size * run.itemsize
+    linears = [linear.numel for linear in a.linears()]
+    dequantized = run.itemsize * max(linears) if spec.teacher.quantization.bits is not None else 0
+    return {
+        "activations": tokens * inside + mask_bytes(a, run, tokens),
+        "gathered": _gathered(spec)[0],
+        "temporaries": dequantized,
+    }
+
+
+def teachers_tail(spec: RunSpec) -> int:
+    """Bytes of its tail as FSDP gathers it where the logits meet."""
+    return _gathered(spec)[1]
+
+
+def meeting_bytes(spec: RunSpec, tokens: int) -> int:
+    """What enters its head, and the chunk in which the logits meet."""
+    assert spec.teacher is not None
+    teacher, run, method = spec.teacher.architecture, spec.computation, spec.recipe.method
+    widest = max(spec.architecture.vocabulary, teacher.vocabulary)
+    chunk = divergence_chunk_bytes(widest, tokens, run, method.distill_beta, method.temperature)
+    return run.itemsize * teacher.hidden * tokens + chunk
+
+
+def _gathered(spec: RunSpec) -> tuple[int, int]:
+    """What FSDP gathers of it: in its forward, and of its tail. A tied tail holds the embedding too, and stays gathered through
+    the forward."""
+    if spec.teacher is None or not spec.sharding.is_fsdp:
+        return 0, 0
+    a, size = spec.teacher.architecture, spec.computation.itemsize
+    u, buffers = split_into_units(a, spec.teacher_tensors, spec.sharding), 2 if spec.shards > 1 else 1
+    tail = size * u.tail.numel
+    return max(size * u.layer.numel * buffers + (tail if a.tied else 0), tail * buffers), tail * buffers
+
+
+UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated
+FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateInBackward:
+    """Bytes on one rank at a point of the backward."""
+
+    gradients: int  # where nothing is sharded
+    temporaries: int
+
+
+def update_temporaries(spec: RunSpec) -> int:
+    """What norm and update of all gradients allocate at once."""
+    trained = [tensor for tensor in spec.part_tensors if tensor.trainable]
+    at_once = 0 if spec.sharding.cpu_offload else spec.state().gradients
+    if (
+        spec.files() is not None
+    ):  # one tensor after another: the root of its second moment, and that over the correction
+        at_once = 2 * FP32 * -(-max(tensor.numel for tensor in trained) // spec.shards)
+    return _temporaries(spec, trained, at_once)
+
+
+def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
+    """The updates of the head (with the final norm), of a layer and of the embedding, on the rank that holds the most; a tied
+    head is updated with the embedding."""
+    layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
+    if spec.architecture.tied:
+        embedding, tail = [*embedding, *tail], []
+    layer, waiting = layers, 0
+    if spec.sharding.is_fsdp:
+        units = split_into_units(spec.architecture, spec.part_tensors, spec.sharding)
+        if units.layer != units.layers:
+            layer = [tensor for tensor in layers if tensor.unit == f"layer {spec.architecture.widest_layer}"]
+    elif spec.architecture.tied:  # the head's gradient waits for the embedding's, whole, as the loss computes it
+        waiting = FP32 * sum(tensor.numel for tensor in embedding if tensor.unit == "embedding")
+    found = {}
+    for part, tensors in (("head", tail), ("layer", layer), ("embedding", embedding)):
+        largest = max((tensor.numel * tensor.itemsize for tensor in tensors), default=0)
+        temporaries = _temporaries(spec, tensors, -(-largest // spec.shards))
+        found[part] = UpdateInBackward(largest + (0 if part == "head" else waiting), temporaries)
+    return found
+
+
+def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
+    """The foreach AdamW allocates the root of every second moment that it updates together (`at_once` bytes), the fused one
+    nothing; Adafactor and SGD work on one tensor after another, the first with its square, its update and the moved weights."""
+    optim = spec.recipe.optimization.optim
+    largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
+    norm = FP64 * largest if spec.device == "cpu" else 0
+    if optim in UPDATE_COPIES:
+        return max(norm, UPDATE_COPIES[optim] * FP32 * largest)
+    return max(norm, at_once if optim == "adamw_torch" else 0)
+
+
+def _trained(spec: RunSpec, unit: str) -> list[StateTensor]:
+    return [tensor for tensor in spec.part_tensors if tensor.trainable and tensor.unit.startswith(unit)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,7 @@ from finetune.config.methods import RowKind
 from finetune.config.schema import Data
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.communication import Collective, Links, count_communication
-from finetune.plan.offload import NVME_BYTES_PER_SECOND
-from finetune.plan.run_spec import RunSpec, count_multiplied
+from finetune.plan.run_spec import NVME_BYTES_PER_SECOND, RunSpec, count_multiplied
 
 ASSUMED_DEVICE = "H100"
 ASSUMED_MFU = 0.4

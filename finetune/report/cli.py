@@ -1,14 +1,156 @@
 """`finetune report`: one HTML page of a run or of several, and their losses as a PNG."""
 
 import argparse
+import hashlib
+import os
 import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 from finetune.errors import UserError
 from finetune.files.durable import replace_file, restore_exports
+from finetune.plan.plan import Plan
 from finetune.report.charts import can_draw_png, draw_loss_png
 from finetune.report.page import render_page
-from finetune.report.run_data import plan_run, read_run
+from finetune.report.run_data import REPORTED_FILES, RunRecord, plan_run, read_run
+
+ADDRESS = "127.0.0.1"  # this machine alone: a report shows data, and asks for no password
+DEFAULT_PORT, PORTS_TRIED = 8000, 20
+# A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own; its Host header shows it.
+MAX_CONNECTIONS = 64  # each has a thread, also one that asks for nothing
+HOSTS = ("127.0.0.1", "localhost", "[::1]")
+
+
+def serve_report(folders: Sequence[Path], port: int | None) -> None:
+    """Serves the report of the runs in `folders` until Ctrl-C; prints its address.
+
+    Raises `UserError` where `port` is taken; without one, the next that is free is used.
+    """
+    page = LivePage(tuple(folders))
+    with _open_server(page, port) as server:
+        print(f"http://{ADDRESS}:{server.server_port}   Ctrl-C ends it", flush=True)
+        try:
+            server.serve_forever(poll_interval=0.2)
+        except KeyboardInterrupt:
+            print()
+
+
+@dataclass(slots=True)
+class LivePage:
+    """The report's HTML, rendered again when a file of a run has changed."""
+
+    folders: tuple[Path, ...]
+    _state: str = ""
+    _html: bytes = b""
+    _plans: dict[str, Plan | None] = field(default_factory=dict)  # by what they are made from: they take a while
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def current(self) -> tuple[str, bytes]:
+        """(a name for the runs' state, the page)."""
+        with self._lock:
+            state = _hash_state([path for folder in self.folders for path in _reported_files(folder)])
+            if state != self._state:
+                self._html = self._render()
+                self._state = state
+            return state, self._html
+
+    def _render(self) -> bytes:
+        runs, notices = [], []
+        for folder in self.folders:
+            try:
+                runs.append(read_run(folder))
+            except UserError as error:  # it has not logged yet, or a file is damaged
+                notices.append(str(error))
+        return render_page(runs, [self._plan(run) for run in runs], live=True, notices=notices).encode()
+
+    def _plan(self, run: RunRecord) -> Plan | None:
+        configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))[:1]
+        key = _hash_state([run.folder / "recipe.yaml", run.folder / "environment.json", *configs])
+        if key not in self._plans:
+            self._plans[key] = plan_run(run)
+        return self._plans[key]
+
+
+def _reported_files(folder: Path) -> list[Path]:
+    return [*(folder / name for name in REPORTED_FILES), *sorted(folder.glob("checkpoints/step-*/manifest.json"))]
+
+
+def _hash_state(paths: Sequence[Path]) -> str:
+    """A digest of the sizes and times of `paths`; one that is missing counts as such."""
+    digest = hashlib.sha256()
+    for path in paths:
+        try:
+            stat = os.stat(path)  # noqa: PTH116  # also of a path that cannot be a file's
+            digest.update(f"{path}\0{stat.st_size}\0{stat.st_mtime_ns}\0{stat.st_ino}\n".encode(errors="replace"))
+        except OSError:
+            digest.update(f"{path}\n".encode(errors="replace"))
+    return digest.hexdigest()[:32]
+
+
+def _open_server(page: LivePage, port: int | None) -> ThreadingHTTPServer:
+    class Handler(_Handler):
+        live_page = page
+
+    ports = range(DEFAULT_PORT, DEFAULT_PORT + PORTS_TRIED) if port is None else [port]
+    for each in ports:
+        try:
+            return _Server((ADDRESS, each), Handler)
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+        except OverflowError:
+            reason = "not from 0 to 65535"
+    raise UserError(f"--port {ports[-1]}: {reason}; choose another port")
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    allow_reuse_address = os.name == "posix"
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        return threading.active_count() <= MAX_CONNECTIONS  # one beyond them is closed
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        if not isinstance(sys.exception(), ConnectionError):  # a page that was closed meanwhile is no error
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    live_page: LivePage
+    protocol_version = "HTTP/1.1"
+    timeout = 10  # seconds that an idle connection is kept
+
+    def do_GET(self) -> None:
+        if _without_port(self.headers.get("Host", "")) not in HOSTS:
+            return self._answer(HTTPStatus.FORBIDDEN, b"this report is served to localhost alone\n", "text/plain")
+        if self.path.partition("?")[0] != "/":
+            return self._answer(HTTPStatus.NOT_FOUND, b"the report is at /\n", "text/plain")
+        state, html = self.live_page.current()
+        if self.headers.get("If-None-Match") == f'"{state}"':
+            return self._answer(HTTPStatus.NOT_MODIFIED, b"", "text/html; charset=utf-8", state)
+        return self._answer(HTTPStatus.OK, html, "text/html; charset=utf-8", state)
+
+    def _answer(self, status: HTTPStatus, body: bytes, kind: str, state: str | None = None) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(body)))
+        self.send_header("Cache-Control", "no-cache")
+        if state is not None:
+            self.send_header("ETag", f'"{state}"')
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def _without_port(host: str) -> str:
+    name, _, port = host.rpartition(":")
+    return name if port.isdigit() else host
 
 
 def report_command(arguments: argparse.Namespace) -> int:
@@ -46,7 +188,6 @@ def report_command(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
-    from finetune.report.serve import serve_report
 
     if arguments.output is not None:
         raise UserError("--output: --serve writes no file; use one of the two")

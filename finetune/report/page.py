@@ -12,14 +12,13 @@ import yaml
 from markupsafe import Markup
 
 from finetune import __version__
+from finetune.config.schema import leaves
 from finetune.console.metrics import find_divergence, losses_of
 from finetune.files.run_json import benchmark_table, describe_models
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
-from finetune.recipe.keys import leaves
-from finetune.report.charts import make_charts
+from finetune.report.charts import format_compact, make_charts
 from finetune.report.run_data import RunRecord
-from finetune.report.series import format_compact
 from finetune.units import count, counted, disk_size, gib
 
 HERE = Path(__file__).parent

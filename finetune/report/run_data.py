@@ -10,12 +10,11 @@ from typing import Any
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import METHODS, RowKind
 from finetune.config.reader import read_recipe
+from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import load_yaml
 from finetune.errors import UserError
-from finetune.files.run_json import BENCHMARKS, BenchmarkResult, read_benchmarks
-from finetune.json_lines import parse_json, read_json_lines
+from finetune.files.run_json import BENCHMARKS, BenchmarkResult, parse_json, read_benchmarks, read_json_lines
 from finetune.plan.plan import Plan, make_plan
-from finetune.recipe.keys import recipe_keys
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"

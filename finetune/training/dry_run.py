@@ -15,7 +15,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World, leave
 from finetune.errors import UserError
 from finetune.optim.scratch_file import check_scratch_folder
-from finetune.plan.changes import list_changes
+from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
 from finetune.pretrained_config import load_config, read_facts

@@ -12,7 +12,7 @@ from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
-from finetune.json_lines import append_json_lines
+from finetune.files.run_json import append_json_lines
 from finetune.progress import Progress
 from finetune.training.objectives.sft import Measured, Objective
 from finetune.training.training_run import TrainingRun

@@ -2,88 +2,87 @@
 
 The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; training/objectives/sft.py says
 what is minimized; models/attention/documents.py and models/head/cross_entropy.py are its forward; distributed/gradients.py synchronizes and clips the
-gradients, and updates; training/nonfinite.py checks them; optim/build.py has made the optimizer. training/schedule.py says
+gradients, and updates; training/step.py checks them; optim/build.py has made the optimizer. training/loop.py says
 what is due next. An optimizer with its state in files (optim/nvme.py) goes through them once, in the update: all that needs
 the gradients of the whole model comes before it.
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
-import torch
-from torch import nn
-
-from finetune.config.schema import Recipe
+from finetune.config.schema import Recipe, Run
+from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch
-from finetune.distributed.gradients import clip_gradients, sum_partial_gradients, unscale, update, without_gradient_sync
-from finetune.distributed.parallelize import unwrap
-from finetune.distributed.world import World
-from finetune.models.embedding_noise import NoisyDocuments
-from finetune.models.moe.experts import Routing, find_routing
-from finetune.optim.learning_rate import compute_learning_rate, set_learning_rate
+from finetune.optim.learning_rate import compute_learning_rate
 from finetune.progress import Progress
-from finetune.training.compilation import Compilation
 from finetune.training.evaluate import evaluate
-from finetune.training.nonfinite import DeviceGuard, HostGuard, StepCheck, handle_nonfinite, make_guard
-from finetune.training.objectives.sft import SFT, Measured, Objective
-from finetune.training.profile import collect_garbage, garbage_collected_between_lines
-from finetune.training.random_state import seed_dropout, seed_rounding
-from finetune.training.schedule import find_due, find_due_after_evaluation, is_out_of_patience
+from finetune.training.profile import Compilation, collect_garbage, garbage_collected_between_lines
+from finetune.training.step import UpdateInBackward, handle_nonfinite, make_guard, train_step
 from finetune.training.throughput import Window
 from finetune.training.training_run import TrainingRun
-from finetune.training.update_in_backward import UpdateInBackward
-from finetune.training.watch import SignalListener
+from finetune.training.watch import Requests, SignalListener
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What one optimizer step did. The tensors are 0-dim, on the device: to read one is to wait for it."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Due:
+    """What is due after one step. The same on every rank."""
 
-    measured: Measured  # on this rank
-    grad_norm: torch.Tensor  # 2-norm of all ranks' gradients before clipping
-    failed_check: StepCheck | None  # where the loss or gradient was not finite, and nothing was updated
+    log: bool
+    evaluate: bool
+    save: bool
+    end: bool  # this was the last step, or early stopping ends the run
+    stop: bool  # a signal asks to save and stop
+
+    @property
+    def reads_device(self) -> bool:
+        """Whether the host waits for the device at this step anyway."""
+        return self.log or self.evaluate or self.save
 
 
-def train_step(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    batch: StepBatch,
-    *,
-    objective: Objective,
-    recipe: Recipe,
-    world: World,
-    guard: HostGuard | DeviceGuard,
-    learning_rate: float,
-    before_update: Callable[[], None] = lambda: None,
-    in_backward: UpdateInBackward | None = None,
-) -> StepResult:
-    """One optimizer step on every rank: forward, backward, clip, check, update.
+def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests) -> Due:
+    """What is due once the step between the two progresses is done, by the recipe and by what the ranks ask for.
 
-    Only where `guard` finds loss and gradient finite are the parameters updated, after `before_update` has returned: an
-    async save may still be copying them. `in_backward` updates each within the backward, and checks what it updates with.
+    There is no evaluation at the last step: the run evaluates once more after training. An epoch ends with the first step
+    after which all rows have been read once more.
+
+    >>> from finetune.config.schema import Checkpoint, Run, Recipe
+    >>> run = Run(logging_steps=0.3, eval_steps=3)
+    >>> recipe = Recipe(path="r", run=run, checkpoint=Checkpoint(save_strategy="epoch"))
+    >>> steps = [Progress(step=step, epoch=step / 4) for step in range(7)]
+    >>> dues = [find_due(steps[i], steps[i + 1], 6, recipe, Requests()) for i in range(6)]
+    >>> [due.log for due in dues], [due.evaluate for due in dues], [due.save for due in dues]
+    ([False, True, False, True, False, True], [False, False, True, False, False, False], [False, False, False, True, False, True])
     """
-    set_learning_rate(optimizer, learning_rate)
-    seed_dropout(recipe.run.seed, batch.step, world.tensor_group)
-    seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
-    if in_backward is not None:
-        before_update()
-        in_backward.start_step(batch.step)
-    measured = accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)
-    unscale(optimizer, world)
-    grad_norm = in_backward.norm(model) if in_backward else clip_gradients(model, recipe.optimization.max_grad_norm)
-    check = StepCheck.of(batch, measured.loss_sum, grad_norm)
-    is_skipped = guard.must_skip(check)
-    if not is_skipped and in_backward is None:
-        before_update()
-        seed_rounding(recipe.run.seed, batch.step, world.shard_rank)
-        update(optimizer, world)
-    optimizer.zero_grad(set_to_none=True)
-    return StepResult(measured, grad_norm, check if is_skipped else None)
+    is_last, ends_epoch = now.step == last_step, int(now.epoch) > int(before.epoch)
+
+    def is_due(strategy: str, interval: float | None) -> bool:
+        every = count_steps(interval, last_step)
+        return ends_epoch if strategy == "epoch" else every is not None and now.step % every == 0
+
+    run, checkpoint = recipe.run, recipe.checkpoint
+    return Due(
+        log=is_last or is_due("steps", run.logging_steps),
+        evaluate=not is_last and is_due(run.eval_strategy, run.eval_steps),
+        save=is_last or requests.stop or requests.save or is_due(checkpoint.save_strategy, checkpoint.save_steps),
+        end=is_last,
+        stop=requests.stop,
+    )
+
+
+def find_due_after_evaluation(due: Due, progress: Progress, recipe: Recipe) -> Due:
+    """An evaluation may show that this step is the best one, which is saved, or that the run ends here."""
+    ends = due.end or is_out_of_patience(progress, recipe.run)
+    is_best = recipe.checkpoint.keep_best_checkpoint and progress.best_step == progress.step
+    return replace(due, save=due.save or ends or is_best, end=ends)
+
+
+def is_out_of_patience(progress: Progress, run: Run) -> bool:
+    """Whether the held-out loss has not fallen for `early_stopping_patience` evaluations (never where that is null)."""
+    patience = run.early_stopping_patience
+    return patience is not None and progress.evaluations_since_best >= patience
 
 
 def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Progress:
@@ -144,80 +143,6 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
     if progress.step < last_step:
         run.log.say(f"step {progress.step}: stopped early; the held-out loss was lowest at step {progress.best_step}")
     return progress
-
-
-def accumulate_gradients(
-    model: nn.Module,
-    batch: StepBatch,
-    world: World,
-    objective: Objective = SFT,
-    *,
-    noise_seed: int | None = None,
-    in_backward: UpdateInBackward | None = None,
-) -> Measured:
-    """Forward and backward over this rank's micro-batches; returns what the objective has measured in them.
-
-    The step's loss is the sum of the objective's over all ranks, divided by what it counts there (sft: trained tokens):
-
-        loss = sum over ranks and micro-batches of loss_sum / count
-
-    FSDP and DDP average gradients over ranks (not over those of a tensor parallel group), hence the factor
-    world.tensor_groups. It is the same number for every split.
-    `noise_seed`: seeds the noise on embeddings; None: there is none.
-    A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
-    """
-    total, routing = Measured(torch.zeros((), device=world.device)), find_routing(unwrap(model))
-    count = max(1, objective.count(batch))
-    objective = objective.prepare(model, lambda: batch.micro_batches, world)
-
-    def inputs_of(micro_batch: MicroBatch) -> dict[str, Any]:
-        inputs = micro_batch.to(world.device).inputs
-        if noise_seed is not None:
-            ids, lengths, first = micro_batch.example_ids, micro_batch.document_lengths, micro_batch.first_token
-            inputs["noisy_documents"] = NoisyDocuments(noise_seed, batch.step, ids, lengths, first)
-        return inputs
-
-    add_auxiliary = auxiliary_loss_of_step(model, routing, batch, inputs_of, world)
-    for index, micro_batch in enumerate(batch.micro_batches):
-        is_last = index == len(batch.micro_batches) - 1
-        with nullcontext() if is_last else without_gradient_sync(model):
-            on_device = micro_batch.to(world.device)
-            measured = objective.measure(model, on_device, inputs_of(on_device), batch)
-            if in_backward is not None:
-                in_backward.check_loss(measured.loss_sum)
-            loss = measured.loss_sum * (world.tensor_groups / count)
-            world.accelerator.backward(add_auxiliary(loss))
-        total += measured.detach()
-    sum_partial_gradients(model, world)
-    if routing is not None:
-        routing.end_step()
-    return total
-
-
-def auxiliary_loss_of_step(
-    model: nn.Module,
-    routing: Routing | None,
-    batch: StepBatch,
-    inputs_of: Callable[[MicroBatch], dict[str, Any]],
-    world: World,
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """A function that adds the auxiliary loss of the latest forward to its loss; the loss itself where there is none.
-
-    The auxiliary loss multiplies what the whole step selects with the probabilities of each token. With several
-    micro-batches the first backward needs the selection of the last, hence a forward of each without gradients.
-    """
-    if routing is None or not routing.coefficient:
-        return lambda loss: loss
-    used: Routing = routing
-    of_step: torch.Tensor | None = None
-    if len(batch.micro_batches) > 1:
-        of_step = world.sum(used.count_selected(model, map(inputs_of, batch.micro_batches), world.device))
-
-    def add(loss: torch.Tensor) -> torch.Tensor:
-        selected = world.sum(used.selected()) if of_step is None else of_step
-        return loss + world.size * used.coefficient * used.auxiliary_loss(selected, batch.tokens)
-
-    return add
 
 
 def _timed(batches: Iterator[StepBatch]) -> Iterator[tuple[StepBatch, float]]:

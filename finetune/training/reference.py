@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from finetune.config.schema import Recipe
-from finetune.data.batches import StoredBatches
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StoredBatches
 from finetune.data.prepare import PreparedData
 from finetune.data.token_cache import cache_folder
 from finetune.distributed.collective import RankGroup

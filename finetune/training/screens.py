@@ -19,7 +19,7 @@ from finetune.constants import ADAPTER_CONFIG
 from finetune.data.findings import check_longest_example
 from finetune.distributed.parallelize import count_wrapped_units, unwrap
 from finetune.distributed.world import World
-from finetune.json_lines import read_json_lines, read_json_object
+from finetune.files.run_json import read_json_lines, read_json_object
 from finetune.models.cpu_products import describe_products
 from finetune.models.load import ModelSize
 from finetune.models.quantized.base import quantized_layers

@@ -1,14 +1,17 @@
 """The start of a run: its log, its first screen, and everything that training works with."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from finetune.checkpoint.save import Saver
+from finetune.config.layout import gathers_fp8
 from finetune.config.reader import to_dict
 from finetune.config.schema import Recipe
 from finetune.console.metrics import MetricsLog, drop_later_lines
@@ -18,24 +21,65 @@ from finetune.data.data_report import Report
 from finetune.data.examples import Prompt
 from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.fp8 import gathers_fp8
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
-from finetune.export.comparison_rows import write_comparison_rows
+from finetune.errors import UserError
+from finetune.export.merge_choice import write_comparison_rows
+from finetune.files.run_json import read_json_lines
 from finetune.flops import flop_per_token_of
-from finetune.json_lines import read_json_lines
-from finetune.models.load import ModelSize
+from finetune.models.load import ModelSize, load_teacher
+from finetune.models.probe import check_training_forward
 from finetune.optim.learning_rate import build_schedule
 from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
-from finetune.training.objectives.distill import teacher_flop_per_token
-from finetune.training.objectives.sft import Objectives
+from finetune.training.objectives.distill import Distillation, teacher_flop_per_token
+from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
+from finetune.training.objectives.sft import SFT, Objectives
 from finetune.training.profile import profile_steps
+from finetune.training.reference import find_references
 from finetune.training.run_folder import METRICS, choose_run_name, describe_run, write_data_report
 from finetune.training.screens import first_screen
 from finetune.training.throughput import find_fp8_share, peak_flops
 from finetune.training.training_run import TrainingRun
-from finetune.training.watchdog import Watchdog
+from finetune.training.watch import Watchdog
+
+
+def make_objectives(
+    model: nn.Module, recipe: Recipe, data: PreparedData, inputs: Mapping[str, str], world: World
+) -> Objectives:
+    """What the run minimizes, and what is measured on held-out data. All ranks call it.
+
+    `model` still has the weights that training starts with, which are the reference of a method that needs one.
+    `inputs`: of `fingerprint_inputs`.
+    """
+    if recipe.teacher is not None:
+        try:
+            teacher = load_teacher(recipe, world)
+            check_training_forward(teacher.model, recipe.teacher, recipe.data, world)
+        except UserError as error:
+            raise UserError(f"teacher_model_name_or_path: {error}") from error
+        return Objectives(Distillation(teacher), Distillation(teacher))
+    facts = recipe.method_facts
+    if facts.rows == "answers":
+        return Objectives(SFT, SFT)
+    references = find_references(model, recipe, data, inputs, world) if facts.needs_reference else None
+    group = world.sequence_group
+    if facts.rows == "ratings":
+        assert references is not None, "ratings are of answers against the reference's"
+        keys = recipe.method
+        return Objectives(*(RatingObjective(keys, reference, sequence_group=group) for reference in references))
+    training = PreferenceObjective(recipe.method, None, recipe.optimization.label_smoothing, sequence_group=group)
+    held_out = replace(training, label_smoothing=0.0, chosen_tokens_per_pair=_chosen_tokens_per_pair(data.evaluation))
+    if references is None:
+        return Objectives(training, held_out)
+    return Objectives(replace(training, reference=references[0]), replace(held_out, reference=references[1]))
+
+
+def _chosen_tokens_per_pair(batches: StoredBatches | None) -> float | None:
+    if batches is None:
+        return None
+    examples = batches.examples
+    return int(examples.trained[:: examples.group_size].sum(dtype=np.int64)) / max(1, examples.groups)
 
 
 def start_run(

@@ -16,7 +16,7 @@ from finetune.distributed.world import World
 from finetune.errors import Preempted
 from finetune.optim.learning_rate import Schedule
 from finetune.training.objectives.sft import Objectives
-from finetune.training.watchdog import Watchdog
+from finetune.training.watch import Watchdog
 
 if TYPE_CHECKING:  # what prepares and saves draws half of the package in; a step needs none of it
     from finetune.checkpoint.save import Saver

@@ -14,7 +14,7 @@ from typing import Any
 import xxhash
 
 from finetune.checkpoint import manifest, retention
-from finetune.checkpoint.json_files import read_state
+from finetune.checkpoint.manifest import read_state
 from finetune.checkpoint.resume import find_checkpoint
 from finetune.console.metrics import drop_later_lines
 from finetune.errors import UserError

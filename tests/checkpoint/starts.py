@@ -19,7 +19,7 @@ from typing import Any
 import yaml
 
 from finetune.checkpoint import manifest, retention
-from finetune.checkpoint.json_files import read_state
+from finetune.checkpoint.manifest import read_state
 from finetune.cli import main as finetune
 from finetune.export import publish as publishing
 from tests.conftest import CHAT_TEMPLATE, make_chat, make_model

@@ -66,8 +66,7 @@ def train_step(step: int, model: Any, optimizer: Any, world: World, saver: Saver
 
 def digest(tensors: dict[str, torch.Tensor]) -> str:
     """Of this rank's pieces of all tensors, bit for bit."""
-    from finetune.checkpoint.shards import list_shards
-    from finetune.checkpoint.snapshot import dequantize, is_quantized
+    from finetune.checkpoint.shards import dequantize, is_quantized, list_shards
 
     whole = xxhash.xxh3_128()
     for piece in list_shards(tensors, "model"):

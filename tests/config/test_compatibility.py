@@ -9,11 +9,10 @@ import pytest
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
 from finetune.config.facts import ACTIVATIONS, MachineFacts, read_model_facts
-from finetune.config.layout import Sharding
+from finetune.config.layout import Fp8, Sharding
 from finetune.config.reader import read_recipe
-from finetune.distributed.fp8 import Fp8
+from finetune.config.schema import recipe_keys
 from finetune.errors import UserError
-from finetune.recipe.keys import recipe_keys
 
 LLAMA = {
     "model_type": "llama",

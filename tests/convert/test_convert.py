@@ -10,15 +10,15 @@ import yaml
 
 from finetune.cli import main
 from finetune.config.reader import read_recipe
+from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import foreign_names
 from finetune.convert.cli import EXIT_TO_DO
-from finetune.convert.coming_from import coming_from_page
 from finetune.convert.conversion import convert_file
+from finetune.convert.dataset_keys import coming_from_page
 from finetune.convert.rules import TEMPLATES
 from finetune.convert.tool_keys import TOOLS
-from finetune.data.chat_templates import TEMPLATES as NAMED
+from finetune.data.tokenizer import TEMPLATES as NAMED
 from finetune.errors import UserError
-from finetune.recipe.keys import recipe_keys
 from tests.ranks import ROOT, run_command
 
 Convert = Callable[[str], tuple[dict[str, object], str, Path]]

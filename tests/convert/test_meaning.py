@@ -15,7 +15,7 @@ from finetune.config.reader import read_recipe, to_dict
 from finetune.convert.cli import MISSING_FILE, as_text, read_back
 from finetune.convert.conversion import convert_file
 from finetune.convert.recognize import Refusal
-from finetune.convert.tool_rules import Conversion
+from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 
 Meaning = dict[str, Any]

@@ -10,7 +10,7 @@ import pytest
 from finetune.convert.cli import read_back
 from finetune.convert.conversion import convert_file
 from finetune.convert.recognize import Refusal
-from finetune.convert.tool_rules import Conversion
+from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 
 TRL = "model_name_or_path: a/model\ndataset_name: a/pairs\n"

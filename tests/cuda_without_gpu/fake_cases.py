@@ -9,13 +9,13 @@ import numpy as np
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from finetune.config.layout import Fp8
 from finetune.config.methods import Method
 from finetune.config.schema import Lora, Optimization, Quantization, Recipe
 from finetune.constants import OPTIMIZERS, ROUND_TOKENS
-from finetune.data.collate import MicroBatch
-from finetune.distributed.fp8 import Fp8
+from finetune.data.batches import MicroBatch
 from finetune.distributed.world import World
-from finetune.models.teacher import load_teacher
+from finetune.models.load import load_teacher
 from finetune.training.objectives.distill import Distillation
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import SFT, Objective

@@ -17,7 +17,8 @@ from torch.distributed.fsdp._fully_shard import _fsdp_init as fully_shard
 from torch.nn.parallel import distributed
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from finetune.distributed import mesh, parallelize
+from finetune.distributed import accelerator as mesh
+from finetune.distributed import parallelize
 
 
 def join_ranks(size: int) -> None:

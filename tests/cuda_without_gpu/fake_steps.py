@@ -22,16 +22,16 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from finetune.config.layout import Sharding
 from finetune.config.schema import Model, Recipe
 from finetune.data.batches import StepBatch
-from finetune.distributed.accelerator import make_accelerator
-from finetune.distributed.mesh import make_sequence_group
+from finetune.distributed.accelerator import make_accelerator, make_sequence_group
 from finetune.distributed.world import World
-from finetune.models import head_chunks, load, quantize, teacher
+from finetune.models import load
+from finetune.models import load as teacher
+from finetune.models.head import chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
+from finetune.models.quantized import linear as quantize
 from finetune.optim.build import build_optimizer
 from finetune.pretrained_config import load_config
-from finetune.training.loop import train_step
-from finetune.training.nonfinite import make_guard
-from finetune.training.update_in_backward import UpdateInBackward
+from finetune.training.step import UpdateInBackward, make_guard, train_step
 from tests.cuda_without_gpu.fake_cases import CASES, LENGTHS, Case, config_of, make_micro_batch
 from tests.cuda_without_gpu.fake_cuda import DeviceWaits, fake_tensors, pretend_device
 from tests.cuda_without_gpu.fake_groups import join_ranks, pretend_groups

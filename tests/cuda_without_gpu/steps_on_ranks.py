@@ -19,8 +19,7 @@ from torch._guards import CompileContext
 
 from finetune.config.layout import Sharding
 from finetune.config.schema import Lora, Model, Optimization, Recipe
-from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch, make_filler
+from finetune.data.batches import MicroBatch, StepBatch, make_filler
 from finetune.data.examples import Prompt
 from finetune.distributed.world import World, join, leave
 from finetune.models import load
@@ -28,9 +27,8 @@ from finetune.models.attention.documents import kernels as document_attention
 from finetune.models.checkpointing import compile_layers
 from finetune.optim.build import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out
-from finetune.training.loop import train_step
-from finetune.training.nonfinite import make_guard
 from finetune.training.objectives.sft import SFT
+from finetune.training.step import make_guard, train_step
 from tests.conftest import make_model, make_tokenizer
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

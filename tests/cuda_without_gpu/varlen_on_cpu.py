@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from finetune.models.attention_inputs import ScoreOptions
+from finetune.models.attention.kernels import ScoreOptions
 
 
 @cache

@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.batches import StoredBatches, make_batches
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StoredBatches, make_batches
 from finetune.data.sampler import BatchConfig
 from tests.data.world import Rank, examples_of
 

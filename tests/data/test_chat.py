@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
-from finetune.data.chat_templates import TEMPLATES
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render
 from finetune.data.template import Renderer, apply_template, make_renderer
+from finetune.data.tokenizer import TEMPLATES
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import StoredBatches, make_batches
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StoredBatches, make_batches
 from finetune.data.examples import cut
 from finetune.data.mixture import find_held_out_in_training, hold_out, mix_sources, select_examples
 from finetune.data.sampler import BatchConfig

@@ -215,7 +215,7 @@ def test_pairs_are_streamed_weighed_and_compared_with_held_out_ones(
     (leak,) = [finding for finding in whole.report.findings if finding.name == "held_out_in_training"]
     assert (leak.rows, leak.of) == (1, 2)
     assert prepare([{"path": path, "max_samples": 6}], method="dpo").report.as_json()["pairs"] == 6
-    monkeypatch.setattr("finetune.data.streaming.BLOCK_ROWS", 64)
+    monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 64)
     streamed = prepare([{"path": path}], method="orpo", streaming=True, max_steps=2, global_batch_size=4)
     steps = list(streamed.train.batches())
     ids = [i for step in steps for m in step.micro_batches for i in m.example_ids]

@@ -10,9 +10,8 @@ import pytest
 
 from finetune.config.reader import read_recipe
 from finetune.constants import IGNORE_INDEX
-from finetune.data.chat_templates import PLAIN
 from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.tokenizer import load_tokenizer
+from finetune.data.tokenizer import PLAIN, load_tokenizer
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.data.conftest import Prepare

@@ -12,8 +12,8 @@ from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import RENDERED_FORMATS, Completion, Conversation
 from finetune.data.messages import BadRow
+from finetune.data.preferences import find_mismatched, join_answer, parse_ratings
 from finetune.data.prepare import PreparedData
-from finetune.data.ratings import find_mismatched, join_answer, parse_ratings
 from finetune.errors import UserError
 from tests.data.conftest import Prepare
 from tests.data.test_prepare import chat, names, write_lines
@@ -159,7 +159,7 @@ def test_prompts_come_from_good_answers_and_a_stream_has_ratings(
     other = str(write_lines(tmp_path / "b.jsonl", [chat(f"R{i}", f"B{i}") | {"label": i > 1} for i in range(4)]))
     data = prepare([{"path": path}], method="kto", eval_datasets=[{"path": other}])
     assert [prompt.answer for prompt in data.held_out_prompts(9)] == ["B2", "B3"] and names(data) == {}
-    monkeypatch.setattr("finetune.data.streaming.BLOCK_ROWS", 64)
+    monkeypatch.setattr("finetune.data.prepare.BLOCK_ROWS", 64)
     # Without adapters alone, all data is gone through before training, and a stream is refused.
     adapters = {"use_peft": True, "model_config": None, "model_name_or_path": "some/model"}
     keys = adapters | {"streaming": True, "max_steps": 2, "global_batch_size": 2}

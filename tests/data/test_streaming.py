@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from finetune.config.schema import Batch, Data, DatasetSource, Optimization, Recipe, Run
-from finetune.data import streaming
+from finetune.data import prepare as streaming
 from finetune.data.data_report import Report, StreamReport
 from finetune.data.findings import Finding
-from finetune.data.streaming import StreamedBatches, interleave_sources, open_stream
+from finetune.data.prepare import StreamedBatches, interleave_sources, open_stream
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.data.world import Rank

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.batches import make_batches
-from finetune.data.collate import MicroBatch, TokenPart, collate
+from finetune.data.batches import MicroBatch, TokenPart, collate, make_batches
 from finetune.data.sampler import BatchConfig
 from tests.data.world import Rank, examples_of
 

@@ -13,12 +13,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.chat_templates import PLAIN
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.render import RenderedText, render
 from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
-from finetune.data.tokenizer import make_encoder
+from finetune.data.tokenizer import PLAIN, make_encoder
 
 CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20
 

@@ -16,13 +16,12 @@ from transformers import AutoTokenizer
 
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.chat_templates import TEMPLATES
 from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render_turns
 from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
-from finetune.data.tokenizer import make_encoder
+from finetune.data.tokenizer import TEMPLATES, make_encoder
 from tests.data.conftest import Prepare
 from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines

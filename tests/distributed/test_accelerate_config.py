@@ -10,9 +10,8 @@ import yaml
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.config.layout import Sharding, to_accelerate_config
+from finetune.config.layout import Fp8, Sharding, to_accelerate_config
 from finetune.config.schema import Recipe
-from finetune.distributed.fp8 import Fp8
 from finetune.errors import UserError
 from tests.ranks import run_command
 from tests.test_accelerate_configs import launched_environment

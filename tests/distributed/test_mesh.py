@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from finetune.config.layout import Sharding, Strategy
-from finetune.distributed.mesh import FSDP, REPLICATE, TENSOR, make_mesh, make_sequence_group
+from finetune.distributed.accelerator import FSDP, REPLICATE, TENSOR, make_mesh, make_sequence_group
 from finetune.distributed.world import World
 
 DIVIDED = {"sequence_parallel_size": 2, "tensor_parallel_size": 2}

@@ -5,12 +5,12 @@ import sys
 
 import pytest
 
-from finetune.distributed.peers import is_alive, this_process
+from finetune.distributed.world import is_alive, this_process
 from tests.ranks import environment
 
 WAITS = """
 import os, sys, time, psutil
-from finetune.distributed.peers import this_process, watch_peers
+from finetune.distributed.world import this_process, watch_peers
 host, peer = os.uname().nodename, int(sys.argv[1])
 processes = [this_process(), (host, peer, psutil.Process(peer).create_time()), ("another-host", 1, 0.0)]
 left = watch_peers(0, processes, timeout_seconds=1.0)

@@ -9,7 +9,7 @@ from finetune.export.blocks import read_rows
 from finetune.export.logits import prompts, stream_logits
 from finetune.export.target import describe_target
 from finetune.files.tensors import read_folder
-from finetune.models.weight_conversions import convert_to_parameters
+from finetune.models.weights import convert_to_parameters
 from tests.models.families import EVERY, build
 
 

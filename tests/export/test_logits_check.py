@@ -7,7 +7,7 @@ import torch
 
 from finetune.errors import UserError
 from finetune.export import logits
-from finetune.export.logits_check import check_streamed_logits
+from finetune.export.logits import check_streamed_logits
 from tests.models.families import FAMILIES, HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
 
 DENSE = [family for family in FAMILIES if family != "mixtral"]
@@ -16,7 +16,7 @@ DENSE = [family for family in FAMILIES if family != "mixtral"]
 @pytest.mark.parametrize("family", [*DENSE, *OTHERS, *HYBRIDS, *LEAKY, *OWN_ATTENTION])
 def test_every_family_can_be_verified(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those that need no run as well."""
-    monkeypatch.setattr("finetune.export.logits_check._is_plain", lambda _: False)
+    monkeypatch.setattr("finetune.export.logits._is_plain", lambda _: False)
     assert check_streamed_logits(build(family).config)
 
 
@@ -42,12 +42,12 @@ def test_linear_layers_embeddings_and_norms_need_no_run(monkeypatch: pytest.Monk
     def fail(*_: Any) -> torch.Tensor:
         raise AssertionError("the logits of a plain model were computed")
 
-    monkeypatch.setattr("finetune.export.logits_check.stream_logits", fail)
+    monkeypatch.setattr("finetune.export.logits.stream_logits", fail)
     assert not check_streamed_logits(build("llama").config)
 
 
 def test_a_family_that_allows_no_small_twin_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("finetune.export.logits_check.MAX_PARAMETERS", 1000)
+    monkeypatch.setattr("finetune.export.logits.MAX_PARAMETERS", 1000)
     said: list[str] = []
     assert not check_streamed_logits(build("falcon_h1").config, log=said.append)
     assert len(said) == 1

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export.comparison_rows import ROWS_FILE, read_comparison_rows
 from finetune.export.export import export
+from finetune.export.merge_choice import ROWS_FILE, read_comparison_rows
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_command, run_python
 

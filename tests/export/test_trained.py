@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from finetune.cli import main
+from finetune.export.card import model_card
 from finetune.export.export import export_run
-from finetune.export.model_card import model_card
 from finetune.export.source import open_source
 from tests.conftest import make_chat, make_model
 from tests.export.trained import IDS

@@ -13,9 +13,11 @@ from safetensors.torch import load_file
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export import blocks, read_back, reload_process, shard_files, verify
+from finetune.export import blocks, reload_process, verify
 from finetune.export import export as exporting
 from finetune.export import merge as merging
+from finetune.export import reload_check as read_back
+from finetune.export import write as shard_files
 from finetune.export.write import Weights, WrittenWeights
 from finetune.files.tensors import StoredTensor, read_files
 

@@ -19,7 +19,7 @@ import yaml
 from finetune.cli import main
 from finetune.config.reader import read_recipe, to_dict
 from finetune.init.data_columns import TEMPLATE_TOKENS
-from finetune.init.sizing import Hardware, fit_recipe
+from finetune.init.new_recipe import Hardware, fit_recipe
 from tests.conftest import make_chat
 from tests.plan.run_specs import LLAMA_31_8B
 from tests.ranks import ROOT, environment
@@ -258,7 +258,7 @@ def test_a_wrong_answer_is_asked_again(
 ) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b", "n": 3})
     answers = ["./gone", str(llama), "./gone.jsonl", str(rows), "u", "n", "v", "dpo", "qlora", "two", "2", "80MB", "80"]
-    monkeypatch.setattr("finetune.init.questions.is_interactive", lambda: True)
+    monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
     monkeypatch.setattr("finetune.init.cli.is_interactive", lambda: True)
     monkeypatch.setattr("builtins.input", lambda _: answers.pop(0))
     assert main(["init", "--output", str(tmp_path / "r.yaml")]) == 0

@@ -19,8 +19,7 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Data, Lora, Model, Optimization, Recipe
-from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.gradients import clip_gradients
 from finetune.distributed.parallelize import count_wrapped_units, decoder_layers
@@ -32,7 +31,7 @@ from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.pretrained_config import load_config, read_facts
 from finetune.progress import Progress
-from finetune.training.loop import accumulate_gradients
+from finetune.training.step import accumulate_gradients
 from tests.models.families import documents, packed, padded, plain_loss
 
 OPTIMIZATION = Optimization(learning_rate=1e-3)

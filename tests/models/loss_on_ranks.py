@@ -10,8 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.models.head.divergence import DivergenceOptions
-from finetune.models.load import ModelSize
-from finetune.models.teacher import Teacher
+from finetune.models.load import ModelSize, Teacher
 from tests.models.families import build, documents, ours, packed, relative_error
 
 MICRO_BATCHES = 2

@@ -28,7 +28,7 @@ from finetune.config.layout import Sharding
 from finetune.config.schema import Data, DatasetSource, Lora, Model, Recipe
 from finetune.distributed.world import World, join, leave
 from finetune.errors import UserError
-from finetune.export.logits_check import check_streamed_logits
+from finetune.export.logits import check_streamed_logits
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
 from finetune.pretrained_config import load_config, read_facts

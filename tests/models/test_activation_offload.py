@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from finetune.config.schema import Lora
-from finetune.models import activation_offload
-from finetune.models.activation_offload import ActivationOffload, CudaCopies, _Kept
+from finetune.models import checkpointing as activation_offload
 from finetune.models.attention.documents import install_attention
-from finetune.models.checkpointing import checkpoint_activations
+from finetune.models.checkpointing import ActivationOffload, CudaCopies, _Kept, checkpoint_activations
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import install_loss
 from finetune.models.lora import add_adapters

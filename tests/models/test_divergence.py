@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
+from finetune.models.head.chunks import LogitTransform
 from finetune.models.head.cross_entropy import linear_cross_entropy
 from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.head_chunks import LogitTransform
 from tests.models.families import relative_error
 from tests.plan.traced import LargestTensor
 

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from finetune.config.layout import Sharding
+from finetune.config.layout import Fp8, Sharding, gathers_fp8
 from finetune.config.schema import Lora, Model, Optimization, Quantization
-from finetune.distributed.fp8 import Fp8, gathers_fp8
 from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.models.load import build_on_meta, load_model

@@ -13,13 +13,12 @@ from torch import Tensor
 from finetune.compiler import _keep_compiled
 from finetune.config.facts import has_compiler
 from finetune.constants import IGNORE_INDEX
-from finetune.models.head.chunks import compute_fused_chunk
+from finetune.models.head.chunks import ChunkFunction, LogitTransform, compute_chunk, compute_fused_chunk
 from finetune.models.head.cross_entropy import linear_cross_entropy
 from finetune.models.head.log_probabilities import linear_log_probabilities
-from finetune.models.head_chunks import ChunkFunction, LogitTransform, compute_chunk
 from finetune.plan.activations import Computation
-from finetune.plan.loss_memory import loss_chunk_bytes
-from finetune.training.compilation import Compilation
+from finetune.plan.temporary_memory import loss_chunk_bytes
+from finetune.training.profile import Compilation
 from tests.models.families import relative_error
 from tests.plan.traced import allocated_peak
 

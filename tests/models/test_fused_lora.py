@@ -78,7 +78,7 @@ def test_the_first_layers_input_needs_no_gradient() -> None:
 @pytest.mark.parametrize("keeps", [False, True], ids=["dequantized twice", "kept"])
 def test_a_quantized_base_is_fused_too(keeps: bool) -> None:
     pytest.importorskip("bitsandbytes")
-    from finetune.models.quantize import quantize_tensor
+    from finetune.models.quantized.linear import quantize_tensor
 
     quantization = Quantization(load_in_4bit=True)
     peft, fused, unquantized = make_layers(), make_layers(), make_layers()

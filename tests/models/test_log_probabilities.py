@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.constants import IGNORE_INDEX
+from finetune.models.head.chunks import LogitTransform
 from finetune.models.head.log_probabilities import linear_log_probabilities
-from finetune.models.head_chunks import LogitTransform
 from tests.models.families import relative_error
 
 EXACT = 1e-6  # of the largest value

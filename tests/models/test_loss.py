@@ -10,8 +10,8 @@ from torch import Tensor
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.models.attention.documents import install_attention
+from finetune.models.head.chunks import LogitTransform
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
-from finetune.models.head_chunks import LogitTransform
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.plan.traced import LargestTensor
 from tests.ranks import launch_ranks

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers.optimization import Adafactor as TransformersAdafactor
 
-from finetune.models.embedding_noise import NoisyDocuments, make_noise
+from finetune.models.embedding import NoisyDocuments, make_noise
 from tests.conftest import make_chat, make_model
 from tests.training import reference
 from tests.training.layouts import steps_of, train_all, write_config, write_recipe

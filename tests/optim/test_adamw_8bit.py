@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from finetune.checkpoint.snapshot import allocate_on_host, dequantize, is_quantized
+from finetune.checkpoint.shards import allocate_on_host, dequantize, is_quantized
 from finetune.config.schema import Optimization
 from finetune.files.tensors import read, read_folder
 from finetune.optim.build import build_optimizer

@@ -19,12 +19,11 @@ from finetune.models.head.cross_entropy import install_loss, linear_cross_entrop
 from finetune.models.lora import add_adapters
 from finetune.models.moe.experts import expert_modules
 from finetune.models.moe.parallel import divide_layer
-from finetune.plan.activations import Computation, kept_bytes
+from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.plan.attention_memory import mask_bytes
 from finetune.plan.families import FAMILIES
-from finetune.plan.merged_experts import merged_expert_bytes
 from finetune.plan.step_memory import loss_bytes
+from finetune.plan.temporary_memory import merged_expert_bytes
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex
 from tests.plan.run_specs import make_spec
 from tests.plan.traced import allocated_after, allocated_peak, saved_for_backward

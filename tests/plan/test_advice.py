@@ -8,8 +8,7 @@ from pathlib import Path
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.plan.advice import advise
-from finetune.plan.changes import apply_changes, describe_changes, list_changes
+from finetune.plan.advice import advise, apply_changes, describe_changes, list_changes
 from finetune.plan.disk import plan_host
 from finetune.plan.step_memory import find_peak, plan_phases
 from finetune.plan.table import format_speed

@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from finetune.config.layout import Sharding
+from finetune.config.layout import Fp8, Sharding
 from finetune.config.schema import Batch, Data, Lora, Method, Model, Optimization, Quantization, Recipe
-from finetune.distributed.fp8 import Fp8
 from finetune.errors import UserError
 from finetune.plan.plan import make_plan
 from tests.ranks import ROOT

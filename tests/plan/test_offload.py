@@ -7,7 +7,7 @@ import pytest
 
 from finetune.config.schema import Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
-from finetune.plan.changes import list_changes
+from finetune.plan.advice import list_changes
 from finetune.plan.disk import plan_disk, plan_host
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import plan_phases

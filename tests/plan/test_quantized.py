@@ -12,8 +12,7 @@ from finetune.config.compatibility import refuse_problems
 from finetune.config.quantization import quantized_bytes
 from finetune.config.schema import Quantization
 from finetune.errors import UserError
-from finetune.plan.advice import advise
-from finetune.plan.changes import list_changes
+from finetune.plan.advice import advise, list_changes
 from finetune.plan.plan import make_plan
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import dequantized_bytes, plan_phases

@@ -19,18 +19,15 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
-from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.accelerator import make_accelerator
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, join, leave
 from finetune.models.load import load_model
 from finetune.optim.build import build_optimizer
 from finetune.plan.plan import make_plan
-from finetune.training.loop import train_step
-from finetune.training.nonfinite import make_guard
 from finetune.training.objectives.sft import SFT
-from finetune.training.update_in_backward import UpdateInBackward
+from finetune.training.step import UpdateInBackward, make_guard, train_step
 from tests.forked_ranks import fork_ranks, import_all, wait
 from tests.plan.traced import allocated_peak
 

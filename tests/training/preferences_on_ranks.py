@@ -49,8 +49,6 @@ def kill_after(step: int) -> None:
 
 if __name__ == "__main__":
     import_all()
-    import finetune.training.method_objectives
-    import finetune.training.start  # noqa: F401
 
     for each in json.loads(Path(sys.argv[1]).read_text()):
         print(json.dumps(start(each)), flush=True)

@@ -25,9 +25,9 @@ from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.distributed.world import World
 from finetune.errors import UserError
-from finetune.training.method_objectives import make_objectives
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.screens import describe_teacher
+from finetune.training.start import make_objectives
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training import reference
@@ -35,7 +35,7 @@ from tests.training.layouts import steps_of, write_config
 
 ROWS, STEPS = 26, 3
 # Teachers: of another family and size, with more rows than tokens; tied. In 4 bits bitsandbytes itself computes wrongly on a CPU
-# where the length of a row is no multiple of 64 (models/quantize.py).
+# where the length of a row is no multiple of 64 (models/quantized/linear.py).
 TEACHERS: dict[str, dict[str, Any]] = {
     "wide": {"model_type": "qwen3", "hidden_size": 128, "num_hidden_layers": 3, "vocab_size": 320},
     "tied": {"hidden_size": 48, "tie_word_embeddings": True},

@@ -15,11 +15,10 @@ from torch.distributed.tensor import DTensor
 from finetune.config.layout import Sharding
 from finetune.config.methods import Method
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch, make_filler
+from finetune.data.batches import MicroBatch, StepBatch, make_filler
 from finetune.distributed.world import World
+from finetune.models.head.chunks import LogitTransform
 from finetune.models.head.cross_entropy import CrossEntropyHead
-from finetune.models.head_chunks import LogitTransform
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import Measured
 from finetune.training.reference import _compute
@@ -178,7 +177,7 @@ def _check_metrics(
 
 def test_an_answer_that_is_certain_has_finite_odds() -> None:
     """Where every token's probability rounds to 1, ORPO's odds would be infinite, and its gradient not a number."""
-    from finetune.training.preference_losses import Pairs, orpo_losses
+    from finetune.training.objectives.preference import Pairs, orpo_losses
 
     averages = Pairs(torch.zeros(2, requires_grad=True), torch.tensor([-1.0, 0.0], requires_grad=True))
     losses, log_odds_ratio = orpo_losses(averages, Method(method="orpo"))

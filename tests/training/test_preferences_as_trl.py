@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from finetune.config.layout import Sharding
 from finetune.config.methods import METHODS, Method
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
 from finetune.models.attention.documents import install_attention
 from finetune.models.head.cross_entropy import install_loss

@@ -19,8 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.checkpoint import manifest, retention
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
-from finetune.training.watch import ECHO_SECONDS
-from finetune.training.watchdog import EXIT_HUNG
+from finetune.training.watch import ECHO_SECONDS, EXIT_HUNG
 from tests.conftest import make_tokenizer
 from tests.ranks import ROOT, Ranks, environment, launch_ranks, start_ranks
 

@@ -23,9 +23,14 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
-from finetune.models.attention.kernels import attend_documents, attend_with_mask
-from finetune.models.attention_inputs import RowDocuments, ScoreOptions
-from finetune.models.block_attention import find_windows, make_masks
+from finetune.models.attention.kernels import (
+    RowDocuments,
+    ScoreOptions,
+    attend_documents,
+    attend_with_mask,
+    find_windows,
+    make_masks,
+)
 from finetune.models.rotary import install_document_rotary
 
 NAME = "packed"

@@ -4,11 +4,358 @@ The eager version (head_chunks.py) writes and reads them in fp32 at every operat
 and with the label found by comparison: adding to a position would keep a compiler from fusing what is around it.
 """
 
-import torch
-from torch import Tensor
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from finetune.constants import IGNORE_INDEX
-from finetune.models.head_chunks import LogitTransform, widen
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
+from finetune.distributed.parallelize import find_local_slices
+
+
+class VocabularyShard(NamedTuple):
+    """The rows of a head that this rank has."""
+
+    first: int
+    rows: int  # of the whole vocabulary
+    group: Any  # the ranks that have the others
+
+    def log_softmax(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
+        """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those of `labels` [tokens] as by
+        `head_chunks.label_log_probabilities`; the same on every rank of the group, which all call it."""
+        largest = logits.amax(1)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
+        own = (
+            (logits - largest.unsqueeze(1)).exp_().sum(1)
+        )  # torch's logsumexp takes another tensor of the logits' size
+        is_here, rows = self._find(labels, logits)
+        of_labels = torch.where(is_here, logits.gather(1, rows.unsqueeze(1)).squeeze(1), 0.0)
+        sums = torch.stack([own, of_labels, *([logits.sum(1)] if label_smoothing else [])])
+        dist.all_reduce(sums, group=self.group)
+        normalizer = largest + sums[0].log()
+        of_labels = sums[1] - normalizer
+        if label_smoothing:
+            of_labels = of_labels.lerp(sums[2] / self.rows - normalizer, label_smoothing)
+        return logits.sub_(normalizer.unsqueeze(1)), of_labels
+
+    def gradient(self, log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+        """This shard's columns of `head_chunks.cross_entropy_gradient`, in place of `log_probabilities`."""
+        is_here, rows = self._find(labels, log_probabilities)
+        grad = log_probabilities.exp_()
+        grad.scatter_add_(1, rows.unsqueeze(1), (is_here * (label_smoothing - 1)).to(grad.dtype).unsqueeze(1))
+        if label_smoothing:
+            grad -= label_smoothing / self.rows
+        return grad
+
+    def _find(self, labels: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Whether each label is in this shard, and its row there (any row, where it is not)."""
+        rows = labels - self.first
+        return (rows >= 0) & (rows < logits.shape[1]), rows.clamp(0, logits.shape[1] - 1)
+
+
+def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
+    """(weight, bias) of a head as this rank has them, and where they are in the vocabulary; None where all of it is here."""
+    if not isinstance(weight, DTensor):
+        return weight, bias, None
+    (rows, _), mesh = find_local_slices(weight), weight.device_mesh
+    local_bias = bias.to_local() if isinstance(bias, DTensor) else bias
+    return weight.to_local(), local_bias, VocabularyShard(rows.start, weight.shape[0], mesh.get_group())
+
+
+def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_type: str) -> int:
+    """Tokens in a chunk of the loss, by the rows of the head that are here. Of a vocabulary that is divided unevenly, by the most that
+    a rank has: the ranks of the group meet in every chunk."""
+    rows = weight.shape[0] if shard is None else -(-shard.rows // shard.group.size())
+    return loss_chunk_tokens(rows, device_type)
+
+
+class LogitTransform(NamedTuple):
+    """What a model does to its head's output before the softmax: softcap * tanh(scale * logits / softcap)."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    @classmethod
+    def from_config(cls, config: Any) -> "LogitTransform":
+        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 and xLSTM cap."""
+        text = config.get_text_config()
+        scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
+        scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
+        scale *= scaling if text.model_type.startswith("hyperclovax") else 1 / scaling
+        softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "output_logit_soft_cap", None)
+        return cls(scale, softcap)
+
+    def forward(self, scores: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The logits that the softmax takes, from the head's output [..., vocabulary], and what `backward` needs.
+
+        In fp32 or wider, where they are not the scores themselves.
+        """
+        if self.scale != 1.0:
+            scores = scores.to(widen(scores.dtype)) * self.scale
+        if self.softcap is None:
+            return scores, None
+        capped = torch.tanh(scores.to(widen(scores.dtype)) / self.softcap)
+        return capped * self.softcap, capped
+
+    def backward(self, grad: Tensor, capped: Tensor | None) -> Tensor:
+        """The gradient to the scores, in place of that to the logits. `capped`: from `forward`."""
+        if capped is not None:
+            grad *= 1 - capped.square()
+        if self.scale != 1.0:
+            grad *= self.scale
+        return grad
+
+
+UNCHANGED = LogitTransform()
+
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""To hidden [tokens, hidden] in its type, weight and bias in fp32; None where not needed."""
+
+
+ChunkFunction = Callable[
+    [Tensor, Tensor, Tensor | None, LogitTransform, float, torch.dtype | None], tuple[Tensor, Tensor | None]
+]
+"""`compute_chunk`, or a function that computes the same."""
+
+
+class Computed(NamedTuple):
+    """What `compute_in_chunks` returns; the gradients are those of the loss, None where not asked for."""
+
+    loss: Tensor  # fp32 scalar: minus the sum of the log-probabilities
+    log_probabilities: Tensor  # fp32[tokens]; 0 where the label is IGNORE_INDEX
+    grad_hidden: Tensor | None  # [tokens, hidden], in hidden's type
+    grad_weight: Tensor | None  # fp32[vocabulary, hidden]
+    grad_bias: Tensor | None  # fp32[vocabulary]
+
+
+def compute_in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    logits: LogitTransform,
+    label_smoothing: float,
+    chunk_tokens: int,
+    needs_grad: tuple[bool, ...],
+    token_weights: Tensor | None = None,
+    shard: VocabularyShard | None = None,
+    chunk_function: ChunkFunction | None = None,
+) -> Computed:
+    """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and bias, where needed.
+
+    Args:
+        hidden: [tokens, hidden], in the type in which the products run, as weight.
+        labels: int64[tokens], or IGNORE_INDEX.
+        label_smoothing: of the log-probabilities, the share that is the mean over the vocabulary.
+        chunk_tokens: tokens in a chunk, at most.
+        token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
+        shard: of the vocabulary, to which weight and bias belong; None: all of it. Its group's ranks call this together.
+        chunk_function: computes a chunk of a whole vocabulary; None: `compute_chunk`.
+    """
+    wide = widen(weight.dtype)
+    # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
+    grad_dtype = None if not any(needs_grad) else wide if needs_grad[2] else hidden.dtype
+    loss = torch.zeros((), dtype=wide, device=hidden.device)
+    log_probabilities = torch.empty(len(hidden), dtype=wide, device=hidden.device)
+
+    def add_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
+        nonlocal loss
+        weights = None if token_weights is None else token_weights[chunk]
+        arguments = (scores, labels[chunk], weights, logits, label_smoothing, grad_dtype)
+        # A compiler makes another graph for one token, which the last chunk may have.
+        if chunk_function is None or shard is not None or len(scores) == 1:
+            found, grad_scores = compute_chunk(*arguments, shard)
+        else:
+            found, grad_scores = chunk_function(*arguments)
+        log_probabilities[chunk] = found
+        loss -= found.sum()
+        return grad_scores
+
+    gradients = backward_in_chunks(hidden, weight, bias, add_chunk, chunk_tokens, needs_grad)
+    if shard is not None and gradients[0] is not None:
+        dist.all_reduce(gradients[0], group=shard.group)  # what every row of the head adds to it
+    return Computed(loss, log_probabilities, *gradients)
+
+
+def backward_in_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    compute_chunk: Callable[[Tensor, slice], Tensor | None],
+    chunk_tokens: int,
+    needs_grad: tuple[bool, ...],
+) -> Gradients:
+    """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its place among the tokens, and
+    multiplies the gradients to the scores that it returns back through the head; where the bias is trained, in fp32 or wider."""
+    to_hidden, to_weight, to_bias = needs_grad
+    wide = widen(weight.dtype)
+    grad_hidden = torch.empty_like(hidden) if to_hidden else None
+    grad_weight = torch.zeros_like(weight, dtype=wide) if to_weight else None
+    grad_bias = torch.zeros_like(bias, dtype=wide) if to_bias and bias is not None else None
+    chunk_tokens = _balance_chunks(len(hidden), chunk_tokens)
+    for start in range(0, len(hidden), chunk_tokens):
+        chunk = slice(start, start + chunk_tokens)
+        scores = F.linear(hidden[chunk], weight, None if bias is None else bias.to(weight.dtype))
+        grad_scores = compute_chunk(scores, chunk)
+        if grad_scores is not None:
+            if grad_bias is not None:
+                grad_bias += grad_scores.sum(0)
+            grad_scores = grad_scores.to(hidden.dtype)
+            if grad_hidden is not None:
+                torch.mm(grad_scores, weight, out=grad_hidden[chunk])
+            if grad_weight is not None:
+                _accumulate_product(grad_weight, grad_scores.t(), hidden[chunk])
+        del scores, grad_scores  # else they live until the next chunk's are there
+    return grad_hidden, grad_weight, grad_bias
+
+
+class HeadLoss(torch.autograd.Function):
+    """A loss of the head's scores whose gradients `compute` finds in the forward, so that the backward keeps no logits and
+    multiplies nothing again (as Liger does: Hsu et al. 2024, arXiv:2410.10989)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        positions: Tensor | None,
+        needs_grad: tuple[bool, ...],
+        compute: Callable[[Tensor, Tensor], tuple[Tensor, Gradients]],
+    ) -> Tensor:
+        """`compute`: from hidden at `positions` (None: all) and weight, both in the type in which products run, to the loss
+        (0-dim), or to sums of which the first is the loss, and the loss's gradients."""
+        dtype = product_dtype(weight)
+        with torch.autocast(hidden.device.type, enabled=False):
+            trained = hidden if positions is None else hidden[positions]
+            sums, (grad_hidden, *others) = compute(trained.to(dtype), weight.to(dtype))
+        if positions is not None and grad_hidden is not None:
+            grad_hidden = scatter_rows(grad_hidden, positions, hidden.shape)
+        ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
+        ctx.gradients = [grad_hidden, *others]
+        return sums
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        (upstream,) = grad_outputs
+        upstream = upstream if upstream.dim() == 0 else upstream[0]
+        gradients, ctx.gradients = ctx.gradients, None  # the graph may live on until the next forward; these need not
+        # In fp32: 1 / trained tokens, rounded to bf16, would be wrong by up to 0.4%, the same way everywhere.
+        scaled = (
+            None if g is None else g.to(upstream.dtype).mul_(upstream).to(t)
+            for g, t in zip(gradients, ctx.dtypes, strict=True)
+        )
+        return (*scaled, None, None, None)
+
+
+def widen(dtype: torch.dtype) -> torch.dtype:
+    """fp32, or `dtype` where that is wider: what a softmax and the sums of a loss are computed in."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def product_dtype(weight: Tensor) -> torch.dtype:
+    """In which the head's products run: autocast's, where it is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
+def find_needed_gradients(*tensors: Tensor | None) -> tuple[bool, ...]:
+    """Which of the tensors need a gradient now."""
+    return tuple(torch.is_grad_enabled() and tensor is not None and tensor.requires_grad for tensor in tensors)
+
+
+def scatter_rows(rows: Tensor, positions: Tensor, shape: torch.Size) -> Tensor:
+    """A tensor of `shape` with `rows` at `positions` and zeros elsewhere."""
+    return torch.zeros(shape, dtype=rows.dtype, device=rows.device).index_copy_(0, positions, rows)
+
+
+def _balance_chunks(tokens: int, chunk_tokens: int) -> int:
+    """At most `chunk_tokens`, such that the last chunk is not much smaller than the others.
+
+    >>> _balance_chunks(tokens=1000, chunk_tokens=900)
+    500
+    """
+    chunks = max(-(-tokens // chunk_tokens), 1)
+    return max(-(-tokens // chunks), 1)
+
+
+def compute_chunk(
+    scores: Tensor,
+    labels: Tensor,
+    token_weights: Tensor | None,
+    logits: LogitTransform,
+    label_smoothing: float,
+    grad_dtype: torch.dtype | None,
+    shard: VocabularyShard | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to `scores` [tokens, vocabulary].
+
+    Args:
+        token_weights: fp32[tokens], by which the gradient weighs each token; None: all alike.
+        grad_dtype: of the gradient, which is computed in fp32 or wider; None: none is.
+    """
+    transformed, capped = logits.forward(scores)
+    if shard is None:
+        log_probabilities = torch.log_softmax(transformed, -1, dtype=widen(scores.dtype))
+        of_labels = label_log_probabilities(log_probabilities, labels, label_smoothing)
+    else:
+        wide = transformed.to(widen(scores.dtype))
+        log_probabilities, of_labels = shard.log_softmax(wide, labels, label_smoothing)
+    trained = labels != IGNORE_INDEX
+    of_labels = torch.where(trained, of_labels, 0.0)
+    if grad_dtype is None:
+        return of_labels, None
+    cross_entropy = cross_entropy_gradient if shard is None else shard.gradient
+    grad = logits.backward(cross_entropy(log_probabilities, labels, label_smoothing), capped)
+    grad.masked_fill_(~trained.unsqueeze(1), 0.0)
+    if token_weights is not None:
+        grad *= token_weights.unsqueeze(1)
+    return of_labels, grad.to(grad_dtype)
+
+
+def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    """[tokens] of [tokens, vocabulary]: those of the labels, or a share of `label_smoothing` of their mean; without meaning at
+    tokens without a label."""
+    # Any id will do where the position is not trained.
+    of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
+    return of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
+
+
+def cross_entropy_gradient(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
+    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place of `log_probabilities`."""
+    grad, chosen = log_probabilities.exp_(), labels.clamp(min=0).unsqueeze(1)
+    grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
+    if label_smoothing:
+        grad -= label_smoothing / grad.shape[1]
+    return grad
+
+
+def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total (fp32) += left @ right, the sum kept in fp32 also where the factors are not."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    elif not total.is_cuda:
+        total += left @ right
+    elif _can_add_to_fp32():
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:
+        total += torch.mm(left, right, out_dtype=total.dtype)
+
+
+@functools.cache
+def _can_add_to_fp32() -> bool:
+    """Whether this torch's CUDA kernel adds a product of bf16 matrices to an fp32 one; older ones refuse."""
+    one = torch.ones(1, 1, dtype=torch.bfloat16, device="cuda")
+    try:
+        torch.addmm(one.float(), one, one, out_dtype=torch.float32)
+    except RuntimeError:
+        return False
+    return True
 
 
 def compute_fused_chunk(

@@ -10,16 +10,18 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
-from finetune.models.head_chunks import (
+from finetune.models.head.chunks import (
     UNCHANGED,
     ChunkFunction,
     Gradients,
     HeadLoss,
     LogitTransform,
+    VocabularyShard,
+    choose_chunk_tokens,
     compute_in_chunks,
+    find_local_head,
     find_needed_gradients,
 )
-from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens, find_local_head
 
 HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
 """(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model returns in place of the loss."""

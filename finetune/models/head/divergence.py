@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX, divergence_chunk_tokens
-from finetune.models.head_chunks import (
+from finetune.models.head.chunks import (
     UNCHANGED,
     Gradients,
     HeadLoss,

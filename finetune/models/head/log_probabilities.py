@@ -10,17 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from finetune.models.head.cross_entropy import CrossEntropyHead
-from finetune.models.head_chunks import (
+from finetune.models.head.chunks import (
     UNCHANGED,
     ChunkFunction,
     LogitTransform,
+    VocabularyShard,
+    choose_chunk_tokens,
     compute_in_chunks,
+    find_local_head,
     find_needed_gradients,
     product_dtype,
     scatter_rows,
 )
-from finetune.models.vocabulary_shard import VocabularyShard, choose_chunk_tokens, find_local_head
+from finetune.models.head.cross_entropy import CrossEntropyHead
 
 
 def head_log_probabilities(

@@ -28,7 +28,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from finetune.config.model_rules import shard_experts
-from finetune.distributed.mesh import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
+from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, set_timeouts
 from finetune.models.fused_lora import ADAPTER_NAME

@@ -1,21 +1,181 @@
 """Quantized layers: put into a model on meta, sharded with it, then filled on every rank with its share of the bytes."""
 
+import math
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Annotated, Literal, NotRequired
 
 import torch
 import torch.distributed as dist
+from annotated_types import Gt
+from pydantic import AllowInfNan, TypeAdapter
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from typing_extensions import TypedDict
 
-from finetune.config.quantization import BLOCK
+from finetune.config.quantization import BLOCK, NESTED_BLOCK
 from finetune.config.schema import Quantization
 from finetune.distributed.parallelize import Slices, Values, find_local_slices
 from finetune.distributed.world import World
 from finetune.errors import UserError
+from finetune.files.tensors import StoredTensor, read, read_slice
 from finetune.models.lora import base_name
-from finetune.models.quantize import dequantize_tensor, linear_layers, pack_scales, quantize_blocks
-from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
-from finetune.models.quantized_base import StoredQuantized, quantize_whole
+from finetune.models.quantized.linear import (
+    CODES,
+    SCALES,
+    QuantizedLinear,
+    QuantizedTensor,
+    dequantize_tensor,
+    four_bit_values,
+    join_nested_scales,
+    linear_layers,
+    nested_values,
+    pack_scales,
+    quantize_blocks,
+    quantize_tensor,
+)
+
+# What the files hold beside a quantized weight, by the end of its name.
+STATE = (".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4")  # JSON as bytes
+PARTS = (*STATE, ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")  # after NAME.weight
+INT8_PARTS = (".SCB", ".weight_format")  # after NAME
+
+
+class _State(TypedDict):
+    """What is used of a STATE."""
+
+    quant_type: Literal["nf4", "fp4"]
+    blocksize: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096]
+    shape: tuple[Annotated[int, Gt(0)], Annotated[int, Gt(0)]]
+    nested_blocksize: NotRequired[Literal[256]]
+    nested_offset: NotRequired[Annotated[float, AllowInfNan(False)]]
+
+
+_STATE = TypeAdapter(_State)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredQuantized:
+    """A quantized weight in files."""
+
+    codes: StoredTensor  # uint8[bytes], whatever dtype the file gives them
+    scales: Mapping[str, StoredTensor]  # by the end of their names
+    shape: tuple[int, int]
+    quantization: Quantization
+    block: int
+    mean: float  # of the scales, where they are quantized too
+
+    def read_codes(self, begin: int, end: int) -> torch.Tensor:
+        """The bytes `begin` to `end` of the codes."""
+        return read_slice(self.codes, (slice(begin, end),))
+
+    def read_scales(self) -> torch.Tensor:
+        """The scales as `quantize.pack_scales` lays them out."""
+        if self.quantization.bits == 8:
+            return read(self.scales[".SCB"]).float().view(-1).view(torch.uint8)
+        magnitudes = read(self.scales[".absmax"]).view(-1)
+        if not self.quantization.bnb_4bit_use_double_quant:
+            return magnitudes.float().view(torch.uint8)
+        return join_nested_scales(magnitudes, read(self.scales[".nested_absmax"]).float(), torch.tensor(self.mean))
+
+    def read_whole(self) -> QuantizedTensor:
+        """The weight with all of its blocks."""
+        codes = self.read_codes(0, self.codes.shape[0])
+        return QuantizedTensor(codes, self.read_scales(), self.shape, self.quantization, self.block)
+
+
+def quantize_whole(weight: torch.Tensor | StoredQuantized, quantization: Quantization) -> QuantizedTensor:
+    """A whole weight in the bytes that training keeps: read where the files hold it so, else quantized."""
+    return weight.read_whole() if isinstance(weight, StoredQuantized) else quantize_tensor(weight, quantization)
+
+
+def split_quantized(
+    stored: Mapping[str, StoredTensor], where: str
+) -> tuple[dict[str, StoredTensor], dict[str, StoredQuantized]]:
+    """(every weight under its name and with its own shape, the quantized ones of them) of the tensors in a folder.
+
+    Raises `UserError` where a weight is quantized with values or block sizes that bitsandbytes does not have.
+    """
+    quantized: dict[str, StoredQuantized] = {}
+    for name in stored:
+        for end in STATE:
+            if name.endswith(end):
+                weight = name.removesuffix(end)
+                quantized[weight] = _four_bit(weight, end, stored, where)
+        if name.endswith(".SCB"):
+            weight = f"{name.removesuffix('.SCB')}.weight"
+            quantized[weight] = _eight_bit(weight, stored, where)
+    beside = {f"{weight}{end}" for weight in quantized for end in PARTS}
+    beside |= {f"{weight.removesuffix('.weight')}{end}" for weight in quantized for end in INT8_PARTS}
+    weights = {
+        name: replace(tensor, shape=quantized[name].shape) if name in quantized else tensor
+        for name, tensor in stored.items()
+        if name not in beside
+    }
+    return weights, quantized
+
+
+def _four_bit(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> StoredQuantized:
+    settings = _read_state(weight, state, stored, where)
+    is_nested = "nested_offset" in settings
+    scales = {end: stored[f"{weight}{end}"] for end in PARTS if f"{weight}{end}" in stored}
+    known = {".quant_map": four_bit_values(settings["quant_type"])}
+    rows, columns = settings["shape"]
+    blocks = math.ceil(rows * columns / settings["blocksize"])
+    sizes = {".absmax": blocks}
+    if is_nested:
+        known[".nested_quant_map"] = nested_values(torch.device("cpu"))
+        sizes[".nested_absmax"] = math.ceil(blocks / NESTED_BLOCK)
+    for end, values in known.items():
+        found = read(scales[end]).view(-1).float() if end in scales else values[:0]
+        if found.shape != values.shape or not torch.allclose(found, values, atol=1e-6):
+            raise _unreadable(where, f"{weight}{end}", "not the values that bitsandbytes uses")
+    for end, size in sizes.items():
+        if end not in scales or math.prod(scales[end].shape) != size:
+            raise _unreadable(where, f"{weight}{end}", f"{size:,} scales are expected")
+    return StoredQuantized(
+        codes=_as_bytes(stored, weight, math.ceil(rows * columns / 2), where),
+        scales=scales,
+        shape=(rows, columns),
+        quantization=Quantization(
+            load_in_4bit=True, bnb_4bit_quant_type=settings["quant_type"], bnb_4bit_use_double_quant=is_nested
+        ),
+        block=settings["blocksize"],
+        mean=settings.get("nested_offset", 0.0),
+    )
+
+
+def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> StoredQuantized:
+    scales = {".SCB": stored[f"{weight.removesuffix('.weight')}.SCB"]}
+    shape = stored[weight].shape if weight in stored else ()
+    if len(shape) != 2 or stored[weight].dtype != torch.int8 or math.prod(scales[".SCB"].shape) != shape[0]:
+        raise _unreadable(where, weight, "8-bit rows with a scale each are expected")
+    codes = _as_bytes(stored, weight, math.prod(shape), where)
+    return StoredQuantized(codes, scales, (shape[0], shape[1]), Quantization(load_in_8bit=True), BLOCK, 0.0)
+
+
+def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> _State:
+    """What bitsandbytes says of a 4-bit weight. Checked, for a file may come from anyone."""
+    try:
+        settings = _STATE.validate_json(bytes(read(stored[f"{weight}{state}"]).view(-1).tolist()))
+    except (ValueError, TypeError):  # pydantic's ValidationError is a ValueError
+        settings = None
+    if settings is None or not state.endswith(settings["quant_type"]):
+        raise _unreadable(where, f"{weight}{state}", "bitsandbytes' description of the weight is expected")
+    return settings
+
+
+def _as_bytes(stored: Mapping[str, StoredTensor], name: str, size: int, where: str) -> StoredTensor:
+    """The tensor as `size` single bytes. Its file may call them numbers of any dtype (`bnb_4bit_quant_storage`)."""
+    tensor = stored.get(name)
+    if tensor is None or len(tensor.parts) != 1 or tensor.byte_count < size:
+        raise _unreadable(where, name, f"{size:,} bytes in one file are expected")
+    (part,) = tensor.parts
+    return replace(tensor, shape=(size,), dtype=torch.uint8, parts=(replace(part, offsets=(0,), shape=(size,)),))
+
+
+def _unreadable(where: str, name: str, what: str) -> UserError:
+    return UserError(f"{where}: {name}: {what}; save the model again with bitsandbytes, or name the unquantized model")
 
 
 def quantize_layers(

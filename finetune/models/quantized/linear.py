@@ -5,15 +5,179 @@ such parameters without converting them. It shards them anywhere, through blocks
 computes with its own part: a layer's unit is gathered whole, and dequantized as it would be on one rank.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from finetune.config.quantization import BLOCK, quantized_bytes
+from finetune.config.quantization import BLOCK, FP32, NESTED_BLOCK, quantized_bytes
 from finetune.config.schema import Quantization
-from finetune.models.quantize import QuantizedTensor, dequantize_tensor
+from finetune.errors import UserError
+from finetune.models.lora import base_name, is_adapter
+
+NUMBERS_AT_ONCE = (
+    1 << 22
+)  # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """A quantized weight. Returned by `quantize_tensor`."""
+
+    codes: Tensor  # uint8[bytes]: at 4 bits two numbers in a byte, the first in its upper half; at 8 bits int8 numbers
+    scales: Tensor  # uint8[bytes], as `pack_scales` lays them out
+    shape: tuple[int, int]
+    quantization: Quantization
+    block: int = BLOCK  # numbers under one scale, at 4 bits
+
+
+def quantize_tensor(values: Tensor, quantization: Quantization) -> QuantizedTensor:
+    """`values` [rows, columns], whole, in their own dtype and on their own device."""
+    codes, magnitudes = quantize_blocks(values, quantization)
+    rows, columns = values.shape
+    return QuantizedTensor(codes, pack_scales(magnitudes, quantization), (rows, columns), quantization)
+
+
+def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    """The numbers, `dtype` [rows, columns]: what the layer multiplies with where `dtype` is the compute dtype."""
+    rows, columns = quantized.shape
+    if quantized.quantization.bits == 8:
+        scales = quantized.scales.view(torch.float32)
+        # In the order of bitsandbytes' own forward and backward on a CPU.
+        return quantized.codes.view(torch.int8).view(rows, columns).to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+    ops = _bitsandbytes_ops()
+    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with AVX-512 where
+    # the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
+    length = 2 * quantized.codes.numel()
+    magnitudes = unpack_scales(quantized)
+    flat: Tensor = ops.dequantize_4bit(
+        quantized.codes, magnitudes, quantized.block, quantized.quantization.bnb_4bit_quant_type, (1, length), dtype
+    )
+    return flat.view(-1)[: rows * columns].view(rows, columns)
+
+
+def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
+    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any shape, in row-major order
+    and with a shorter block at the end of the weight only; at 8 bits of whole rows."""
+    from bitsandbytes import functional
+
+    if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        values = values.float()
+    if quantization.bits == 8:
+        # Rounded to fp16 first, as transformers and bitsandbytes do it.
+        parts = [
+            functional.int8_vectorwise_quant(part.to(torch.float16))[:2]
+            for part in torch.split(values, max(1, NUMBERS_AT_ONCE // values.shape[1]))
+        ]
+        return torch.cat([codes.view(-1).view(torch.uint8) for codes, _ in parts]), torch.cat([m for _, m in parts])
+    codes, magnitudes = [], []
+    for part in torch.split(values.reshape(-1), NUMBERS_AT_ONCE):
+        packed, state = functional.quantize_4bit(part, blocksize=BLOCK, quant_type=quantization.bnb_4bit_quant_type)
+        codes.append(packed.view(-1))
+        magnitudes.append(state.absmax)
+    return torch.cat(codes), torch.cat(magnitudes)
+
+
+def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
+    """The scales of a whole weight, uint8[bytes], from the largest magnitudes of all of its blocks, fp32[blocks].
+
+    fp32 magnitudes, or with double quantization their codes, filled up to a multiple of 4, the largest magnitudes of those,
+    and the mean, both fp32.
+    """
+    from bitsandbytes import functional
+
+    if quantization.bits == 8 or not quantization.bnb_4bit_use_double_quant:
+        return magnitudes.contiguous().view(torch.uint8)
+    with _one_thread():
+        mean = magnitudes.mean()
+    codes, state = functional.quantize_blockwise(magnitudes - mean, blocksize=NESTED_BLOCK)
+    return join_nested_scales(codes, state.absmax, mean)
+
+
+def join_nested_scales(codes: Tensor, magnitudes: Tensor, mean: Tensor) -> Tensor:
+    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32) in the layout of `pack_scales`."""
+    filling = codes.new_zeros(-codes.numel() % FP32)
+    return torch.cat([codes, filling, magnitudes.view(torch.uint8), mean.view(1).view(torch.uint8)])
+
+
+def unpack_scales(quantized: QuantizedTensor) -> Tensor:
+    """The largest magnitude of each block of a 4-bit weight, fp32[blocks]."""
+    if not quantized.quantization.bnb_4bit_use_double_quant:
+        return quantized.scales.view(torch.float32)
+    blocks = -(-quantized.shape[0] * quantized.shape[1] // quantized.block)
+    start = -(-blocks // FP32) * FP32
+    nested = quantized.scales[start:].view(torch.float32)
+    magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(
+        quantized.scales[:blocks], nested[:-1], nested_values(nested.device), NESTED_BLOCK, torch.float32
+    )
+    return magnitudes + nested[-1]
+
+
+@cache
+def nested_values(device: torch.device) -> Tensor:
+    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic tree quantization)."""
+    from bitsandbytes import functional
+
+    values: Tensor = functional.create_dynamic_map().to(device)
+    return values
+
+
+def four_bit_values(quant_type: str) -> Tensor:
+    """What the 16 codes of `nf4` or `fp4` stand for, fp32[16]."""
+    from bitsandbytes import functional
+
+    values: Tensor = functional.get_4bit_type(quant_type, device="cpu")
+    return values
+
+
+def quantized_weights(model: nn.Module) -> list[str]:
+    """The weights of `model`, as its files name them, that are quantized: those of linear layers but for the output head.
+    `model` may be on meta, and may have adapters."""
+    return [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
+
+
+def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
+    """The linear layers that are quantized where they are frozen, by name. Embeddings, norms and the head keep their precision,
+    as in QLoRA.
+
+    Raises `UserError` where the model has none.
+    """
+    head = set(model.get_output_embeddings().modules())  # of an adapted head, its base layer too
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        # A subclass with a forward of its own computes something else with its weight.
+        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if module not in head and not is_adapter(f"{name}.")
+    ]
+    if not found:
+        raise UserError(
+            f"load_in_4bit, load_in_8bit: {type(model).__name__} has no linear layers to quantize; leave the key out"
+        )
+    return found
+
+
+def _bitsandbytes_ops() -> Any:
+    import bitsandbytes  # noqa: F401  # registers them
+
+    return torch.ops.bitsandbytes
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """A CPU's sum depends on the number of threads; the scales of a run must not. On a GPU this changes nothing."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
 
 CODES, SCALES = "codes", "scales"
 Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, double quantization, block

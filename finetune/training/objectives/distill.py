@@ -10,12 +10,11 @@ from torch import nn
 from finetune.config.facts import ModelFacts
 from finetune.config.schema import Recipe
 from finetune.constants import IGNORE_INDEX
-from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.tokenizer import refuse_other_tokenizer
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder
-from finetune.models.teacher import Teacher
+from finetune.models.load import Teacher
 from finetune.pretrained_config import load_config, read_facts
 from finetune.training.objectives.sft import Measured, Objective
 

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from finetune.data.batches import StepBatch
-from finetune.data.collate import MicroBatch
+from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.world import World
 
 

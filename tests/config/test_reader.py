@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from finetune.config.reader import RECIPES, read_recipe, to_dict, write_recipe
+from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import foreign_names, keys_without_counterpart
 from finetune.console.trackers import list_trackers
 from finetune.errors import UserError
-from finetune.recipe.keys import recipe_keys
 
 GOOD = "model_name_or_path: some/model\ndatasets:\n  - path: some/data\n"
 

@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 
 from finetune.config.overrides import read_overrides
 from finetune.config.reader import read_recipe
-from finetune.config.schema import DatasetSource
+from finetune.config.schema import DatasetSource, keys_of, recipe_keys
 from finetune.errors import UserError
-from finetune.recipe.keys import keys_of, recipe_keys
 
 NAMES = st.sampled_from(sorted(recipe_keys().keys() | keys_of(DatasetSource).keys())) | st.text(max_size=8)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=12)

@@ -1,7 +1,7 @@
 """The page of recipe keys is the schema's."""
 
 from finetune.config.docs import PAGE, document
-from finetune.recipe.keys import recipe_keys
+from finetune.config.schema import recipe_keys
 
 
 def test_the_page_is_current() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from finetune.config.methods import METHODS, Method
 from finetune.config.reader import read_recipe, to_dict, write_recipe
+from finetune.config.schema import keys_of
 from finetune.errors import UserError
-from finetune.recipe.keys import keys_of
 
 GOOD = ["model_name_or_path=some/model", "datasets=[{path: some/data}]"]
 

@@ -1,1 +1,0 @@
-"""Safetensors files, read and written a slice at a time."""
