@@ -28,7 +28,8 @@ def attention(
 
 
 def train(folder: Path, batches: Sequence[Any], bf16: bool, done: Callable[[int], None]) -> None:
-    """Trains the model in `folder` on step batches of the data room, round and round; `done(tokens)` after each step."""
+    """Trains the model in `folder` on step batches of the data room, round and round; `done(tokens)` after each
+    step."""
     AttentionInterface.register("bare", attention)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="bare").train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)

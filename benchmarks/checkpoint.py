@@ -3,8 +3,8 @@
     python benchmarks/checkpoint.py [--megabytes 200] [--rounds 9] [--folder DIR]
 
 One process, FSDP2 in a world of one. In every round `dd conv=fdatasync`, a synchronous save and an async save take
-turns, so that all meet the same machine; the medians are compared. A step is trained after each save. A stall is the time
-in `Saver.save` and, at the step's update, in `Saver.before_update`.
+turns, so that all meet the same machine; the medians are compared. A step is trained after each save. A stall is the
+time in `Saver.save` and, at the step's update, in `Saver.before_update`.
 """
 
 import argparse

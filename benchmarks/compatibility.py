@@ -1,9 +1,10 @@
-"""docs/compatibility.md: how many published recipes of other tools run here, which of them without a difference, and what the rest need.
+"""docs/compatibility.md: how many published recipes of other tools run here, which of them without a difference, and
+what the rest need.
 
     python benchmarks/compatibility.py FOLDER > docs/compatibility.md
 
-FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Nothing is run or loaded: each file is
-given to `finetune convert`'s own code.
+FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Nothing is run or loaded: each file
+is given to `finetune convert`'s own code.
 """
 
 import sys
@@ -31,7 +32,7 @@ is counted once:
   it: for example a warm-up that is quadratic there and linear here.
 - **Needs a missing capability**: refused by name, or converted with that difference listed.
 - **Not a training recipe**: a launcher's file, generation, evaluation, merging, a benchmark.
-"""
+"""  # noqa: E501
 
 
 COLUMNS = ("files", "converted", "different", "lacking", "not_training")

@@ -1,4 +1,5 @@
-"""One contestant of `speed.py` or `preferences.py`, as a process of its own: it trains on command, and reports how long each step took.
+"""One contestant of `speed.py` or `preferences.py`, as a process of its own: it trains on command, and reports how long
+each step took.
 
 Protocol, a line each: `speed.py` writes a count of steps; the contestant trains so many and answers a JSON list of
 [seconds, CPU seconds, tokens]. Tokens are those of documents: padding is not counted. Closing its stdin ends it.

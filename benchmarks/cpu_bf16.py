@@ -1,6 +1,8 @@
-"""bf16 on a CPU beside fp32, in one run: matrix products, and a step of the quickstart. The goal is a ratio of at most 1.15.
+"""bf16 on a CPU beside fp32, in one run: matrix products, and a step of the quickstart. The goal is a ratio of at most
+1.15.
 
-    python benchmarks/cpu_bf16.py [--rounds 5] [--native]     # --native: torch's own bf16 products, slow without instructions
+    python benchmarks/cpu_bf16.py [--rounds 5] [--native]     # --native: torch's own bf16 products, slow without
+    instructions
 
 One thread, CPU seconds, in turns: what other jobs on the machine take is not counted.
 """
@@ -37,7 +39,8 @@ def make_products(tokens: int, inner: int, columns: int) -> dict[str, dict[str, 
 
 
 def make_steps() -> dict[str, Callable[[], Any]]:
-    """A step of the quickstart's model on its batches, sharded by FSDP2 in a world of one, with checkpointed activations."""
+    """A step of the quickstart's model on its batches, sharded by FSDP2 in a world of one, with checkpointed
+    activations."""
     import torch
     import torch.distributed as dist
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

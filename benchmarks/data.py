@@ -3,10 +3,10 @@
     python benchmarks/data.py --data gsm8k_train.jsonl --tokenizer llama3 --rows 100000
 
 The same rows (question, answer; repeated to `--rows`) and the same tokenizer in every measurement. Each round takes all
-of them in turn, so that a slow minute of the machine slows all alike; medians are compared, of the time on the clock and of
-the processor's (which other programs disturb less). Raw encoding starts from
-texts in memory and ends with encodings; ours and TRL's start from the file, read, render and mask, and end with tokens
-on disk. TRL is measured where it is installed (`pip install trl`).
+of them in turn, so that a slow minute of the machine slows all alike; medians are compared, of the time on the clock
+and of the processor's (which other programs disturb less). Raw encoding starts from texts in memory and ends with
+encodings; ours and TRL's start from the file, read, render and mask, and end with tokens on disk. TRL is measured where
+it is installed (`pip install trl`).
 """
 
 import argparse

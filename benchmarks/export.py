@@ -1,14 +1,15 @@
-"""Export of a random float32 checkpoint to bfloat16: memory and time, beside Accelerate's merge_fsdp_weights and a copy.
+"""Export of a random float32 checkpoint to bfloat16: memory and time, beside Accelerate's merge_fsdp_weights and a
+copy.
 
     python benchmarks/export.py [--layers 24] [--rounds 3] [--folder DIR]
 
 With 24 layers the model has 1.99 billion parameters, 7.94 GB in float32. The checkpoint is the kind of folder that
-`accelerator.save_state` writes under FSDP, so that both tools read the same bytes. Every measurement is a process of its
-own, with the checkpoint out of the page cache before it; rounds take turns, and medians are printed. "Copy" reads the
-checkpoint and writes as many bytes as the export does, fsync included, and imports neither torch nor any other library for it. The
-processor's seconds are those of the process and its children, user and system. Memory is the highest sum of the proportional sets of
-the process and its children, in which a page that several of them share counts once, looked at twenty times a second, less that of
-a process that only imports the same.
+`accelerator.save_state` writes under FSDP, so that both tools read the same bytes. Every measurement is a process of
+its own, with the checkpoint out of the page cache before it; rounds take turns, and medians are printed. "Copy" reads
+the checkpoint and writes as many bytes as the export does, fsync included, and imports neither torch nor any other
+library for it. The processor's seconds are those of the process and its children, user and system. Memory is the
+highest sum of the proportional sets of the process and its children, in which a page that several of them share counts
+once, looked at twenty times a second, less that of a process that only imports the same.
 """
 
 import argparse

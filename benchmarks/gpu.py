@@ -4,10 +4,14 @@
     python benchmarks/gpu.py --smoke                                      # tiny, also on a CPU: does it still run?
 
 Weights are random and made on the device, so nothing is downloaded. Rows are real text, packed as in training; without
---data, random ids in documents of random length. Weights and rows are the same for all: loss and gradient norm of the first
-step must agree with ours, or the row is not comparable, and the last lines say so. Each case is a process of its own, so that one that runs out of memory
-takes no other with it. MFU counts 6N + 12 L H Q T FLOP a token (4N + ... under LoRA; N without an untied input embedding)
-against the device's dense bf16 peak; recomputed activations are not counted. Beside it stands the share of the rate that the
+--data, random ids in documents of random length. Weights and rows are the same for all: loss and gradient norm of the
+  first
+step must agree with ours, or the row is not comparable, and the last lines say so. Each case is a process of its own,
+so that one that runs out of memory
+takes no other with it. MFU counts 6N + 12 L H Q T FLOP a token (4N + ... under LoRA; N without an untied input
+embedding)
+against the device's dense bf16 peak; recomputed activations are not counted. Beside it stands the share of the rate
+that the
 device itself gave for a large matrix product in the same run: the clock of a warm card is not that of its data sheet.
 """
 
@@ -73,14 +77,18 @@ def in_process_of_its_own(number: int, who: str, arguments: list[str], options: 
 
 def table(results: list[Result]) -> list[str]:
     lines = [
-        "| case | who | tokens/s, median | middle half | MFU | of the device's products | peak memory | goal | to first step | a step waits for | loss of the first step |",
+        "| case | who | tokens/s, median | middle half | MFU | of the device's products | peak memory | goal "
+        "| to first step | a step waits for | loss of the first step |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     goals = {case.name: case.goal for case in CASES}
     gemm = next((r.gemm_flop_per_second for r in results if r.gemm_flop_per_second), None)
     for r in results:
         if r.gemm_flop_per_second and r.attention_flop_per_second:
-            rates = f"{r.gemm_flop_per_second / 1e12:.1f} TFLOP/s in products, {r.attention_flop_per_second / 1e12:.1f} in attention"
+            rates = (
+                f"{r.gemm_flop_per_second / 1e12:.1f} TFLOP/s in products, "
+                f"{r.attention_flop_per_second / 1e12:.1f} in attention"
+            )
             lines.append(f"| {r.case} | {r.who} | {rates} | | | | | | | | |")
             continue
         if r.failure or r.tokens_per_second is None or r.spread is None:
@@ -89,9 +97,12 @@ def table(results: list[Result]) -> list[str]:
         goal = goals.get(r.case)
         lines.append(
             f"| {r.case} | {r.who} | {r.tokens_per_second:,.0f} | {r.spread[0]:,.0f} to {r.spread[1]:,.0f} "
-            f"| {f'{r.mfu:.1%}' if r.mfu else ''} | {f'{r.flop_per_second / gemm:.1%}' if gemm and r.flop_per_second else ''} "
-            f"| {(r.peak_memory_bytes or 0) / 2**30:.1f} GiB | {f'{goal:,.0f}' if goal and r.who == 'finetune' else ''} "
-            f"| {f'{r.seconds_to_first_step:.0f} s' if r.seconds_to_first_step else ''} | {r.waits_for_device or ''} | {'' if r.loss is None else f'{r.loss:.3f}'} |"
+            f"| {f'{r.mfu:.1%}' if r.mfu else ''} | "
+            f"{f'{r.flop_per_second / gemm:.1%}' if gemm and r.flop_per_second else ''} "
+            f"| {(r.peak_memory_bytes or 0) / 2**30:.1f} GiB | "
+            f"{f'{goal:,.0f}' if goal and r.who == 'finetune' else ''} "
+            f"| {f'{r.seconds_to_first_step:.0f} s' if r.seconds_to_first_step else ''} | "
+            f"{r.waits_for_device or ''} | {'' if r.loss is None else f'{r.loss:.3f}'} |"
         )
     return lines
 

@@ -9,8 +9,8 @@ BOUND_OF_NORM = 0.05
 
 
 def find_differences(results: Sequence[Result], ours: str, others: Sequence[str]) -> list[str]:
-    """A sentence for each row of `others`, who keep documents apart as we do, whose first step is not that of our row of the same
-    case."""
+    """A sentence for each row of `others`, who keep documents apart as we do, whose first step is not that of our row
+    of the same case."""
     own = {result.case: result for result in results if result.who == ours}
     adapted = {case.name for case in CASES if case.use_peft}
     found = []
@@ -24,7 +24,8 @@ def find_differences(results: Sequence[Result], ours: str, others: Sequence[str]
         for what, value, expected, bound in compared:
             if value is not None and expected is not None and not abs(value / expected - 1) <= bound:
                 found.append(
-                    f"{result.case}, {result.who}: the {what} of its first step is {value:.4f}, ours {expected:.4f}; not the "
+                    f"{result.case}, {result.who}: the {what} of its first step is {value:.4f}, ours "
+                    f"{expected:.4f}; not the "
                     "same computation, so do not compare the rows"
                 )
     return found

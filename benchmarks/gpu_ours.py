@@ -1,4 +1,5 @@
-"""finetune's side of `gpu.py`: the same functions as in a run, timed on the device, and the first wait for it in a step."""
+"""finetune's side of `gpu.py`: the same functions as in a run, timed on the device, and the first wait for it in a
+step."""
 
 import argparse
 import itertools

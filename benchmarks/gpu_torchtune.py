@@ -1,8 +1,9 @@
 """torchtune's side of `gpu.py`: its recipes for one device, by a config as its users write one.
 
-Its precision is one for everything: weights, gradients and moments are in bf16. Only weights, rows and the log are ours, as
-components that the config names. torchtune is archived: 0.6.1, its last version, imports no torchao after 0.15, with which it runs
-under torch 2.13. peft takes no torchao before 0.16, so torchtune needs an environment of its own.
+Its precision is one for everything: weights, gradients and moments are in bf16. Only weights, rows and the log are
+ours, as components that the config names. torchtune is archived: 0.6.1, its last version, imports no torchao after
+0.15, with which it runs under torch 2.13. peft takes no torchao before 0.16, so torchtune needs an environment of its
+own.
 """
 
 import argparse
@@ -60,7 +61,8 @@ def train_torchtune(case: Case, steps: int, warm_up: int, options: argparse.Name
 
 
 def _config(case: Case, steps: int, device: str, folder: str) -> dict[str, Any]:
-    """The recipe's config: its published one for Llama 3.1 8B on one device, packed, uncompiled and with the case's sizes."""
+    """The recipe's config: its published one for Llama 3.1 8B on one device, packed, uncompiled and with the case's
+    sizes."""
     tied = case.model["tie_word_embeddings"]
     family = "llama3_2" if tied else "llama3_1"
     model = {

@@ -25,7 +25,8 @@ KINDS = {
 
 
 def communication(step: Callable[[], Any]) -> tuple[dict[str, int], dict[str, int]]:
-    """The collectives of `step` on this rank by kind: calls, and bytes of the larger of what goes in and what comes out."""
+    """The collectives of `step` on this rank by kind: calls, and bytes of the larger of what goes in and what comes
+    out."""
     with _Collectives() as found:
         step()
     return dict(found.calls), dict(found.moved)

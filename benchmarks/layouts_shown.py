@@ -32,7 +32,8 @@ def table(results: list[Measured]) -> str:
         return f"{count / 2**20:.1f}"
 
     lines = [
-        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward | Activations "
+        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward "
+        "| Activations "
         "| Peak memory | Tokens/s | Calls a step (MiB) |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]

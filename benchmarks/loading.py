@@ -65,7 +65,8 @@ class Measured:
 
 
 def make_checkpoint(folder: Path, parameters: int) -> int:
-    """A Llama of about so many random bf16 parameters, in files of SHARD_BYTES; returns their bytes. One file in memory at a time."""
+    """A Llama of about so many random bf16 parameters, in files of SHARD_BYTES; returns their bytes. One file in memory
+    at a time."""
     from transformers import AutoConfig
 
     from finetune.models.load import build_on_meta
@@ -131,7 +132,8 @@ def measure(way: str, folder: Path, world: World) -> dict[str, Any]:
 
 @contextmanager
 def sampled() -> Iterator[dict[str, int]]:
-    """Watches this process's private memory from a thread; fills in `peak` and `settled`, in bytes over the beginning."""
+    """Watches this process's private memory from a thread; fills in `peak` and `settled`, in bytes over the
+    beginning."""
     found: dict[str, int] = {}
     baseline, highest, done = private_bytes(), [0], threading.Event()
 
@@ -216,7 +218,8 @@ def _line(r: Measured) -> str:
     gib = 2**30
     return (
         f"{r.way}: file {r.file_bytes / gib:.2f} GiB, {r.ranks} ranks hold {r.loaded_bytes / gib:.2f} GiB, peak "
-        f"{r.peak_bytes / gib:.2f} GiB ({r.peak_over_loaded:.2f} x loaded, {r.peak_over_file:.2f} x file), {r.seconds:.1f} s"
+        f"{r.peak_bytes / gib:.2f} GiB ({r.peak_over_loaded:.2f} x loaded, {r.peak_over_file:.2f} x file), "
+        f"{r.seconds:.1f} s"
     )
 
 

@@ -1,10 +1,11 @@
-"""The optimizer's state in files (optim_offload: nvme): its rate beside dd's on the same disk, and memory as the model doubles.
+"""The optimizer's state in files (optim_offload: nvme): its rate beside dd's on the same disk, and memory as the model
+doubles.
 
     python benchmarks/optim_offload.py [--folder DIR] [--layers 2 4 8 16] [--hidden 1024] [--steps 5] [--json]
 
-One process, FSDP2 in a world of one, bf16. Each model is trained in a process of its own, with its state in files and in memory.
-dd's requests are direct, as ours are: the page cache, which could hold all of it here, takes no part. `--folder` is on the disk
-that is measured.
+One process, FSDP2 in a world of one, bf16. Each model is trained in a process of its own, with its state in files and
+in memory. dd's requests are direct, as ours are: the page cache, which could hold all of it here, takes no part.
+`--folder` is on the disk that is measured.
 """
 
 import argparse
@@ -57,7 +58,8 @@ def main() -> None:
         for where in ("files", "memory"):
             sizes = ["--hidden", str(options.hidden), "--layers", str(layers), "--steps", str(options.steps)]
             command = [sys.executable, __file__, "--folder", str(options.folder), *sizes, "--only", where]
-            # What is freed must be returned, to be seen: glibc else keeps tensors below 32 MiB, the fp32 parameters among them.
+            # What is freed must be returned, to be seen: glibc else keeps tensors below 32 MiB, the fp32 parameters
+            # among them.
             environment = os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536"}
             done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
             found[where] = json.loads(done.stdout.splitlines()[-1])
@@ -164,7 +166,7 @@ def show(results: dict[str, Any]) -> str:
         numel, moved = f"{files['parameters'] / 2e6:,.0f}M", 2 * files["file"] / 1e6
         rates.append(
             [numel, f"{files['file'] / 1e6:,.0f}", str(files["windows"]), f"{moved / files['pass_seconds']:,.0f}",
-             f"{moved / files['update_seconds']:,.0f}", f"{files['update_seconds']:.2f}", f"{memory['update_seconds']:.2f}"]
+             f"{moved / files['update_seconds']:,.0f}", f"{files['update_seconds']:.2f}", f"{memory['update_seconds']:.2f}"]  # noqa: E501
         )  # fmt: skip
         rest = files["peak"] - files["parameters"] - files["gradients"]
         shown = (

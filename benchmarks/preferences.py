@@ -1,6 +1,7 @@
 """Preference training on a CPU: ours beside TRL's DPOTrainer, with LoRA and in full, in one run.
 
-    python benchmarks/preferences.py --data dpo_en_demo.json --tokenizer stories260k --output benchmarks/results/preferences
+    python benchmarks/preferences.py --data dpo_en_demo.json --tokenizer stories260k --output
+    benchmarks/results/preferences
 
 All train the same Llama with random weights on the same pairs with the same optimizer, precision and threads, in turns,
 as in `speed.py`. A step has about as many tokens; padding is not counted as tokens. Needs `pip install .[benchmarks]`.

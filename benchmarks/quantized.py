@@ -2,10 +2,10 @@
 
     python benchmarks/quantized.py --parameters 1e9 --output benchmarks/results/quantized
 
-A checkpoint of random bf16 weights is made on the spot. Each base is a process of its own: FSDP2 in a world of one, bf16,
-activation checkpointing, LoRA of rank 16 on all linear layers, a row of 512 tokens. Memory is the process's private resident
-memory at its highest, over what it had before; a step's, over what it had once the model was loaded as well. Writes
-quantized.json and quantized.md, with ratios to the bf16 base.
+A checkpoint of random bf16 weights is made on the spot. Each base is a process of its own: FSDP2 in a world of one,
+bf16, activation checkpointing, LoRA of rank 16 on all linear layers, a row of 512 tokens. Memory is the process's
+private resident memory at its highest, over what it had before; a step's, over what it had once the model was loaded as
+well. Writes quantized.json and quantized.md, with ratios to the bf16 base.
 """
 
 import argparse
@@ -83,7 +83,8 @@ def measure(base: str, folder: Path) -> Measured:
 def table(results: list[Measured]) -> list[str]:
     """The table of docs/performance.md."""
     lines = [
-        "| frozen base | parameters | loading, peak | a step, over what is loaded | highest | x bf16 | seconds to load | a step, x bf16 |",
+        "| frozen base | parameters | loading, peak | a step, over what is loaded | highest | x bf16 | "
+        "seconds to load | a step, x bf16 |",
         "|---|---|---|---|---|---|---|---|",
     ]
     first = results[0]

@@ -4,8 +4,8 @@
 
 All train a Llama of 3.2M parameters on the same file at max length 512, batch 8, with the same optimizer, precision and
 threads. Each is a process of its own that waits for its turn: every round gives each a few steps, in a new order, so
-that a slow minute of the machine slows all alike. Padding is not counted as tokens. Beside the clock stands the CPU time
-of all threads, which other jobs on the machine disturb less. Needs `pip install .[benchmarks]`.
+that a slow minute of the machine slows all alike. Padding is not counted as tokens. Beside the clock stands the CPU
+time of all threads, which other jobs on the machine disturb less. Needs `pip install .[benchmarks]`.
 """
 
 import argparse
@@ -215,7 +215,8 @@ def table(running: Sequence[Running], precision: str) -> list[str]:
     by_cpu = {each.contestant.title: each.tokens_per_cpu_second for each in running}
     trl = [title for title in medians if title.startswith("TRL")]
     lines = [
-        "| precision | contestant | tokens/s, median | middle half | x bare | x TRL's better | tokens/CPU s | x bare | x TRL's better "
+        "| precision | contestant | tokens/s, median | middle half | x bare | x TRL's better | tokens/CPU s "
+        "| x bare | x TRL's better "
         "| peak memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]

@@ -3,8 +3,9 @@
     python benchmarks/start.py --data gsm8k_train.jsonl --tokenizer stories260k [--repeats 5]
 
 Ours loads datasets and peft only where a run needs them; a second bare script leaves these two out as well, and is what
-to compare with. All run in turns. Wall-clock and CPU seconds are given: on a busy machine only the latter can be compared. Ours reads
-tokens from its cache, as every start but the first does; so does the bare script, which trains on ids at hand.
+to compare with. All run in turns. Wall-clock and CPU seconds are given: on a busy machine only the latter can be
+compared. Ours reads tokens from its cache, as every start but the first does; so does the bare script, which trains on
+ids at hand.
 """
 
 import argparse

@@ -1,9 +1,9 @@
 """The size and shape of the package, before and after: `python benchmarks/structure.py [REVISION ...]`.
 
 Counts for each git revision, and for the working tree last: files and lines, small files, names used twice, long lines,
-functions with a single caller, functions that refuse something, what an import of `training/loop.py` loads, the files and lines
-of a step (those that docs/design.md names in "The life of a step"), and in how many files five recipe keys are mentioned.
-Reads the sources as text; nothing is imported.
+functions with a single caller, functions that refuse something, what an import of `training/loop.py` loads, the files
+and lines of a step (those that docs/design.md names in "The life of a step"), and in how many files five recipe keys
+are mentioned. Reads the sources as text; nothing is imported.
 """
 
 import ast

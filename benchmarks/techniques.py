@@ -140,7 +140,8 @@ def checkpointing(rounds: int, tokens: int = 4096) -> None:
 
 
 def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
-    """Prints the CPU time of the loss in bf16, forward with its gradients, and of one chunk of it, eager and compiled."""
+    """Prints the CPU time of the loss in bf16, forward with its gradients, and of one chunk of it, eager and
+    compiled."""
     import torch
 
     from finetune.constants import loss_chunk_tokens

@@ -2,9 +2,9 @@
 
     python benchmarks/zero.py --model stories260k --data gsm8k_train.jsonl      # needs `pip install deepspeed`
 
-Trains the model in fp32 on CPU ranks: by DeepSpeed's own engine at stages 1, 2 and 3, and here under an Accelerate file that
-asks for each stage. Both get the same rows in the same order, the same optimizer and the same clipping; DeepSpeed trains
-transformers' own model with the cross entropy of its logits. Every contestant runs on ranks of its own.
+Trains the model in fp32 on CPU ranks: by DeepSpeed's own engine at stages 1, 2 and 3, and here under an Accelerate file
+that asks for each stage. Both get the same rows in the same order, the same optimizer and the same clipping; DeepSpeed
+trains transformers' own model with the cross entropy of its logits. Every contestant runs on ranks of its own.
 """
 
 import argparse

@@ -7,8 +7,8 @@ import torch
 
 from finetune.files.hub import find_cache
 
-# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the default
-# of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
+# Graphs that dynamo keeps for one piece of code before it runs the rest eagerly. A model soon needs more than the
+# default of 8: one for each kind of layer, with and without gradients, and for a batch of one row.
 RECOMPILE_LIMIT = 64
 CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -17,9 +17,11 @@ def configure_compiler() -> None:
     """Sets torch's compiler up for packed rows, which differ in length. Call it before `torch.compile`."""
     _keep_compiled()
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-    # Else sizes that are equal in the first batch (tokens and hidden size, tokens and the longest document) become one symbol.
+    # Else sizes that are equal in the first batch (tokens and hidden size, tokens and the longest document) become one
+    # symbol.
     torch.fx.experimental._config.use_duck_shape = False
-    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile, which then starts over.
+    # Epsilons and scales as constants at once: as symbols they become constants after a whole compile, which then
+    # starts over.
     torch._dynamo.config.specialize_float = True
 
 

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     pass
 
 IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it
-# Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a CPU
-# compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
+# Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a
+# CPU compiles bf16 products for every shape and keeps them (oneDNN), a GPU's allocator finds no block that fits.
 ROUND_TOKENS = 64
 
-# Attention: numbers of the widest head that flash attention takes; and tokens of a block, of the masks that flex_attention reads.
+# Attention: numbers of the widest head that flash attention takes; and tokens of a block, of the masks that
+# flex_attention reads.
 LARGEST_FLASH_HEAD = 256
 BLOCK_TOKENS = 128
 
@@ -25,7 +26,8 @@ BLOCK_TOKENS = 128
 LOSS_CHUNK_BYTES: Mapping[str, int] = {"cuda": 1 << 30, "cpu": 64 << 20}
 LOSS_CHUNK_MIN_TOKENS = 256  # ... but not fewer: adding up the weight's gradient would cost more than the products
 
-# Of state in files (optim_offload: nvme): offsets and lengths are multiples of this, which suits direct requests to any disk in use.
+# Of state in files (optim_offload: nvme): offsets and lengths are multiples of this, which suits direct requests to any
+# disk in use.
 OFFLOAD_ALIGNMENT = 4096
 
 PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetensors", "tokenizers", "numpy")
@@ -34,7 +36,8 @@ OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depe
 EXPORT, ADAPTER = "export", "adapter"  # in a run's folder
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
-# What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the brim.
+# What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the
+# brim.
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
 ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, in memory and in a file
@@ -79,7 +82,7 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
             "expert_parallel_size": "it averages over whole rows and columns",
             "optim_offload: nvme": "its state cannot be kept in files",
             "optim_in_backward": "it averages each update over the ranks",
-            "trained experts": "it keeps averages of rows and columns, and the experts of a layer are a stack of matrices",
+            "trained experts": "it keeps averages of rows and columns, and the experts of a layer are a stack of matrices",  # noqa: E501
         },
     ),
     "sgd": OptimizerFacts(reads_betas=False, conflicts={"optim_offload: nvme": "it has no state to keep in files"}),
@@ -87,12 +90,12 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
 
 
 def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tuple[int, ...]:
-    """Bytes of a number of each tensor that `optim_offload: nvme` keeps in files for a parameter of `dtype`: two moments of AdamW,
-    before them a master weight where the model computes in another dtype.
+    """Bytes of a number of each tensor that `optim_offload: nvme` keeps in files for a parameter of `dtype`: two
+    moments of AdamW, before them a master weight where the model computes in another dtype.
 
     >>> list_offloaded_itemsizes("adamw_torch", "float32", "bfloat16"), list_offloaded_itemsizes("adamw_bf16_moments", "float32", "float32")
     ((4, 4, 4), (2, 2))
-    """
+    """  # noqa: E501
     moment = OPTIMIZERS[optim].moment_itemsize or ITEMSIZE[dtype]
     return (*([ITEMSIZE[dtype]] if dtype != compute_dtype else []), moment, moment)
 
@@ -108,8 +111,8 @@ def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
 
 @cache
 def read_versions() -> Mapping[str, str]:
-    """The installed version of each of PACKAGES, and of OPTIONAL_PACKAGES where installed, which a run and its checkpoints record.
-    Reading one takes 10 ms."""
+    """The installed version of each of PACKAGES, and of OPTIONAL_PACKAGES where installed, which a run and its
+    checkpoints record. Reading one takes 10 ms."""
     versions = {name: metadata.version(name) for name in PACKAGES}
     for name in OPTIONAL_PACKAGES:
         with suppress(metadata.PackageNotFoundError):
@@ -155,7 +158,8 @@ def count_steps(interval: float | None, steps: int) -> int | None:
 
 
 def grow_rows(rows: int, tokens: int, multiple: int) -> int:
-    """Rows of an embedding of `rows` that has to hold `tokens`: as they are if they suffice, else a multiple of `multiple`.
+    """Rows of an embedding of `rows` that has to hold `tokens`: as they are if they suffice, else a multiple of
+    `multiple`.
 
     >>> grow_rows(128256, 128256, 64), grow_rows(128256, 128258, 64)
     (128256, 128320)

@@ -41,10 +41,11 @@ class Preempted(Exception):
 
 @clean_output()
 def exit_code(main: Callable[[], object]) -> int:
-    """Runs `main` and returns the process's exit code; a mistake that the user can fix is one message on stderr, without a traceback.
+    """Runs `main` and returns the process's exit code; a mistake that the user can fix is one message on stderr,
+    without a traceback.
 
-    Under a launcher every rank makes the same mistake, and rank 0 prints it. Another rank prints its own once rank 0 has had
-    the time to fail too, since the launcher ends all ranks with the first.
+    Under a launcher every rank makes the same mistake, and rank 0 prints it. Another rank prints its own once rank 0
+    has had the time to fail too, since the launcher ends all ranks with the first.
     """
     rank = os.environ.get("RANK", "0")
     try:
@@ -101,7 +102,8 @@ def _print_fault(fault: Exception, rank: str) -> None:
         return
     stack = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
     print(
-        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; that rank's own error is the cause "
+        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; that rank's own error is "
+        "the cause "
         f"({reason}). This one waited at:\n{stack}",
         file=sys.stderr,
         flush=True,

@@ -1,15 +1,17 @@
 """Floating-point operations of training and peaks of devices, for the plan and for MFU. Imports no torch.
 
 FLOP to train on one token: 6N + 12 L H Q T, less 2 for each weight without a gradient: 4N + 12 L H Q T under LoRA. N
-counts no untied input embedding, which multiplies nothing, and of routed experts those that a token chooses; L layers, H
-heads, Q head size (the mean of a key's and a value's), T tokens in a row. Recomputed activations are not counted. Source: Chowdhery et al. 2022 (PaLM), appendix B.
+counts no untied input embedding, which multiplies nothing, and of routed experts those that a token chooses; L layers,
+H heads, Q head size (the mean of a key's and a value's), T tokens in a row. Recomputed activations are not counted.
+Source: Chowdhery et al. 2022 (PaLM), appendix B.
 """
 
 import re
 from typing import Any
 
-# Dense bf16 with fp32 sums, per second, by the words of a device's name; where two fit, the longer one. From the vendors' data
-# sheets, whose figures "with sparsity" are halved. AMD's MI250X counts as two devices, of which this is one.
+# Dense bf16 with fp32 sums, per second, by the words of a device's name; where two fit, the longer one. From the
+# vendors' data sheets, whose figures "with sparsity" are halved. AMD's MI250X counts as two devices, of which this is
+# one.
 PEAK_FLOPS = {
     "GB300": 2500e12,
     "GB200": 2500e12,
@@ -50,8 +52,8 @@ FORMULA = "6N + 12LHQT, 4N for LoRA"
 def flop_per_token(
     *, parameters: int, layers: int, heads: int, head_size: float, length: int, frozen: int = 0
 ) -> float:
-    """FLOP to train on one token. `parameters`: N, of which `frozen` get no gradient; `length`: T, the row's, as the field
-    counts it.
+    """FLOP to train on one token. `parameters`: N, of which `frozen` get no gradient; `length`: T, the row's, as the
+    field counts it.
 
     >>> flop_per_token(parameters=10**9, layers=1, heads=1, head_size=1, length=0) == 6e9
     True
@@ -60,8 +62,8 @@ def flop_per_token(
 
 
 def fp8_share_of(flop_per_token: float, *, trained: int = 0, frozen: int = 0, weight_gradients: bool = True) -> float:
-    """The share of the FLOP of a token that are multiplied in FP8: by so many `trained` and `frozen` weights, forward and
-    backward. `weight_gradients`: those of the trained ones too.
+    """The share of the FLOP of a token that are multiplied in FP8: by so many `trained` and `frozen` weights, forward
+    and backward. `weight_gradients`: those of the trained ones too.
 
     >>> fp8_share_of(12e9, trained=10**9), fp8_share_of(12e9, trained=10**9, weight_gradients=False)
     (0.5, 0.3333333333333333)
@@ -91,8 +93,8 @@ def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen: int 
 
 
 def _read_head_size(config: Any) -> float:
-    """Q by a transformers config. Where keys and values come out of latents (DeepSeek's MLA), `head_dim` is only the part of
-    a key that is rotated."""
+    """Q by a transformers config. Where keys and values come out of latents (DeepSeek's MLA), `head_dim` is only the
+    part of a key that is rotated."""
     plain, value = getattr(config, "qk_nope_head_dim", None), getattr(config, "v_head_dim", None)
     if plain and value:
         return float(plain + config.qk_rope_head_dim + value) / 2

@@ -1,11 +1,13 @@
-"""The script that the launcher starts on every rank: `accelerate launch finetune/run.py --config C --recipe R key=value`."""
+"""The script that the launcher starts on every rank: `accelerate launch finetune/run.py --config C --recipe R
+key=value`."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-# A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root must.
+# A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root
+# must.
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from finetune.config.accelerate_file import read_sharding

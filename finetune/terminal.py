@@ -1,7 +1,9 @@
-"""What a process writes to its terminal: nothing in a text chosen by others (column, file, key, tensor names) may steer it.
+"""What a process writes to its terminal: nothing in a text chosen by others (column, file, key, tensor names) may steer
+it.
 
-It is cleaned in one place, where it leaves the process: errors, tracebacks and the warnings of libraries included. What goes
-to stderr is only shown: where nobody reads it any more (a closed pipe, a lost terminal), it is dropped and the work continues.
+It is cleaned in one place, where it leaves the process: errors, tracebacks and the warnings of libraries included. What
+goes to stderr is only shown: where nobody reads it any more (a closed pipe, a lost terminal), it is dropped and the
+work continues.
 """
 
 import logging
@@ -18,8 +20,8 @@ from typing import Any, Literal, TextIO
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(
     (*range(0x7F, 0xA0), *range(0x202A, 0x202F), *range(0x2066, 0x206A), *range(0xD800, 0xE000)), 0xFFFD
 )
-# Libraries whose warnings at import no user can act on: torchao, which transformers imports wherever it is installed, names
-# kernels for other GPUs that it does not find, and its own enums then run into a deprecation.
+# Libraries whose warnings at import no user can act on: torchao, which transformers imports wherever it is installed,
+# names kernels for other GPUs that it does not find, and its own enums then run into a deprecation.
 NOISY = ("torchao", "bitsandbytes", "torch.utils._pytree")
 STYLES = {"bold": "\033[1m", "dim": "\033[2m"}
 BETWEEN_BARS = re.compile(r"\n*(?:\x1b\[A)*")  # all that tqdm writes to move from one of its bars to another
@@ -37,7 +39,8 @@ def printable(text: str) -> str:
 class CleanStream:
     """A text stream that writes only what is `printable`; progress bars may return to the beginning of a line.
 
-    `is_optional`: an `OSError` of the stream (a closed pipe, a lost terminal, a full disk) drops the text and is not raised.
+    `is_optional`: an `OSError` of the stream (a closed pipe, a lost terminal, a full disk) drops the text and is not
+    raised.
     """
 
     def __init__(self, stream: TextIO, *, is_optional: bool = False) -> None:
@@ -97,7 +100,8 @@ def clean_output() -> Iterator[None]:
 
 
 def _discard_if_broken(stream: TextIO) -> None:
-    """Points a stream that cannot be written at the null device: the interpreter's last flush would fail the process."""
+    """Points a stream that cannot be written at the null device: the interpreter's last flush would fail the
+    process."""
     try:
         stream.flush()
     except OSError:
@@ -113,7 +117,8 @@ def discard(stream: TextIO) -> None:
 
 @contextmanager
 def progress_bar(label: str, total_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar with bytes and time left on stderr, as a function that advances it by bytes; none where stderr is no terminal."""
+    """A bar with bytes and time left on stderr, as a function that advances it by bytes; none where stderr is no
+    terminal."""
     from tqdm import tqdm
 
     with tqdm(desc=label, total=total_bytes, unit="B", unit_scale=True, disable=None, leave=False) as bar:

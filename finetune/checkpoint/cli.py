@@ -35,7 +35,8 @@ class Summary:
 
 
 def checkpoints_command(options: argparse.Namespace) -> int:
-    """Lists the checkpoints of `options.run`; with `options.verify` reads every byte. Returns 1 where one is damaged."""
+    """Lists the checkpoints of `options.run`; with `options.verify` reads every byte. Returns 1 where one is
+    damaged."""
     run = Path(options.run)
     restore_exports(run)
     found = summarize_checkpoints(run, checksums=options.verify)
@@ -67,11 +68,13 @@ def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:
         size = disk_size(one.bytes or 0)
         at = f"epoch {one.epoch:.2f}, {one.tokens or 0:,} tokens" if one.epoch is not None else ""
         lines.append(
-            f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on {counted(one.ranks or 0, 'rank')}; {sound}"
+            f"step {one.step:>8,}  {size:>10}  {at}; written as {one.layout} on "
+            f"{counted(one.ranks or 0, 'rank')}; {sound}"
         )
     for path in sorted(checkpoints_folder(run).glob("damaged-*")):
         lines.append(
-            f"{path.name}: did not verify when the run resumed from an older one; removed once the run has saved that step again"
+            f"{path.name}: did not verify when the run resumed from an older one; removed once the run has "
+            "saved that step again"
         )
     usable = [one for one in found if not one.problems]
     if not usable:
@@ -80,7 +83,8 @@ def format_list(run: Path, found: list[Summary], verified: bool) -> list[str]:
     made = f"a PEFT adapter and the model merged with {newest.base_model}" if newest.is_adapter else newest.architecture
     return [
         *lines,
-        f"resume:  the run's own command continues after step {newest.step:,}, in any layout and on any number of ranks",
+        f"resume:  the run's own command continues after step {newest.step:,}, in any layout and on any "
+        "number of ranks",
         f"export:  finetune export {shlex.quote(newest.path)} --output DIR   ({made})",
     ]
 

@@ -68,8 +68,8 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
-    For LoRA, and where the base is the reference, every byte of its weights is read, and of a teacher's; those of a full model
-    are in its checkpoint.
+    For LoRA, and where the base is the reference, every byte of its weights is read, and of a teacher's; those of a
+    full model are in its checkpoint.
     """
     is_base_hashed = recipe.lora.use_peft or recipe.method_facts.needs_reference
     for model in (recipe.model if is_base_hashed else None, recipe.teacher):
@@ -94,8 +94,8 @@ def find_changed_inputs(then: Mapping[str, str | None], now: Mapping[str, str], 
 
 
 def refuse_damaged_model(recipe: Recipe) -> None:
-    """Raises `UserError` where the model or its teacher is a checkpoint of a run that does not verify: the weights are read once
-    here, since no checksum is compared while a model is loaded."""
+    """Raises `UserError` where the model or its teacher is a checkpoint of a run that does not verify: the weights are
+    read once here, since no checksum is compared while a model is loaded."""
     named = {"model_name_or_path": recipe.model, "teacher_model_name_or_path": recipe.teacher}
     for key, model in named.items():
         name = None if model is None else model.model_name_or_path
@@ -140,7 +140,8 @@ def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
     trained_on = {read_json_object(state).get("inputs", {}).get("base") for state in states} - {None}
     if base is not None and trained_on and base not in trained_on:
         raise UserError(
-            f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was trained on other weights than those of "
+            f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was trained on other "
+            "weights than those of "
             f"{recipe.model.model_name_or_path}; name its own base in model_name_or_path"
         )
 

@@ -1,7 +1,8 @@
-"""The manifest of a checkpoint: which files belong to it, with their sizes and checksums, and whether they are sound. No torch.
+"""The manifest of a checkpoint: which files belong to it, with their sizes and checksums, and whether they are sound.
+No torch.
 
-A folder is a checkpoint when it is called step-N, its manifest says that it holds step N and names every file in it with
-its size and checksum, and state.json says how far the run was.
+A folder is a checkpoint when it is called step-N, its manifest says that it holds step N and names every file in it
+with its size and checksum, and state.json says how far the run was.
 """
 
 import hashlib
@@ -24,7 +25,8 @@ Check = Callable[[Any], bool]
 
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
-    """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) where it holds none, `OSError` as it comes."""
+    """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) where it holds none, `OSError` as it
+    comes."""
     with path.open("rb") as file:
         raw = file.read(LIMIT_BYTES + 1)
     try:
@@ -47,7 +49,8 @@ def read_state(checkpoint: Path, name: str = "state.json") -> dict[str, Any]:
 
 
 def refuse_malformed_manifest(name: str, content: Mapping[str, Any]) -> None:
-    """Raises `ValueError` (a sentence) where `content` is not what a manifest says, or names a file outside the checkpoint."""
+    """Raises `ValueError` (a sentence) where `content` is not what a manifest says, or names a file outside the
+    checkpoint."""
     _refuse_wrong_kinds(name, content, _MANIFEST)
     for file in content["files"]:
         path = PurePosixPath(file)
@@ -155,7 +158,8 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest of `checkpoint`. Raises `ValueError` (a sentence) where it is not one, `OSError` where it cannot be read."""
+    """The manifest of `checkpoint`. Raises `ValueError` (a sentence) where it is not one, `OSError` where it cannot be
+    read."""
     content, raw = read_object(checkpoint / MANIFEST)
     version, content = content.get("format_version"), {k: v for k, v in content.items() if k != "checksum"}
     if version != FORMAT_VERSION:
@@ -190,8 +194,8 @@ def find_problems(
 ) -> list[str]:
     """What is wrong with a published checkpoint, one sentence each; nothing, where it can be relied on.
 
-    `checksums=False` compares names and sizes only. `parts` are those that must be right, beside state.json. `advance` is
-    called with each count of bytes read, by several threads.
+    `checksums=False` compares names and sizes only. `parts` are those that must be right, beside state.json. `advance`
+    is called with each count of bytes read, by several threads.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -252,8 +256,9 @@ def _damage(advance: Callable[[int], object], path: Path, entry: dict[str, Any])
 def complete(staging: Path, manifest: Manifest) -> None:
     """Writes the manifest into a staging folder, whose other files are all on disk, and syncs its folders.
 
-    Then it is a checkpoint that only lacks its name. Raises `UserError` where it does not hold what the manifest lists: a
-    rank's files may be on another machine's disk. Every rank has read its own files back, so names and sizes are compared here.
+    Then it is a checkpoint that only lacks its name. Raises `UserError` where it does not hold what the manifest lists:
+    a rank's files may be on another machine's disk. Every rank has read its own files back, so names and sizes are
+    compared here.
     """
     durable.write_file(staging / MANIFEST, [_encode(asdict(manifest))])
     for folder in sorted({(staging / name).parent for name in manifest.files} | {staging}):

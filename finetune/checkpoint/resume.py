@@ -29,7 +29,8 @@ from finetune.progress import Progress
 
 
 def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[str, str] | None = None) -> Path | None:
-    """The verified checkpoint from which `resume_from_checkpoint` says to resume; None to start at step 0. All ranks call it.
+    """The verified checkpoint from which `resume_from_checkpoint` says to resume; None to start at step 0. All ranks
+    call it.
 
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
     recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
@@ -42,13 +43,15 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
     """The verified checkpoint from which a run in `run_folder` resumes; None where it starts at step 0.
 
     `resume_from`: auto, none, or the path of a checkpoint or of a run. A path outside `run_folder` is only the start of
-    the run: once it has checkpoints of its own it resumes from those, so that the same command restarts a preempted job.
+    the run: once it has checkpoints of its own it resumes from those, so that the same command restarts a preempted
+    job.
     """
     own = list_checkpoints(run_folder)
     if resume_from == "none":
         if own:
             raise UserError(
-                f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints here (the newest of step "
+                f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints here (the "
+                "newest of step "
                 f"{own[-1][0]}); set another output_dir, or remove them"
             )
         return None
@@ -64,19 +67,22 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
     later = [step for step, _ in own if step > read_manifest(path).step]
     if later:
         raise UserError(
-            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; set another output_dir, "
+            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; set "
+            "another output_dir, "
             "or remove the later checkpoints"
         )
     return path
 
 
 def load_start(start: Path | None, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Loads the checkpoint that `find_start` has found; a run without one is at step 0, with the weights that it has."""
+    """Loads the checkpoint that `find_start` has found; a run without one is at step 0, with the weights that it
+    has."""
     return Progress() if start is None else load(start, model, optimizer, world)
 
 
 def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer, world: World) -> Progress:
-    """Fills the model and the optimizer from `checkpoint`, which has been verified. All ranks call it, each reads its part.
+    """Fills the model and the optimizer from `checkpoint`, which has been verified. All ranks call it, each reads its
+    part.
 
     Raises `UserError` where the checkpoint was saved from a different model.
     """
@@ -100,7 +106,8 @@ def read_progress(checkpoint: Path) -> Progress:
 
 
 def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """What differs between the run that saved `state` (state.json) and this one: what decides its course, then the rest.
+    """What differs between the run that saved `state` (state.json) and this one: what decides its course, then the
+    rest.
 
     Held-out data decide it where their loss chooses a checkpoint or ends the run.
     """
@@ -154,7 +161,8 @@ def _compare(recipe: Recipe, checkpoint: Path, ranks: int, inputs: Mapping[str, 
     if deciding and not recipe.checkpoint.allow_changed_recipe:
         raise UserError.of(
             [
-                f"{checkpoint}: the recipe has changed since this checkpoint, so the resumed run would be a different one:",
+                f"{checkpoint}: the recipe has changed since this checkpoint, so the resumed run would be a "
+                "different one:",
                 *(f"  {change}" for change in deciding),
                 "set it back, set another output_dir, or set allow_changed_recipe: true",
             ]
@@ -180,7 +188,8 @@ def _is_within(path: Path, run_folder: Path) -> bool:
 
 
 def _fill_in(name: str, value: Any) -> Any:
-    """`value` with the defaults of those keys of an entry of `datasets` that the version which wrote it did not know."""
+    """`value` with the defaults of those keys of an entry of `datasets` that the version which wrote it did not
+    know."""
     if name not in NESTED or not isinstance(value, list):
         return value
     defaults = {key.name: _plain(key.default) for key in keys_of(NESTED[name]).values() if not key.is_required}

@@ -53,8 +53,8 @@ def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
 
 
 def lock_run(run_folder: Path) -> None:
-    """Locks the folder for this process until it ends, and removes what a killed run left: of two runs in one folder, each
-    would prune the other's checkpoints.
+    """Locks the folder for this process until it ends, and removes what a killed run left: of two runs in one folder,
+    each would prune the other's checkpoints.
 
     Rank 0 calls this before anything is written. Raises `UserError` where another process has the folder.
     """
@@ -116,10 +116,10 @@ def prune(
 ) -> list[str]:
     """Removes all but the newest `keep` checkpoints up to step `newest`, by step and never by time. None keeps all.
 
-    `newest` has just been published, so it is known to be sound and is always one of those that are kept. Later ones and
-    folders that do not look whole are neither counted nor removed; checkpoints whose step divides by `keep_every_steps`,
-    and that of `best_step`, are kept beside the others. Damaged ones (`rename_damaged`) of steps up to `newest` go too, which
-    the run has trained again. Returns a sentence for each that could not be removed.
+    `newest` has just been published, so it is known to be sound and is always one of those that are kept. Later ones
+    and folders that do not look whole are neither counted nor removed; checkpoints whose step divides by
+    `keep_every_steps`, and that of `best_step`, are kept beside the others. Damaged ones (`rename_damaged`) of steps up
+    to `newest` go too, which the run has trained again. Returns a sentence for each that could not be removed.
     """
     if keep is None:
         return []
@@ -145,7 +145,8 @@ def prune(
 
 
 def rename_damaged(run_folder: Path, step: int) -> list[Path]:
-    """Renames every checkpoint after `step` to damaged-N, and returns the new names. Only for the process that has the lock.
+    """Renames every checkpoint after `step` to damaged-N, and returns the new names. Only for the process that has the
+    lock.
 
     Called when the run resumes at `step`, since none of them verified: under a checkpoint's name they would count in
     `save_total_limit` and be verified again at every start.
@@ -164,7 +165,8 @@ def rename_damaged(run_folder: Path, step: int) -> list[Path]:
 
 
 def remove_leftovers(run_folder: Path) -> None:
-    """Removes what a killed process left, and restores a checkpoint that it was replacing. Only for the process that has the lock.
+    """Removes what a killed process left, and restores a checkpoint that it was replacing. Only for the process that
+    has the lock.
 
     What cannot be removed stays: it is no checkpoint, and no reason not to start.
     """
@@ -187,8 +189,8 @@ def refuse_small_disk(
 ) -> None:
     """Raises `UserError` where the disk under `run_folder` cannot hold what the run will write there.
 
-    That is one checkpoint more than are kept, since an old one is removed after the new one is published; and the export,
-    in the dtype that `finetune export` will choose, with the space that it keeps free.
+    That is one checkpoint more than are kept, since an old one is removed after the new one is published; and the
+    export, in the dtype that `finetune export` will choose, with the space that it keeps free.
     """
     keys = recipe.checkpoint
     every = steps_per_epoch if keys.save_strategy == "epoch" else count_steps(keys.save_steps, steps)
@@ -201,8 +203,10 @@ def refuse_small_disk(
     if needed > free:
         fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
         raise UserError(
-            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} and an export of "
-            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but {disk_size(free)} are free here; {fewer}free space, or set another output_dir"
+            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} "
+            "and an export of "
+            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but "
+            f"{disk_size(free)} are free here; {fewer}free space, or set another output_dir"
         )
 
 

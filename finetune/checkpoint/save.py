@@ -1,4 +1,5 @@
-"""Saving a checkpoint: every rank writes its shards into a staging folder, rank 0 publishes it. Blocking, or in a thread."""
+"""Saving a checkpoint: every rank writes its shards into a staging folder, rank 0 publishes it. Blocking, or in a
+thread."""
 
 import json
 import shutil
@@ -46,8 +47,8 @@ GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generat
 class Saver:
     """Writes the checkpoints of one run. Every rank has one and makes the same calls.
 
-    With `async_save` a thread copies the state to host memory, then writes and publishes it while training continues. The
-    copy must end before the next update, so the loop calls `before_update`; the next save waits for this one to be
+    With `async_save` a thread copies the state to host memory, then writes and publishes it while training continues.
+    The copy must end before the next update, so the loop calls `before_update`; the next save waits for this one to be
     published. A failure in the thread is raised by the next `save` or `finish`; until then `has_failed` is true.
     """
 
@@ -129,8 +130,9 @@ class Saver:
     def check_save(self, steps: int, steps_per_epoch: int | None = None) -> int:
         """Writes the real state into a staging folder and removes it, so that a run that cannot save does not start.
 
-        `steps`: the run's last step; `steps_per_epoch` where it is known. Returns the checkpoint's size in bytes. Raises `UserError` where it cannot be
-        written, or the disk is too small for the checkpoints and the export that the run will make.
+        `steps`: the run's last step; `steps_per_epoch` where it is known. Returns the checkpoint's size in bytes.
+        Raises `UserError` where it cannot be written, or the disk is too small for the checkpoints and the export that
+        the run will make.
         """
         had_state = bool(self.optimizer.state)
         shards = [shard for shard in self._shards() if shard.is_first_copy]
@@ -232,7 +234,8 @@ def write_shards(staging: Path, shards: list[TensorShard], world: World) -> dict
 
 
 def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The files beside the weights that an export needs: the configs of model, generation and LoRA, and the tokenizer."""
+    """The files beside the weights that an export needs: the configs of model, generation and LoRA, and the
+    tokenizer."""
     plain = unwrap(model)
     with tempfile.TemporaryDirectory() as name:
         made = Path(name)
@@ -252,7 +255,8 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
 
 
 def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes the ids of the recipe's `special_tokens` and `eot_tokens` into a generation_config.json; without them, nothing."""
+    """Writes the ids of the recipe's `special_tokens` and `eot_tokens` into a generation_config.json; without them,
+    nothing."""
     special, ends = model.special_tokens or {}, list(model.eot_tokens)
     if not (special or ends):
         return

@@ -1,4 +1,5 @@
-"""The state of model and optimizer as shards: the part of each tensor that this rank holds, under the name of the whole.
+"""The state of model and optimizer as shards: the part of each tensor that this rank holds, under the name of the
+whole.
 
 The shards of all ranks cover every tensor exactly once, whatever the layout, so that a checkpoint written by any number
 of ranks in any layout is read by any other. The files are those of `torch.distributed.checkpoint`'s
@@ -49,8 +50,9 @@ def is_quantized(tensor: Any) -> bool:
 def dequantize(tensor: Any) -> torch.Tensor:
     """The fp32 numbers, of which torchao's own quantization makes the same codes and scales again.
 
-    Its lowest signed code stands for -0.993, but is what it makes of a block's largest magnitude, -1, from which it takes
-    the scale. Written as -0.993 the scale, and with it every code of that block, would be another; so it is written as -1.
+    Its lowest signed code stands for -0.993, but is what it makes of a block's largest magnitude, -1, from which it
+    takes the scale. Written as -0.993 the scale, and with it every code of that block, would be another; so it is
+    written as -1.
     """
     values = tensor.qmap.clone()
     if tensor.signed:
@@ -60,7 +62,8 @@ def dequantize(tensor: Any) -> torch.Tensor:
 
 
 def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
-    """The numbers of a rank's tensor, flat, in its order: at once, or in chunks where it lies in a file (optim_offload: nvme)."""
+    """The numbers of a rank's tensor, flat, in its order: at once, or in chunks where it lies in a file (optim_offload:
+    nvme)."""
     if isinstance(tensor, OffloadedTensor):
         yield from tensor.chunks()
     else:
@@ -125,8 +128,8 @@ class TensorShard:
 
 
 def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The whole model by transformers' names, each tensor where it lives, which may be a file of `optimizer`; a tied one under one
-    name only.
+    """The whole model by transformers' names, each tensor where it lives, which may be a file of `optimizer`; a tied
+    one under one name only.
 
     Where adapters are trained, only what is trained: they, and `modules_to_save`. The rest is the base model's.
     """
@@ -143,7 +146,8 @@ def get_model_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer | N
 
 
 def get_optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on; and `param_groups.…`, which are no tensors."""
+    """The optimizer's state, flat: `state.<parameter>.exp_avg` and so on; and `param_groups.…`, which are no
+    tensors."""
     if isinstance(optimizer, OffloadedOptimizer):
         return optimizer.moments()
     with optimizer_state_without_pickles():
@@ -212,7 +216,8 @@ def _shards_of_sharded_tensor(part: str, name: str, tensor: Any) -> list[TensorS
 
 
 def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of these shards, a tensor at a time: copied from its device, or made fp32 of 8 bits, when its turn comes."""
+    """A safetensors file of these shards, a tensor at a time: copied from its device, or made fp32 of 8 bits, when its
+    turn comes."""
     offsets = json.dumps({shard.name: {"saved_offsets": list(shard.offsets)} for shard in shards})
     yield header_bytes(
         ((shard.name, shard.tensor.dtype, tuple(shard.tensor.shape)) for shard in shards),
@@ -225,7 +230,8 @@ def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
 
 
 def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path) -> None:
-    """Fills this rank's shards of `state` from the checkpoint's `part`, whose tensors must be the same by name and shape.
+    """Fills this rank's shards of `state` from the checkpoint's `part`, whose tensors must be the same by name and
+    shape.
 
     Raises `UserError`, before anything is read, where they are not.
     """
@@ -239,7 +245,8 @@ def read_shards(state: Mapping[str, Any], part: str, checkpoint: Path) -> None:
     for shard in shards:
         if stored[shard.name].shape != shard.shape:
             raise UserError(
-                f"{checkpoint}: saved from a different model: {shard.name} has shape {stored[shard.name].shape}, here {shard.shape}"
+                f"{checkpoint}: saved from a different model: {shard.name} has shape "
+                f"{stored[shard.name].shape}, here {shard.shape}"
             )
     for shard in shards:
         box = tuple(slice(o, o + n) for o, n in zip(shard.offsets, shard.tensor.shape, strict=True))

@@ -51,8 +51,8 @@ FSDP_KEYS = {
     "activation_checkpointing": "FSDP_ACTIVATION_CHECKPOINTING",
     "use_orig_params": "FSDP_USE_ORIG_PARAMS",
 }
-# Accepted without effect: weights are always read in slices, checkpoints are always sharded, backward prefetch is torch's
-# default.
+# Accepted without effect: weights are always read in slices, checkpoints are always sharded, backward prefetch is
+# torch's default.
 SUPERSEDED = frozenset({"cpu_ram_efficient_loading", "sync_module_states", "state_dict_type", "backward_prefetch"})
 UNSUPPORTED = {
     "ignored_modules": "every module is sharded here; remove the key",
@@ -75,7 +75,8 @@ OTHER_MESH_KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a file or the launcher's environment states, before it is interpreted; keys of `fsdp` and `mesh` without prefixes."""
+    """What a file or the launcher's environment states, before it is interpreted; keys of `fsdp` and `mesh` without
+    prefixes."""
 
     source: str
     distributed_type: str
@@ -167,7 +168,7 @@ def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
 
     >>> _plain_places({"parallelism_config.parallelism_config_tp_size": "a.yaml:3", "fsdp_config.fsdp_version": "a.yaml:1"})
     {'tp_size': 'a.yaml:3', 'version': 'a.yaml:1'}
-    """
+    """  # noqa: E501
     plain = {}
     for name, place in where.items():
         section, _, key = name.rpartition(".")
@@ -200,7 +201,10 @@ def _list_ignored(mesh: Mapping[str, Any], fp8: Mapping[str, Any]) -> Iterator[s
         yield f"without effect here: {', '.join(others)} of fp8_config: not torchao's"
     recipe_name, gathers = fp8.get("recipe_name"), fp8.get("enable_fsdp_float8_all_gather")
     if recipe_name not in (None, "tensorwise") and str(gathers).lower() == "true":
-        yield f"without effect here: enable_fsdp_float8_all_gather, as torchao gathers in bf16 under recipe_name: {recipe_name}"
+        yield (
+            "without effect here: enable_fsdp_float8_all_gather, as torchao gathers in bf16 under recipe_name: "
+            f"{recipe_name}"
+        )
 
 
 def _read_deepspeed_file(path: Path) -> Settings:
@@ -309,8 +313,8 @@ def read_sharding(config: str | None, accelerate_config: str | None, environ: Ma
 
     `config` (the --config of the command) decides; else the FSDP settings that the launcher put in `environ`; else
     `accelerate_config` (the recipe's key); else what the launch implies: several processes are DDP, one is single.
-    Raises `UserError` where a file is wrong, or where the launcher's settings and `config` disagree. Whether the layout is
-    possible on the launched ranks, `config.compatibility.refuse_problems` says.
+    Raises `UserError` where a file is wrong, or where the launcher's settings and `config` disagree. Whether the layout
+    is possible on the launched ranks, `config.compatibility.refuse_problems` says.
     """
     launched = read_environment(environ)
     if config is not None:
@@ -346,7 +350,8 @@ def _interpret(settings: Settings) -> Sharding:
     precision = "bf16" if is_fp8 else settings.mixed_precision
     if precision not in get_args(MixedPrecision):
         problems.append(
-            f"{settings.place_of('mixed_precision')}: mixed_precision: {settings.mixed_precision} is not supported; no, bf16, fp16 or fp8"
+            f"{settings.place_of('mixed_precision')}: mixed_precision: {settings.mixed_precision} is not "
+            "supported; no, bf16, fp16 or fp8"
         )
     sizes = {key: read.integer(key, settings.mesh, at_least=1) for key in MESH_KEYS}
     problems += _find_mesh_problems(settings, layout, sizes)
@@ -376,7 +381,8 @@ def _interpret(settings: Settings) -> Sharding:
     )
     if layout == "fsdp2" and sharding.forward_prefetch:
         problems.append(
-            f"{settings.place_of('forward_prefetch')}: fsdp_forward_prefetch: FSDP2 has none; remove the key, or set fsdp_version: 1"
+            f"{settings.place_of('forward_prefetch')}: fsdp_forward_prefetch: FSDP2 has none; remove the key, "
+            "or set fsdp_version: 1"
         )
     if layout == "fsdp1" and "use_orig_params" in settings.fsdp and not read.boolean("use_orig_params"):
         problems.append(
@@ -391,12 +397,14 @@ def _find_mesh_problems(settings: Settings, layout: Layout, sizes: Mapping[str, 
     divided = {key: sizes[key] for key in ("tp_size", "cp_size", "sp_size") if (sizes[key] or 1) > 1}
     if layout != "fsdp2":
         return [
-            f"{settings.place_of(key)}: {key}: {size} needs FSDP2; set distributed_type: FSDP and fsdp_version: 2, or the size to 1"
+            f"{settings.place_of(key)}: {key}: {size} needs FSDP2; set distributed_type: FSDP and "
+            "fsdp_version: 2, or the size to 1"
             for key, size in divided.items()
         ]
     if (sizes["cp_size"] or 1) > 1 and (sizes["sp_size"] or 1) > 1:
         return [
-            f"{settings.place_of('sp_size')}: cp_size: {sizes['cp_size']} and sp_size: {sizes['sp_size']} both divide the tokens of a row; set one of them to 1"
+            f"{settings.place_of('sp_size')}: cp_size: {sizes['cp_size']} and sp_size: {sizes['sp_size']} "
+            "both divide the tokens of a row; set one of them to 1"
         ]
     return []
 
@@ -412,7 +420,8 @@ def _strategy(
         # Accelerate's version 1 takes a strategy's name under either key, true or false under neither.
         if isinstance(settings.fsdp.get("reshard_after_forward"), bool):
             problems.append(
-                f"{settings.place_of('reshard_after_forward')}: fsdp_reshard_after_forward: version 1 takes no true or false; use fsdp_sharding_strategy"
+                f"{settings.place_of('reshard_after_forward')}: fsdp_reshard_after_forward: version 1 takes "
+                "no true or false; use fsdp_sharding_strategy"
             )
             return "FULL_SHARD"
         key = "sharding_strategy" if "sharding_strategy" in settings.fsdp else "reshard_after_forward"
@@ -420,7 +429,8 @@ def _strategy(
     if layout == "fsdp2":
         if "sharding_strategy" in settings.fsdp:
             problems.append(
-                f"{settings.place_of('sharding_strategy')}: fsdp_sharding_strategy: version 1's key; version 2 takes fsdp_reshard_after_forward "
+                f"{settings.place_of('sharding_strategy')}: fsdp_sharding_strategy: version 1's key; version "
+                "2 takes fsdp_reshard_after_forward "
                 "(true: FULL_SHARD, false: SHARD_GRAD_OP) and parallelism_config for hybrid sharding"
             )
         if (replicas or 1) > 1:
@@ -452,7 +462,8 @@ class _SettingsReader:
         if not isinstance(value, bool) and str(value).isdigit() and int(value) >= at_least:
             return int(value)
         self.problems.append(
-            f"{self.settings.place_of(key)}: {key}: {value} does not fit; a whole number of at least {at_least} is expected"
+            f"{self.settings.place_of(key)}: {key}: {value} does not fit; a whole number of at least "
+            f"{at_least} is expected"
         )
         return None
 
@@ -480,7 +491,8 @@ def _refuse_disagreement(config: Sharding, launched: Sharding) -> None:
     """Raises `UserError` naming both values where the config and the launcher's settings differ."""
     problems = [
         f"{config.source}: {shown} is {_show(getattr(config, name))}, but {launched.source} say "
-        f"{_show(getattr(launched, name))}; remove --config, give both the same file, or unset the variables that say so"
+        f"{_show(getattr(launched, name))}; remove --config, give both the same file, or unset the variables "
+        "that say so"
         for name, shown in COMPARED.items()
         if getattr(config, name) != getattr(launched, name)
     ]

@@ -1,4 +1,5 @@
-"""DeepSpeed's part of an Accelerate file, and its JSON file, as the FSDP2 layout that distributes the same. Torch-free."""
+"""DeepSpeed's part of an Accelerate file, and its JSON file, as the FSDP2 layout that distributes the same.
+Torch-free."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -55,9 +56,9 @@ JSON_KEYS = frozenset(
 )
 NO_COUNTERPART = "this part of DeepSpeed has no counterpart here; remove it"
 OTHERS = {
-    "sequence_parallel_size": "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens over ranks",
+    "sequence_parallel_size": "remove it; parallelism_config_sp_size of an Accelerate file divides a row's tokens over ranks",  # noqa: E501
     "compile": "set torch_compile: true in the recipe, and remove this section",
-    "tensor_parallel": "remove this section; parallelism_config_tp_size of an Accelerate file divides matrices over ranks",
+    "tensor_parallel": "remove this section; parallelism_config_tp_size of an Accelerate file divides matrices over ranks",  # noqa: E501
 }
 OPTIMIZER_IN_RECIPE = {"lr": "learning_rate", "weight_decay": "weight_decay", "eps": "adam_epsilon"}
 

@@ -41,7 +41,7 @@ learning_rate: 1e-5
   anything is loaded.
 - A local path is looked for in the working directory, then in the recipe's folder; a name found in neither is a hub name.
 - Numbers are YAML 1.2's: `2e-5` is a number. Aliases (`*name`) are not read.
-"""
+"""  # noqa: E501
 
 # What most recipes need, in the order of a file.
 USUAL = (

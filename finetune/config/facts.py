@@ -1,4 +1,5 @@
-"""What a rule may look at: the recipe, the layout, facts about the model and facts about the machine. Imports no torch."""
+"""What a rule may look at: the recipe, the layout, facts about the model and facts about the machine. Imports no
+torch."""
 
 import importlib.util
 import shutil
@@ -34,7 +35,7 @@ ACTIVATIONS = frozenset(
     """
     gelu gelu_10 gelu_accurate gelu_fast gelu_new gelu_python gelu_python_tanh gelu_pytorch_tanh hardswish laplace leaky_relu
     linear mish prelu quick_gelu relu relu2 relu6 sigmoid silu sqrtsoftplus swish tanh xielu
-    """.split()  # noqa: SIM905 - a name a line would be a page
+    """.split()  # noqa: E501, SIM905 - a name a line would be a page
 )
 
 
@@ -60,7 +61,8 @@ class ModelFacts:
 
     @property
     def has_auxiliary_loss(self) -> bool:
-        """Whether the installed transformers has a load-balancing loss for the family; DeepSeek V3 has a bias instead."""
+        """Whether the installed transformers has a load-balancing loss for the family; DeepSeek V3 has a bias
+        instead."""
         return self.experts > 0 and _has_auxiliary_loss(self.model_type)
 
 
@@ -140,8 +142,8 @@ class Problem:
 class Rule:
     """One thing that does not work, or has no effect.
 
-    `keys` are those that it reads, of the recipe or the Accelerate file; the problem is reported at the first that was set.
-    `message` says what is wrong. What to do is `advice`, else "set" each key of `fix`.
+    `keys` are those that it reads, of the recipe or the Accelerate file; the problem is reported at the first that was
+    set. `message` says what is wrong. What to do is `advice`, else "set" each key of `fix`.
     """
 
     name: str
@@ -187,7 +189,8 @@ def _in_yaml(value: Any) -> str:
 
 
 def read_model_facts(config: Mapping[str, Any], name: str, tokens: int | None = None) -> ModelFacts:
-    """The facts of a config: the text model's part of config.json with its family's defaults, or transformers' `to_dict()`.
+    """The facts of a config: the text model's part of config.json with its family's defaults, or transformers'
+    `to_dict()`.
 
     Args:
         config: Keys as in config.json.
@@ -278,7 +281,8 @@ def _has_auxiliary_loss(model_type: str) -> bool:
 
 @cache
 def has_compiler() -> bool:
-    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds a step."""
+    """Whether torch.compile finds a C compiler. Cached: searching the PATH for every parameter takes milliseconds a
+    step."""
     return shutil.which("cc") is not None
 
 

@@ -12,8 +12,8 @@ from finetune.units import counted
 
 Fp8Recipe = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"]
 
-# Keys of fp8_config without their fp8_ prefix -> the variable that the launcher makes of them. `recipe_name` is torchao's:
-# Accelerate itself knows the first recipe only, but its launcher exports the key like the others.
+# Keys of fp8_config without their fp8_ prefix -> the variable that the launcher makes of them. `recipe_name` is
+# torchao's: Accelerate itself knows the first recipe only, but its launcher exports the key like the others.
 FP8_KEYS = {
     "backend": "ACCELERATE_FP8_BACKEND",
     "recipe_name": "ACCELERATE_FP8_RECIPE_NAME",
@@ -74,20 +74,24 @@ def read_fp8(section: Mapping[str, Any], source: str, problems: list[str]) -> Fp
 
 
 def read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fp8_config section of which the launcher has made these variables; its own defaults are 1 where a file says true."""
+    """The fp8_config section of which the launcher has made these variables; its own defaults are 1 where a file says
+    true."""
     section = {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
     return {key: {"1": "true", "0": "false"}.get(value, value) for key, value in section.items()}
 
 
 def is_multiplied_in_fp8(shape: tuple[int, ...]) -> bool:
-    """Whether a GPU multiplies by a weight of this `shape` [out, in] in FP8; its tensor cores take 16 numbers at a time."""
+    """Whether a GPU multiplies by a weight of this `shape` [out, in] in FP8; its tensor cores take 16 numbers at a
+    time."""
     return all(size % FP8_MULTIPLE == 0 for size in shape)
 
 
 def gathers_fp8(sharding: "Sharding") -> bool:
-    """Whether FSDP gathers the weights of these linear layers as 8-bit numbers: torchao has it for FSDP2 and one scale a weight.
+    """Whether FSDP gathers the weights of these linear layers as 8-bit numbers: torchao has it for FSDP2 and one scale
+    a weight.
 
-    Not under CPU offload, where a weight's scale, computed ahead for all ranks, does not survive the copy to the device.
+    Not under CPU offload, where a weight's scale, computed ahead for all ranks, does not survive the copy to the
+    device.
     """
     fp8 = sharding.fp8
     return (
@@ -158,7 +162,8 @@ class Sharding:
         return self.sequence_parallel_size * self.tensor_parallel_size
 
     def count_replica_ranks(self, ranks: int, ranks_per_node: int) -> int:
-        """How many of `ranks` hold one replica of the model between them: all of them, one, or under hybrid sharding a group."""
+        """How many of `ranks` hold one replica of the model between them: all of them, one, or under hybrid sharding a
+        group."""
         if self.strategy == "HYBRID_SHARD":
             replicas = self.replicate_size if self.layout == "fsdp2" else None
             return ranks // replicas if replicas else min(ranks, ranks_per_node)
@@ -170,13 +175,15 @@ class Sharding:
         if size == 1:
             return None
         return (
-            f"sequence parallelism (Ulysses, for cp_size and sp_size alike): {size} ranks divide the tokens of a row, in "
+            f"sequence parallelism (Ulysses, for cp_size and sp_size alike): {size} ranks divide the tokens "
+            "of a row, in "
             f"attention the heads; rows go to {counted(ranks // self.ranks_per_batch, 'group')}"
         )
 
     @property
     def mesh_sizes(self) -> dict[str, int] | None:
-        """The mesh's dimensions from the outermost, by the Accelerate file's keys; None where the ranks are not divided so."""
+        """The mesh's dimensions from the outermost, by the Accelerate file's keys; None where the ranks are not divided
+        so."""
         sizes = {
             "dp_replicate_size": self.replicate_size or 1,
             "dp_shard_size": self.shard_size or 1,
@@ -256,7 +263,7 @@ def frozen_dtype(sharding: Sharding, lora: Lora) -> str:
 
 
 def compute_dtype(sharding: Sharding, model: Model, lora: Lora) -> str:
-    """The dtype of mixed precision; without it, that of the trained parameters: adapters are float32, all others have the
-    recipe's `dtype`."""
+    """The dtype of mixed precision; without it, that of the trained parameters: adapters are float32, all others have
+    the recipe's `dtype`."""
     trained = "float32" if lora.use_peft else model.dtype
     return trained if sharding.mixed_precision == "no" else COMPUTE_DTYPE[sharding.mixed_precision]

@@ -1,4 +1,5 @@
-"""The section of a recipe that says what the model learns from: answers, preferences or a teacher; and what each method needs."""
+"""The section of a recipe that says what the model learns from: answers, preferences or a teacher; and what each method
+needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,14 +21,16 @@ class Method:
     method: Annotated[
         Literal["sft", "dpo", "orpo", "simpo", "kto", "distill"],
         SameOnResume,
-        "sft: supervised fine-tuning; dpo, orpo, simpo: on pairs of a chosen and a rejected answer; kto: on answers rated "
+        "sft: supervised fine-tuning; dpo, orpo, simpo: on pairs of a chosen and a rejected answer; kto: on "
+        "answers rated "
         "good or bad; distill: from a teacher's probabilities.",
     ] = "sft"
     beta: Annotated[
         float,
         Gt(0),
         SameOnResume,
-        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; simpo: the scale of "
+        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; "
+        "simpo: the scale of "
         "the rewards.",
     ] = 0.1
     loss_type: Annotated[
@@ -60,7 +63,8 @@ class Method:
         Ge(0),
         Le(1),
         SameOnResume,
-        "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized Jensen-Shannon divergence.",
+        "distill: 0 is the forward KL divergence, 1 the reverse, between them the generalized Jensen-Shannon "
+        "divergence.",
     ] = 0.5
     temperature: Annotated[
         float, Gt(0), SameOnResume, "distill: what the logits of teacher and student are divided by."
@@ -121,7 +125,7 @@ def describe_method(values: Mapping[str, Any]) -> str:
 
     >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None, "label_smoothing": 0.0})
     'dpo: beta 0.1, loss_type sigmoid'
-    """
+    """  # noqa: E501
     method = values.get("method", "sft")
     if method == "sft":
         return "supervised fine-tuning"

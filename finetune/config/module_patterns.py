@@ -68,7 +68,8 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model) -> set[str]:
         frozen = [name for name in names if is_within(name, model.frozen_modules)]
         if model.trainable_modules and chosen and frozen and not set(chosen) & set(frozen):
             raise UserError(
-                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules names: they are one tensor; "
+                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules names: they are "
+                "one tensor; "
                 "remove one of the two"
             )
         if chosen and not frozen:
@@ -79,21 +80,24 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model) -> set[str]:
 
 
 def is_saved_whole(names: Iterable[str], lora: Lora) -> bool:
-    """Whether a parameter of the base, by any of its `names`, is trained whole beside the adapters (modules_to_save)."""
+    """Whether a parameter of the base, by any of its `names`, is trained whole beside the adapters
+    (modules_to_save)."""
     return lora.use_peft and any(is_within(name, lora.modules_to_save) for name in names)
 
 
 def is_parameter_named(name: str, targets: Iterable[str]) -> bool:
-    """Whether one of `targets` is the end of a parameter's name, in whole parts of it: peft's rule for target_parameters.
+    """Whether one of `targets` is the end of a parameter's name, in whole parts of it: peft's rule for
+    target_parameters.
 
     >>> is_parameter_named("layers.0.mlp.experts.down_proj", ["experts.down_proj"]), is_parameter_named("mlp.x_proj", ["proj"])
     (True, False)
-    """
+    """  # noqa: E501
     return any(name == target or name.endswith(f".{target}") for target in targets)
 
 
 def refuse_unknown_layers(lora: Lora, layers: Sequence[str], model: str, *, has_experts: bool) -> None:
-    """Raises `UserError` where `lora_target_modules` names none of the linear `layers` of the model, which messages call `model`."""
+    """Raises `UserError` where `lora_target_modules` names none of the linear `layers` of the model, which messages
+    call `model`."""
     targets = () if lora.lora_target_modules == "all-linear" else lora.lora_target_modules
     wrong = [target for target in targets if not any(is_parameter_named(layer, [target]) for layer in layers)]
     if wrong:
@@ -105,14 +109,15 @@ def refuse_unknown_layers(lora: Lora, layers: Sequence[str], model: str, *, has_
 
 
 def refuse_other_parameters(targets: Iterable[str], experts: Sequence[str], parameters: Sequence[str]) -> None:
-    """Raises `UserError` where one of `lora_target_parameters` names anything but `experts`, parameters that each hold all
-    experts of a layer. `parameters`: all names of the model's."""
+    """Raises `UserError` where one of `lora_target_parameters` names anything but `experts`, parameters that each hold
+    all experts of a layer. `parameters`: all names of the model's."""
     known = ", ".join(sorted({".".join(name.split(".")[-2:]) for name in experts}))
     for target in targets:
         named = [name for name in parameters if is_parameter_named(name, [target])]
         if not experts:
             raise UserError(
-                f"lora_target_parameters: {target}: the model has no parameters that hold a layer's experts; leave the key out, and "
+                f"lora_target_parameters: {target}: the model has no parameters that hold a layer's experts; "
+                "leave the key out, and "
                 "name linear layers in lora_target_modules"
             )
         if not named:
@@ -121,14 +126,15 @@ def refuse_other_parameters(targets: Iterable[str], experts: Sequence[str], para
             )
         if others := [name for name in named if name not in experts]:
             raise UserError(
-                f"lora_target_parameters: {target}: {others[0]} does not hold a layer's experts, as {known} do; adapt linear "
+                f"lora_target_parameters: {target}: {others[0]} does not hold a layer's experts, as {known} "
+                "do; adapt linear "
                 "layers with lora_target_modules, and train others whole with modules_to_save"
             )
 
 
 def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
-    """Raises `UserError` where a pattern of rank_pattern or alpha_pattern names none of the `adapted` layers and parameters, and
-    where one of these is trained whole as well."""
+    """Raises `UserError` where a pattern of rank_pattern or alpha_pattern names none of the `adapted` layers and
+    parameters, and where one of these is trained whole as well."""
     layers = list(adapted)
     for layer in layers:
         if is_saved_whole([layer], lora):
@@ -142,7 +148,8 @@ def refuse_unadapted(lora: Lora, adapted: Iterable[str]) -> None:
 
 
 def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
-    """Raises `UserError` where `lora_target_modules` names the output head, the module `head`, whose weight has `names`.
+    """Raises `UserError` where `lora_target_modules` names the output head, the module `head`, whose weight has
+    `names`.
 
     One that is trained whole gets no adapter, and so may be named.
     """
@@ -151,7 +158,8 @@ def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
     for target in lora.lora_target_modules:
         if f".{head}".endswith(f".{target}"):
             raise UserError(
-                f"lora_target_modules: {target}: names the output head, which cannot have an adapter: its product is computed "
+                f"lora_target_modules: {target}: names the output head, which cannot have an adapter: its "
+                "product is computed "
                 f"with the loss, in chunks; remove it, or train the head whole with modules_to_save: [{target}]"
             )
 

@@ -1,7 +1,7 @@
 """The keys of other tools and ours, as tables.
 
-The recipe reader's hints (finetune/config/unknown_keys.py), `finetune convert` and the page docs/coming-from.md are all made from
-them. Imports no torch.
+The recipe reader's hints (finetune/config/unknown_keys.py), `finetune convert` and the page docs/coming-from.md are all
+made from them. Imports no torch.
 
 Sources: the configuration classes and documentation of TRL 1.9 with transformers 5 (SFTConfig, ModelConfig,
 ScriptArguments, TrainingArguments), Axolotl 0.18, LLaMA-Factory (arguments of its `hparams`), torchtune (its recipes).
@@ -55,7 +55,10 @@ def in_accelerate_file(note: str, *theirs: str) -> tuple[Counterpart, ...]:
     return tuple(Counterpart(key, "accelerate_config", note, "by-code") for key in theirs)
 
 
-REFERENCE = "the reference is the model before training: its adapters switched off, or its log-probabilities computed once, without a key"
+REFERENCE = (
+    "the reference is the model before training: its adapters switched off, or its log-probabilities "
+    "computed once, without a key"
+)
 CUT_PROMPTS = (
     "max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning there"
 )

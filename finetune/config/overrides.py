@@ -41,7 +41,8 @@ def read_override(text: str) -> tuple[Entry | None, list[str]]:
     key, equals, value = text.removeprefix("--").partition("=")
     if not equals:
         return None, [
-            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, --config an Accelerate config"
+            f"{COMMAND_LINE}: {text}: an override is written key=value; --recipe names a recipe, --config an "
+            "Accelerate config"
         ]
     return read_value(value, key, COMMAND_LINE, NESTED)
 

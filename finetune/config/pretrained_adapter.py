@@ -1,4 +1,5 @@
-"""The LoRA adapter that a recipe trains further: found, its config read, and the recipe's keys taken from it. Imports no torch"""
+"""The LoRA adapter that a recipe trains further: found, its config read, and the recipe's keys taken from it. Imports
+no torch"""
 
 import json
 from collections.abc import Mapping
@@ -60,14 +61,17 @@ def refuse_other_path(path: Path) -> None:
     """Raises `UserError` if `path`, which is named as a model, holds an adapter, a run or a GGUF file instead."""
     if path.suffix.lower() == ".gguf" and path.is_file():
         raise UserError(
-            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, a folder or hub name "
+            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, "
+            "a folder or hub name "
             "with safetensors"
         )
     if (path / ADAPTER_CONFIG).is_file():
         base = read_json_object(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "ITS_BASE"
         raise UserError(
-            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, use_peft: true and "
-            f"adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} --output FOLDER`"
+            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, "
+            "use_peft: true and "
+            f"adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} "
+            "--output FOLDER`"
         )
     if (path / "checkpoints").is_dir():
         raise UserError(f"{path}: is a run's folder; name its export/, or one of its checkpoints/")
@@ -95,8 +99,8 @@ def find_adapter(name: str) -> Path:
 def complete_lora(recipe: Recipe) -> Recipe:
     """`recipe` with the keys of LoRA as its adapter_name_or_path has them; unchanged if it names none.
 
-    A key that the recipe sets stays, where it agrees with the adapter. The names and shapes of the adapter's tensors are
-    compared with the model's when they are read (models/lora.py).
+    A key that the recipe sets stays, where it agrees with the adapter. The names and shapes of the adapter's tensors
+    are compared with the model's when they are read (models/lora.py).
 
     Raises `UserError` if the adapter cannot be read, is of another kind than LoRA, or contradicts the recipe.
     """
@@ -120,7 +124,8 @@ def complete_lora(recipe: Recipe) -> Recipe:
         )
     found = _read_keys(config, folder)
     problems = [
-        f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: the adapter {name} has {json.dumps(value)}; leave {key} out"
+        f"{recipe.place_of(key)}: {key}: {json.dumps(asked)}: the adapter {name} has {json.dumps(value)}; "
+        f"leave {key} out"
         for key, value in found.items()
         if key in COMPARED and key in recipe.places and (asked := getattr(recipe.lora, key) or None) != (value or None)
     ]
@@ -157,7 +162,8 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 
 
 def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
-    """The modules in the adapter's file: with `kind` .lora_A. those that have adapters, with .weight those trained whole."""
+    """The modules in the adapter's file: with `kind` .lora_A. those that have adapters, with .weight those trained
+    whole."""
     path = folder / ADAPTER_WEIGHTS
     try:
         with path.open("rb") as file:

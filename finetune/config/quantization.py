@@ -1,4 +1,5 @@
-"""A base in 4 or 8 bits: how the recipe or the files say it is quantized, and the bytes that a weight takes. Imports no torch."""
+"""A base in 4 or 8 bits: how the recipe or the files say it is quantized, and the bytes that a weight takes. Imports no
+torch."""
 
 import math
 from collections.abc import Mapping
@@ -71,7 +72,8 @@ def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
-    """How a teacher is kept: as its files are quantized, by the quantization_config of its config, or as the recipe says."""
+    """How a teacher is kept: as its files are quantized, by the quantization_config of its config, or as the recipe
+    says."""
     stored = read_stored_quantization(settings, str(method.teacher_model_name_or_path))
     in_4_bits = method.teacher_load_in_4bit
     return stored or Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
@@ -89,7 +91,8 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
     if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:
         raise UserError(
-            f"{name}: its weights are quantized ({method or 'quantization_config'}), and only those of bitsandbytes can be "
+            f"{name}: its weights are quantized ({method or 'quantization_config'}), and only those of "
+            "bitsandbytes can be "
             "trained on; name the unquantized model, and set use_peft and load_in_4bit: true to keep it in 4 bits"
         )
     quant_type = settings.get("bnb_4bit_quant_type", "fp4")

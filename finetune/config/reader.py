@@ -90,7 +90,8 @@ def _shown(value: Any) -> str:
 
 
 def shipped_folder(name: str) -> Path:
-    """`recipes` or `accelerate_configs`: the repository's own in a checkout, else the copy inside the installed package."""
+    """`recipes` or `accelerate_configs`: the repository's own in a checkout, else the copy inside the installed
+    package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name
@@ -130,7 +131,8 @@ def find_file(name: str, folder: Path, what: str) -> Path:
 
 
 def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it; None: these alone.
+    """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it; None: these
+    alone.
 
     Raises `UserError` naming every mistake in the file and the overrides, one a line.
     """
@@ -238,7 +240,8 @@ def _check_sources(
     for item in items:
         if not (isinstance(item, list) and all(isinstance(e, Entry) for e in item)):
             problems.append(
-                f"{entry.where}: {entry.key}: each entry is a mapping with at least a path, such as `- path: data.jsonl`"
+                f"{entry.where}: {entry.key}: each entry is a mapping with at least a path, such as `- path: "
+                "data.jsonl`"
             )
             continue
         checked = _check(item, keys_of(schema), folder)
@@ -263,7 +266,8 @@ def _is_inline(value: str) -> bool:
 
 
 def _located(value: str, folder: Path) -> str | None:
-    """A local path that exists, from here or from the recipe's folder; a name that may be the hub's as it is; else None."""
+    """A local path that exists, from here or from the recipe's folder; a name that may be the hub's as it is; else
+    None."""
     here = Path(value).expanduser()
     for candidate in (here, folder / value):
         if candidate.exists() or (any(letter in value for letter in "*?[") and _matches(candidate)):

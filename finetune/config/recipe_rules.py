@@ -1,4 +1,4 @@
-"""The rules of a recipe by itself: they need neither layout nor model, and are checked when a recipe is read. Imports no torch."""
+"""The rules of a recipe by itself: they need neither layout nor model, and are checked as it is read. Torch-free."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields

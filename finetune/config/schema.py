@@ -57,12 +57,14 @@ class Optimization:
             "warmup_stable_decay",
         ],
         ReadAs("wsd", "warmup_stable_decay"),
-        "What follows the linear warm-up, by Transformers' names, and wsd for the last. constant warms up too: warmup_steps: 0 "
+        "What follows the linear warm-up, by Transformers' names, and wsd for the last. constant warms up "
+        "too: warmup_steps: 0 "
         "leaves that out.",
     ] = "cosine"
     lr_scheduler_kwargs: Annotated[
         dict[str, float | str] | None,
-        "What the schedule takes, by Transformers' names: power (polynomial), timescale (inverse_sqrt), num_decay_steps and "
+        "What the schedule takes, by Transformers' names: power (polynomial), timescale (inverse_sqrt), "
+        "num_decay_steps and "
         "decay_type (warmup_stable_decay: the last tenth of the steps and cosine; or linear, 1-sqrt).",
     ] = None
     min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
@@ -72,19 +74,24 @@ class Optimization:
     warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
     optim: Annotated[
         Literal["adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit", "adafactor", "sgd"],
-        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; adamw_8bit in 8 bits: 2 "
-        "bytes, by torchao, which has to be installed; not under FSDP1. adafactor keeps a number for each row and column, at "
+        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; "
+        "adamw_8bit in 8 bits: 2 "
+        "bytes, by torchao, which has to be installed; not under FSDP1. adafactor keeps a number for each "
+        "row and column, at "
         "the fixed learning rate, as Transformers' Trainer has it; not under FSDP1. sgd keeps nothing.",
     ] = "adamw_torch_fused"
     optim_offload: Annotated[
         Literal["none", "nvme"],
-        "Where the optimizer's state is: none: in memory; nvme: its moments, and fp32 master weights where mixed_precision is on, in "
-        "files under offload_dir, of which every step reads and writes one decoder layer after another. Under FSDP2, with "
+        "Where the optimizer's state is: none: in memory; nvme: its moments, and fp32 master weights where "
+        "mixed_precision is on, in "
+        "files under offload_dir, of which every step reads and writes one decoder layer after another. "
+        "Under FSDP2, with "
         "adamw_torch_fused, adamw_torch or adamw_bf16_moments.",
     ] = "none"
     offload_dir: Annotated[
         str | None,
-        "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the run; a checkpoint needs "
+        "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the "
+        "run; a checkpoint needs "
         "none of them.",
     ] = None
     weight_decay: Annotated[
@@ -97,7 +104,8 @@ class Optimization:
         float | None,
         Gt(0),
         SameOnResume,
-        "NEFTune: uniform noise on the embeddings while training, at most this over the root of the document's tokens times "
+        "NEFTune: uniform noise on the embeddings while training, at most this over the root of the "
+        "document's tokens times "
         "the hidden size.",
     ] = None
     label_smoothing: Annotated[
@@ -105,13 +113,16 @@ class Optimization:
         Ge(0),
         Lt(1),
         SameOnResume,
-        "Train on this share of an even distribution over the vocabulary beside each label, as torch's cross_entropy; the "
+        "Train on this share of an even distribution over the vocabulary beside each label, as torch's "
+        "cross_entropy; the "
         "held-out loss is without it.",
     ] = 0.0
     optim_in_backward: Annotated[
         bool,
-        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: the gradients of "
-        "the whole model are never in memory together. For steps of one micro-batch, with max_grad_norm: null, in one process "
+        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: "
+        "the gradients of "
+        "the whole model are never in memory together. For steps of one micro-batch, with max_grad_norm: "
+        "null, in one process "
         "or under FSDP2.",
     ] = False
     max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."] = 1.0
@@ -133,7 +144,8 @@ class Lora:
         str | None,
         FileOrName,
         SameOnResume,
-        "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, targets and the rest are taken from its "
+        "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, targets and the "
+        "rest are taken from its "
         "adapter_config.json; what the recipe sets as well must agree.",
     ] = None
     lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
@@ -172,7 +184,8 @@ class Lora:
 
     @property
     def is_fused(self) -> bool:
-        """Whether every adapter is computed with its layer (models/fused_lora.py), and all else is frozen in the compute dtype."""
+        """Whether every adapter is computed with its layer (models/fused_lora.py), and all else is frozen in the
+        compute dtype."""
         others = self.lora_dropout or self.use_dora or self.modules_to_save or self.lora_target_parameters
         return self.use_peft and not others
 
@@ -184,7 +197,8 @@ class Quantization:
     load_in_4bit: Annotated[
         bool,
         SameOnResume,
-        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the compute dtype. "
+        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the "
+        "compute dtype. "
         "Needs the bitsandbytes package; not under FSDP1.",
     ] = False
     load_in_8bit: Annotated[
@@ -226,7 +240,8 @@ class DatasetSource:
     ] = 1.0
     max_samples: Annotated[
         Positive | None,
-        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw them it would "
+        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw "
+        "them it would "
         "have to be read to its end.",
     ] = None
     messages_column: Annotated[str | None, "The column that holds the messages, where it is not named as usual."] = None
@@ -242,7 +257,8 @@ class DatasetSource:
     ] = None
     alpaca_prompt: Annotated[
         bool,
-        "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), inside the "
+        "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction "
+        "...), inside the "
         "user's turn; chat_template: alpaca writes that wording without turns.",
     ] = False
 
@@ -263,13 +279,15 @@ class Data:
         str | None,
         FileOrName,
         SameOnResume,
-        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or alpaca "
+        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, "
+        "qwen3 or alpaca "
         "(all are in docs/data.md), a file, or inline Jinja.",
     ] = None
     chat_template_date: Annotated[
         str | None,
         SameOnResume,
-        "The day, as 2026-01-31, that a chat template writes which asks for today's (Llama 3.2's, SmolLM3's, Granite's do); "
+        "The day, as 2026-01-31, that a chat template writes which asks for today's (Llama 3.2's, SmolLM3's, "
+        "Granite's do); "
         "null: the day on which the run begins, for all of its ranks and restarts.",
     ] = None
     max_length: Annotated[
@@ -289,9 +307,12 @@ class Data:
     turns: Annotated[
         Turns,
         SameOnResume,
-        "How the turns of a conversation become documents. whole: one document, as the chat template writes the conversation. "
-        "split: a document for each of the assistant's turns, with the prompt that the model has when it is asked for that turn. "
-        "auto: whole where each turn has that prompt anyway, else as few documents as give it. last: the last turn alone.",
+        "How the turns of a conversation become documents. whole: one document, as the chat template writes "
+        "the conversation. "
+        "split: a document for each of the assistant's turns, with the prompt that the model has when it is "
+        "asked for that turn. "
+        "auto: whole where each turn has that prompt anyway, else as few documents as give it. last: the "
+        "last turn alone.",
     ] = "auto"
     on_bad_row: Annotated[
         Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
@@ -323,19 +344,22 @@ class Model:
     added_tokens: Annotated[
         tuple[str, ...],
         SameOnResume,
-        "Tokens added to the tokenizer, such as [TOOL]. Their rows in embedding and head start at the mean of the others and are "
+        "Tokens added to the tokenizer, such as [TOOL]. Their rows in embedding and head start at the mean "
+        "of the others and are "
         "trained; LoRA then trains both whole, as if modules_to_save named them.",
     ] = ()
     special_tokens: Annotated[
         dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] | None,
         SameOnResume,
-        "The tokenizer's bos_token, eos_token, pad_token or unk_token, where others than its own are wanted; a token that it "
+        "The tokenizer's bos_token, eos_token, pad_token or unk_token, where others than its own are wanted; "
+        "a token that it "
         "lacks is added.",
     ] = None
     eot_tokens: Annotated[
         tuple[str, ...],
         SameOnResume,
-        "Tokens that end a turn, beside the eos_token: special ones, at which generation with the exported model stops.",
+        "Tokens that end a turn, beside the eos_token: special ones, at which generation with the exported "
+        "model stops.",
     ] = ()
     pad_vocab_to_multiple_of: Annotated[
         Positive,
@@ -346,7 +370,8 @@ class Model:
     dtype: Annotated[
         Literal["float32", "bfloat16"],
         SameOnResume,
-        "The type of the trained parameters in memory, in every layout; LoRA's adapters are always float32. float32 keeps small updates; the compute dtype is the Accelerate config's.",
+        "The type of the trained parameters in memory, in every layout; LoRA's adapters are always float32. "
+        "float32 keeps small updates; the compute dtype is the Accelerate config's.",
     ] = "float32"
     trainable_modules: Annotated[
         tuple[str, ...],
@@ -359,25 +384,29 @@ class Model:
         tuple[str, ...],
         ModulePatterns,
         SameOnResume,
-        "Freeze these modules, by patterns as in trainable_modules, over which they prevail; tied weights are one tensor.",
+        "Freeze these modules, by patterns as in trainable_modules, over which they prevail; tied weights "
+        "are one tensor.",
     ] = ()
     attn_implementation: Annotated[
         Literal[
             "auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
         ],
-        "auto: varlen attention on CUDA, or torch's flex_attention where a model caps its scores, has sinks or wide heads; "
+        "auto: varlen attention on CUDA, or torch's flex_attention where a model caps its scores, has sinks "
+        "or wide heads; "
         "causal SDPA per document on CPU; no flash-attn build is needed. flash_attention_3 "
         "and _4: the same with the kernels of the installed package, on Hopper and Blackwell; _3 without it takes the "
         "hub's kernels.",
     ] = "auto"
     torch_compile: Annotated[
         bool,
-        "Compile the decoder layers' insides and the loss: faster steps for a minute more of the first start, worth it on a GPU.",
+        "Compile the decoder layers' insides and the loss: faster steps for a minute more of the first "
+        "start, worth it on a GPU.",
     ] = False
     tf32: Annotated[
         bool,
         SameOnResume,
-        "On a GPU, multiply float32 matrices in TensorFloat-32: several times faster, with 10 bits of the mantissa. bf16 "
+        "On a GPU, multiply float32 matrices in TensorFloat-32: several times faster, with 10 bits of the "
+        "mantissa. bf16 "
         "computation does not need it.",
     ] = False
     use_liger_kernel: Annotated[
@@ -388,14 +417,17 @@ class Model:
     ] = 1
     activation_checkpointing_keeps: Annotated[
         Literal["nothing", "attention", "attention_and_projections"],
-        "What a checkpointed layer keeps beside its input, instead of computing it again: the output of attention, whose "
+        "What a checkpointed layer keeps beside its input, instead of computing it again: the output of "
+        "attention, whose "
         "computation grows with the length of documents; with the products round it (query, key, value, output). More "
         "memory, less time. Not with torch_compile.",
     ] = "nothing"
     activation_offload: Annotated[
         bool,
-        "Keep what checkpointed layers keep (their inputs, and what activation_checkpointing_keeps names) in host memory until "
-        "the backward, copied beside the computation; on CUDA, where the Accelerate config turns activation checkpointing on. "
+        "Keep what checkpointed layers keep (their inputs, and what activation_checkpointing_keeps names) in "
+        "host memory until "
+        "the backward, copied beside the computation; on CUDA, where the Accelerate config turns activation "
+        "checkpointing on. "
         "Not with torch_compile.",
     ] = False
     attention_dropout: Annotated[
@@ -403,7 +435,8 @@ class Model:
         Ge(0),
         Lt(1),
         SameOnResume,
-        "Overrides the model's own attention dropout. With dropout, attention runs document by document on CUDA too, and scores that "
+        "Overrides the model's own attention dropout. With dropout, attention runs document by document on "
+        "CUDA too, and scores that "
         "are capped, or have sinks, are materialized.",
     ] = None
     router_aux_loss_coef: Annotated[
@@ -414,7 +447,8 @@ class Model:
     ] = None
     expert_parallel_size: Annotated[
         Positive,
-        "Divide the experts of a mixture's layers over groups of this many ranks, which send them their tokens; under FSDP2, which "
+        "Divide the experts of a mixture's layers over groups of this many ranks, which send them their "
+        "tokens; under FSDP2, which "
         "shards everything else over all ranks as before. 1: every rank gathers all experts of a layer.",
     ] = 1
 
@@ -448,7 +482,8 @@ class Run:
     eval_strategy: Annotated[
         Literal["no", "steps", "epoch"],
         NO_IN_YAML,
-        "When the held-out loss is measured between the start and the end: every eval_steps, after every epoch, or not at all.",
+        "When the held-out loss is measured between the start and the end: every eval_steps, after every "
+        "epoch, or not at all.",
     ] = "steps"
     eval_steps: Annotated[
         StepsOrShare | None,
@@ -464,12 +499,14 @@ class Run:
     ] = ()
     early_stopping_patience: Annotated[
         Positive | None,
-        "Stop after this many held-out losses in a row without a new minimum; needs eval_steps, or eval_strategy: epoch.",
+        "Stop after this many held-out losses in a row without a new minimum; needs eval_steps, or "
+        "eval_strategy: epoch.",
     ] = None
     timeout_seconds: Annotated[float, Gt(0), "How long a rank waits for the others before the run is ended."] = 1800.0
     profile_steps: Annotated[
         tuple[Positive, Positive] | None,
-        "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot of GPU memory in profile/.",
+        "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot of GPU "
+        "memory in profile/.",
     ] = None
     report_to: Annotated[
         Literal["none", "all", "tensorboard", "wandb", "mlflow", "trackio"]
@@ -496,7 +533,8 @@ class Checkpoint:
     ] = None
     keep_best_checkpoint: Annotated[
         bool,
-        "Save at every new minimum of the held-out loss (see eval_steps), keep the newest of those as well, and export it.",
+        "Save at every new minimum of the held-out loss (see eval_steps), keep the newest of those as well, "
+        "and export it.",
     ] = False
     async_save: Annotated[
         bool | None,
@@ -520,7 +558,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """A whole recipe. `path` is the file it came from; `places` has each key that it or the command line set, with its place."""
+    """A whole recipe. `path` is the file it came from; `places` has each key that it or the command line set, with its
+    place."""
 
     path: str
     places: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,5 @@
-"""What was meant by a key or a value that is none of ours: another tool's name for it, Accelerate's, or a misspelling."""
+"""What was meant by a key or a value that is none of ours: another tool's name for it, Accelerate's, or a
+misspelling."""
 
 import difflib
 from collections.abc import Mapping
@@ -56,13 +57,15 @@ IN_ACCELERATE_FILE: Mapping[str, str] = {
 # What many call a key of the recipe, in a recipe or an Accelerate file: name -> that key.
 IN_RECIPE: Mapping[str, str] = {"ep_size": "expert_parallel_size", "expert_parallel_degree": "expert_parallel_size"}
 LAUNCHED = "no such key; --num-processes N says how many ranks run on this machine"
-# Names whose nearest spelling is something else, or that are no key anywhere here: name -> (the key that is meant, what to write).
+# Names whose nearest spelling is something else, or that are no key anywhere here: name -> (the key that is meant, what
+# to write).
 MEANT: Mapping[str, tuple[str, str]] = {
     "peft_type": ("use_peft", "peft's name; use_peft: true trains LoRA adapters, the only kind here"),
     "max_tokens": ("max_length", "no such key; max_length is the number of tokens in a row"),
     "batch_size": (
         "per_device_train_batch_size",
-        "torchtune's and Axolotl's name; per_device_train_batch_size is the rows of a micro-batch, global_batch_size those of a step",
+        "torchtune's and Axolotl's name; per_device_train_batch_size is the rows of a micro-batch, "
+        "global_batch_size those of a step",
     ),
     "load_best_model_at_end": (
         "keep_best_checkpoint",
@@ -98,7 +101,10 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
         "flash_attention": "auto",
     },
 }
-LION = "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the same memory, adamw_8bit less"
+LION = (
+    "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the same "
+    "memory, adamw_8bit less"
+)
 # Key -> their name -> why there is none.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
     "optim": dict.fromkeys(("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), LION)
@@ -191,7 +197,8 @@ def keys_without_counterpart() -> dict[str, tuple[str, str]]:
     """Other tools' keys that have no counterpart here: name -> (whose it is, why, or what to do instead).
 
     >>> keys_without_counterpart()["max_prompt_length"]
-    ("TRL's", 'max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning there')
+    ("TRL's", 'max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning
+    there')
     """
     own = {key.name for section in SECTIONS.values() for key in fields(section)}
     found: dict[str, tuple[str, str]] = {}

@@ -1,4 +1,5 @@
-"""YAML with places: every `key: value` of a file with its line, numbers as YAML 1.2 has them, and no key taken twice."""
+"""YAML with places: every `key: value` of a file with its line, numbers as YAML 1.2 has them, and no key taken
+twice."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -57,7 +58,7 @@ class _ForeignLoader(_Loader):
 
 _NUMBERS = {
     "tag:yaml.org,2002:int": r"^[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)$",
-    "tag:yaml.org,2002:float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",
+    "tag:yaml.org,2002:float": r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$",  # noqa: E501
 }
 _LEFT_OUT = (*_NUMBERS, "tag:yaml.org,2002:timestamp")
 _Loader.yaml_implicit_resolvers = {

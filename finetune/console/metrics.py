@@ -66,7 +66,8 @@ class MetricsLog:
             self.close()
 
     def write(self, line: dict[str, Any]) -> None:
-        """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line that finds room."""
+        """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line that finds
+        room."""
         if self._file is not None:
             self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
         self._call_tracker(lambda tracker: tracker.log(line))
@@ -78,7 +79,8 @@ class MetricsLog:
         """
         if self._path is not None and is_missing(self._path) and is_missing(self._path.with_name("recipe.yaml")):
             raise UserError(
-                f"{self._path.parent}: the run's folder was removed or renamed; stopped at step {line['step']:,}: no checkpoint "
+                f"{self._path.parent}: the run's folder was removed or renamed; stopped at step "
+                f"{line['step']:,}: no checkpoint "
                 "could be resumed or exported from there. Start the run again, and leave its folder in place"
             )
         self.write(line)
@@ -123,7 +125,8 @@ class MetricsLog:
         except OSError as error:
             if is_first:
                 self.say(
-                    f"{self._file.name}: cannot be written ({error.strerror}); the run continues, and its lines are added "
+                    f"{self._file.name}: cannot be written ({error.strerror}); the run continues, and its "
+                    "lines are added "
                     "once there is room"
                 )
 
@@ -135,7 +138,8 @@ class MetricsLog:
             except Exception as error:  # whatever its library raises: no reason to end a run
                 self._trackers.remove(tracker)
                 self.say(
-                    f"report_to: {tracker.name}: it failed ({first_line(error)}); the run continues without it, metrics.jsonl "
+                    f"report_to: {tracker.name}: it failed ({first_line(error)}); the run continues without "
+                    "it, metrics.jsonl "
                     "has every line"
                 )
 
@@ -263,7 +267,8 @@ def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def describe_missing(path: Path, last_step: int) -> str:
-    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty where none is missing.
+    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty where none is
+    missing.
 
     A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may change in a run.
     """
@@ -308,7 +313,10 @@ class Divergence:
     loss: float
 
     def __str__(self) -> str:
-        return f"the loss is {self.loss:.4g} at step {self.step:,}, far above the {self.first_loss:.4g} of step {self.first_step:,}"
+        return (
+            f"the loss is {self.loss:.4g} at step {self.step:,}, far above the {self.first_loss:.4g} of step "
+            f"{self.first_step:,}"
+        )
 
 
 def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:
@@ -324,8 +332,8 @@ def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None =
 def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> Divergence | None:
     """The divergence of a run with these (step, loss); None where the newest losses are not all far above the first.
 
-    The newest are the last DIVERGED_LINES; of a shorter run that is over (`at_end`) its last half, at least two. A loss that is
-    not finite is far above.
+    The newest are the last DIVERGED_LINES; of a shorter run that is over (`at_end`) its last half, at least two. A loss
+    that is not finite is far above.
 
     >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
     the loss is 315 at step 3, far above the 7.6 of step 1

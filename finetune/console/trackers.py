@@ -59,8 +59,9 @@ def list_trackers(report_to: str | tuple[str, ...]) -> tuple[str, ...]:
 def open_tracker(report_to: str, run_name: str, folder: Path, settings: dict[str, Any], start_step: int) -> Tracker:
     """The tracker `report_to` with `settings` (the recipe, flat) as the run's configuration.
 
-    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main rank. Raises `UserError`
-    where the tracker does not start. TensorBoard writes under `folder`; the others where their own environment says.
+    A run that resumes at `start_step` > 0 continues in the tracker too. To be called on the main rank. Raises
+    `UserError` where the tracker does not start. TensorBoard writes under `folder`; the others where their own
+    environment says.
     """
     identity = read_json_object(folder / IDENTITY).get(report_to) if start_step else None
     try:

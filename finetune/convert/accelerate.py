@@ -32,7 +32,8 @@ class Layout:
 
     @property
     def file(self) -> str | None:
-        """A shipped Accelerate file; None where leaving accelerate_config out is the same (one process or DDP in fp32)."""
+        """A shipped Accelerate file; None where leaving accelerate_config out is the same (one process or DDP in
+        fp32)."""
         if self.sharding == "none":
             return None if self.precision == "no" else "ddp_checkpointing" if self.checkpointing else "ddp"
         return FILES[self.sharding]
@@ -45,13 +46,17 @@ class Layout:
         asked = [f"parallelism_config_{key}: {size}" for key, size in sizes.items() if size > 1]
         if asked:
             file = f"a copy of {self.file or FILES['full']}.yaml"
-            yield f"the ranks divide tensors or sequences too there; set {' and '.join(asked)} in {file}, which divides data alone"
+            yield (
+                f"the ranks divide tensors or sequences too there; set {' and '.join(asked)} in {file}, which "
+                "divides data alone"
+            )
         if self.sharding == "hybrid":
             yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
 
 
 def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
-    """The layout of their file; `text` is the file with its comments, where torchtune names the recipe that it is for."""
+    """The layout of their file; `text` is the file with its comments, where torchtune names the recipe that it is
+    for."""
     if tool == "torchtune":
         return _torchtune(theirs, text)
     return _automodel(theirs) if tool == "Automodel" else _trainer(tool, theirs)

@@ -18,7 +18,8 @@ ROLES = "user, assistant, system and tool are known, human, gpt, function_call a
 TRAINED = "the assistant's turns are trained, each with its end token; assistant_only_loss: false trains every turn"
 PAIR = "only a prompt and a completion column can be named; type alpaca reads instruction, input and output"
 PREFERENCE = (
-    "chosen_column, rejected_column and label_column under stage: dpo and kto; under sft completion_column: chosen trains on "
+    "chosen_column, rejected_column and label_column under stage: dpo and kto; under sft completion_column: "
+    "chosen trains on "
     "the chosen answers alone, and on_bad_row: skip drops rows that are labeled false"
 )
 ALPACA_PROMPT = (
@@ -215,7 +216,8 @@ def make_sources(paths: Iterable[Any], **keys: Any) -> Sources:
 
 
 def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
-    """An entry of ours with the first `limit` rows of its split; all where that is None, or the split is a slice already."""
+    """An entry of ours with the first `limit` rows of its split; all where that is None, or the split is a slice
+    already."""
     split = str(entry.get("split") or "train")
     if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
         return entry
@@ -228,12 +230,16 @@ def coming_from_page() -> str:
         "# Coming from TRL, Axolotl, LLaMA-Factory, torchtune or NeMo Automodel",
         "",
         "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
-        "that tool's defaults where ours differ. Differences are listed in it; a file of another method is refused by name.",
+        "that tool's defaults where ours differ. Differences are listed in it; a file of another method is "
+        "refused by name.",
         "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
-        "(`finetune/config/other_tools.py`, `finetune/convert`): `python -m finetune.convert.dataset_keys > docs/coming-from.md`.",
+        "(`finetune/config/other_tools.py`, `finetune/convert`): `python -m finetune.convert.dataset_keys > "
+        "docs/coming-from.md`.",
         "",
-        "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that `accelerate_config` (or",
-        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are not in the tables.",
+        "Sharding, compute dtype and activation checkpointing belong in the Accelerate file that "
+        "`accelerate_config` (or",
+        "`--config`) names, and nowhere else: see [layouts](layouts.md). Keys that are the same in both are "
+        "not in the tables.",
     ]
     for tool, pairs in TOOLS.items():
         lines += ["", f"## {tool}", "", "| There | Here | |", "| --- | --- | --- |"]

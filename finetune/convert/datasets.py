@@ -21,7 +21,8 @@ from finetune.convert.rules import Conversion, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
 
-# Axolotl's types are called template.form; the columns of a form that joins texts, of which the prompt is a user's turn.
+# Axolotl's types are called template.form; the columns of a form that joins texts, of which the prompt is a user's
+# turn.
 PAIR_FORMS = {
     "argilla": {
         "prompt_column": "instruction",

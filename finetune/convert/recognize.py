@@ -56,7 +56,8 @@ def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
 
 
 def _find_trl_method(theirs: Mapping[str, Any], source: Path) -> str:
-    """TRL's files name no trainer: their keys do, else the name of the file or its folder (recipes/x/orpo/config.yaml)."""
+    """TRL's files name no trainer: their keys do, else the name of the file or its folder
+    (recipes/x/orpo/config.yaml)."""
     if "desirable_weight" in theirs or "undesirable_weight" in theirs:
         return "kto"
     if "simpo" in _losses("TRL", theirs) or "simpo_gamma" in theirs:
@@ -178,7 +179,8 @@ def _drop_unused(method: str, found: Conversion) -> None:
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
 )
-# Mixtures of experts whose published weights are quantized, whose code is not transformers' own, or that have not been tried.
+# Mixtures of experts whose published weights are quantized, whose code is not transformers' own, or that have not been
+# tried.
 MOE_MODEL = re.compile(
     r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|v4|r1)(?!.*distill)|jamba-1\.5|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|kimi-k2|"
     r"ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|nemotron-3|nemotron[-_](ultra|super)[-_]?v?3|grok|step-3|mimo"
@@ -205,7 +207,8 @@ AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 
 
 class Refusal(UserError):
-    """A file that is not converted. `cause` names the method or capability; `is_training` whether the file trains at all."""
+    """A file that is not converted. `cause` names the method or capability; `is_training` whether the file trains at
+    all."""
 
     cause: str = ""
     is_training: bool = True

@@ -52,7 +52,8 @@ def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
 
 
 def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """Tokens by Axolotl's, LLaMA-Factory's and TRL's keys; padding, which is not trained on, only where no adapters are."""
+    """Tokens by Axolotl's, LLaMA-Factory's and TRL's keys; padding, which is not trained on, only where no adapters
+    are."""
     section = read_section(theirs, "special_tokens")
     special = {name: section.get(name) for name in TOKEN_NAMES}
     special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}
@@ -139,7 +140,8 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe["report_to"] = "wandb"
 
 
-# Names of Axolotl and LLaMA-Factory for templates that write the same turns. Their alpaca, vicuna, zephyr and llama2 do not.
+# Names of Axolotl and LLaMA-Factory for templates that write the same turns. Their alpaca, vicuna, zephyr and llama2 do
+# not.
 TEMPLATES = {
     "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml",
     "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",

@@ -33,11 +33,11 @@ Ids = NDArray[np.int64]
 class MicroBatch:
     """The rows of one forward pass on one rank.
 
-    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer than
-    ROUND_TOKENS tokens of padding (for each rank that has a part of the row) come last, as a document of their own. Unpacked,
-    each row is one document, padded on the right; attention is causal and padding comes last without labels, so that no mask
-    is needed. The documents of a group (chosen, rejected) follow one another, and no group is in two micro-batches. A rank that
-    has no row left in a step gets a filler, which has no document.
+    Packed, all rows lie one after another in a single row, and `cu_seq_lens` says where each document begins; fewer
+    than ROUND_TOKENS tokens of padding (for each rank that has a part of the row) come last, as a document of their
+    own. Unpacked, each row is one document, padded on the right; attention is causal and padding comes last without
+    labels, so that no mask is needed. The documents of a group (chosen, rejected) follow one another, and no group is
+    in two micro-batches. A rank that has no row left in a step gets a filler, which has no document.
 
     Where ranks divide a row's tokens between them, `tokens` in the shapes below are this rank's, from `first_token` on;
     boundaries, lengths and documents are those of the whole row.
@@ -46,8 +46,8 @@ class MicroBatch:
     input_ids: Tensor  # int64[rows, tokens]
     labels: Tensor  # int64[rows, tokens]: the id to predict at this position, or IGNORE_INDEX
     position_ids: Tensor  # int64[rows, tokens]: from 0 in every document
-    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found on
-    # the host: a GPU's search would make the host wait.
+    # int64[trained tokens, filled up to a multiple of ROUND_TOKENS with others]: where the flattened labels are. Found
+    # on the host: a GPU's search would make the host wait.
     trained_positions: Tensor
     cu_seq_lens: Tensor | None  # int32[documents + 1]: where documents begin in the packed row, and its end
     max_document_length: int
@@ -55,12 +55,13 @@ class MicroBatch:
     document_lengths: tuple[int, ...] = ()  # tokens of each example
     packed_lengths: tuple[int, ...] | None = None  # what `cu_seq_lens` says, known to the host without asking a GPU
     token_mask: Tensor | None = None  # bool[rows, tokens]: False where padding; None: no token is
-    # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them belongs
-    # to; 0 for those without a label. None where documents are not compared.
+    # int64[len(trained_positions)]: which of the micro-batch's documents (by its place in `example_ids`) each of them
+    # belongs to; 0 for those without a label. None where documents are not compared.
     trained_documents: Tensor | None = None
     desirable: Tensor | None = None  # bool[documents]: whether the answer is rated good; None where nothing is rated
     first_token: int = 0  # where this rank's tokens begin in the row
-    # Where answers are rated, their prompts with other answers, document by document: they are looked at, not trained on.
+    # Where answers are rated, their prompts with other answers, document by document: they are looked at, not trained
+    # on.
     mismatched: "MicroBatch | None" = None
 
     @property
@@ -221,8 +222,9 @@ def _find_trained_documents(micro_batch: MicroBatch) -> Tensor:
 
 
 def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
-    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the step's collectives and add
-    nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers again."""
+    """ROUND_TOKENS tokens a rank without a label, for ranks that have no row: they take part in the step's collectives
+    and add nothing. Not a single token: torch.compile treats a size of 1 as a constant, and would compile the layers
+    again."""
     tokens = ROUND_TOKENS * parts
     return MicroBatch(
         input_ids=torch.ones(1, tokens, dtype=torch.int64),  # 0 is often the pad token, see `_pack`
@@ -241,8 +243,8 @@ OnReport = Callable[["Report", list[str]], None]  # the report so far, and what 
 
 
 class RankInfo(Protocol):
-    """What the data needs to know of the world: who this process is among how many, on which node and device, and who among
-    those that have the same rows, whose tokens they divide between them."""
+    """What the data needs to know of the world: who this process is among how many, on which node and device, and who
+    among those that have the same rows, whose tokens they divide between them."""
 
     @property
     def rank(self) -> int: ...
@@ -272,7 +274,8 @@ class StepBatch:
 
 
 class Batches(Protocol):
-    """The batches of a run for one rank: `StoredBatches` of tokens on disk, `StreamedBatches` of rows read while training."""
+    """The batches of a run for one rank: `StoredBatches` of tokens on disk, `StreamedBatches` of rows read while
+    training."""
 
     @property
     def config(self) -> BatchConfig: ...
@@ -328,7 +331,8 @@ class StoredBatches:
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
     def fill(self, steps: int = 256) -> float:
-        """How full the rows of the first `steps` steps are: of `row_tokens` where packed, else of their longest document."""
+        """How full the rows of the first `steps` steps are: of `row_tokens` where packed, else of their longest
+        document."""
         tokens = rows = padded = 0
         for step in range(min(steps, self.steps_per_epoch)):
             of_step = self.rows_of(step)
@@ -347,7 +351,8 @@ class StoredBatches:
         return [rows[row] for row in range(within * size, min((within + 1) * size, len(rows)))]
 
     def step_batch(self, step: int) -> StepBatch:
-        """This rank's share of optimizer step `step`: rows rank, rank + size, ... of the step's rows, or its part of their tokens."""
+        """This rank's share of optimizer step `step`: rows rank, rank + size, ... of the step's rows, or its part of
+        their tokens."""
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
         part = TokenPart(self.world.sequence_rank, self.world.sequence_size)
@@ -365,7 +370,8 @@ class StoredBatches:
         )
 
     def _micro_batches(self, rows: list[Ids], rank: int) -> list[Ids]:
-        """The example ids of each micro-batch of a rank; as many micro-batches on every rank, the last ones perhaps empty."""
+        """The example ids of each micro-batch of a rank; as many micro-batches on every rank, the last ones perhaps
+        empty."""
         size = self.per_device_batch_size
         count = ceil(ceil(len(rows) / self.world.size) / size)
         mine = rows[rank :: self.world.size]
@@ -412,7 +418,8 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
             less = ", a smaller max_length, or packing: false"
         raise UserError(
             f"{recipe.place_of('datasets')}: datasets: {counted(train.rows_per_epoch, 'row')}{given} "
-            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data or fewer ranks{less}"
+            f"{'is' if train.rows_per_epoch == 1 else 'are'} too few for {world.size} ranks; give more data "
+            f"or fewer ranks{less}"
         )
     epochs = recipe.optimization.num_train_epochs
     return replace(train, steps=recipe.optimization.max_steps or ceil(epochs * train.steps_per_epoch))

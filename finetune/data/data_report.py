@@ -1,4 +1,5 @@
-"""The reports behind data_report.json: the rows and tokens of each source, what is lost to max_length, and all findings."""
+"""The reports behind data_report.json: the rows and tokens of each source, what is lost to max_length, and all
+findings."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -61,7 +62,8 @@ class SourceReport:
         if self.rows_in_source is None:
             return []
         return [
-            f"{self.path}: {self.rows_read:,} of its {counted(self.rows_in_source, 'row')} (max_samples), drawn by the seed"
+            f"{self.path}: {self.rows_read:,} of its {counted(self.rows_in_source, 'row')} (max_samples), "
+            "drawn by the seed"
         ]
 
     def loss(self) -> list[str]:
@@ -161,7 +163,8 @@ class DataReport:
 
     def lines(self) -> list[str]:
         totals = (
-            f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, {counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
+            f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
+            f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
             f"rows {self.fill:.1%} full"
         )
         sources = (*self.sources, *self.eval_sources)
@@ -199,7 +202,8 @@ def make_report(
 
 @dataclass(slots=True)
 class StreamReport:
-    """The report of a stream, of what has been read so far. A row that comes again, its source having ended, is counted again."""
+    """The report of a stream, of what has been read so far. A row that comes again, its source having ended, is counted
+    again."""
 
     max_length: int
     eval_sources: tuple[SourceReport, ...] = ()

@@ -84,7 +84,8 @@ class Examples:
         return ratings
 
     def answers(self) -> "Examples":
-        """What is worth imitating, each by itself: every example, the chosen sides of pairs, or the answers rated good."""
+        """What is worth imitating, each by itself: every example, the chosen sides of pairs, or the answers rated
+        good."""
         if self.group_size == 1:
             return self
         return replace(self.take(np.flatnonzero(self.find_ratings() >= 0) * self.group_size), group_size=1)
@@ -109,9 +110,10 @@ class Cuts:
 def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tuple[Examples, Cuts]:
     """The store's documents as examples of at most `max_length` tokens.
 
-    `overlength` None: plain text is split into several examples, and anything else is truncated. Labels are
-    those of the whole document: the last token of a cut example still has its successor as label, so that
-    splitting loses no target. A group with a long document is dropped whole. Raises `UserError` where a document is longer and `overlength` is `error`.
+    `overlength` None: plain text is split into several examples, and anything else is truncated. Labels are those of
+    the whole document: the last token of a cut example still has its successor as label, so that splitting loses no
+    target. A group with a long document is dropped whole. Raises `UserError` where a document is longer and
+    `overlength` is `error`.
     """
     lengths = np.diff(store.starts)
     overlong = lengths > max_length
@@ -123,7 +125,8 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
         rows = np.unique(places, axis=1).shape[1]  # several documents may come of one
         raise UserError(
             f"{store.where(int(np.flatnonzero(overlong)[0]))}: more than max_length = {max_length} tokens (overlength: "
-            f"error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of {int(lengths[worst])} tokens; "
+            f"error); {counted(rows, 'row')} {'is' if rows == 1 else 'are'}, the longest of "
+            f"{int(lengths[worst])} tokens; "
             f"raise max_length or set overlength to {'truncate, drop or split' if size == 1 else 'truncate or drop'}"
         )
     to_drop = is_group_overlong & (overlength == "drop")
@@ -171,8 +174,8 @@ class Prompt:
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
-    """At most `count` of the examples (of pairs, the chosen sides), each cut where its last trained stretch begins; those that
-    ask nothing are skipped."""
+    """At most `count` of the examples (of pairs, the chosen sides), each cut where its last trained stretch begins;
+    those that ask nothing are skipped."""
     examples = examples.answers()
     prompts: list[Prompt] = []
     for example_id in range(len(examples)):

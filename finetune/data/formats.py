@@ -40,7 +40,8 @@ ANSWERS = {answer for _, answer in COMMON_PAIRS} | {"completion", "solution"}
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages that a chat template renders. Read from messages, sharegpt and alpaca rows, and conversational prompts."""
+    """Messages that a chat template renders. Read from messages, sharegpt and alpaca rows, and conversational
+    prompts."""
 
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
@@ -162,7 +163,8 @@ def name_rendering(row_format: str, document: Document) -> str:
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:
-    """The format of a row, from the columns that the source names, then from those that the row has. Raises `BadRow`."""
+    """The format of a row, from the columns that the source names, then from those that the row has. Raises
+    `BadRow`."""
     present = {column for column, value in row.items() if value is not None}
     is_sharegpt = bool(present & {"conversations", "conversation"})
     completes_sharegpt = is_sharegpt and "prompt" not in present
@@ -190,7 +192,8 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
         if {chosen, rejected} <= present:
             hint = (
-                f"{chosen} and {rejected} are two answers to one prompt: method: dpo (or orpo, simpo, kto) learns from such "
+                f"{chosen} and {rejected} are two answers to one prompt: method: dpo (or orpo, simpo, kto) "
+                "learns from such "
                 f"pairs; to train on the better answers alone, set prompt_column and completion_column: {chosen}"
             )
     raise BadRow(
@@ -208,7 +211,8 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
             columns.take(column)
         if rating == "false":
             raise BadRow(
-                f"{column}: false marks a bad answer, which would be trained on like a good one; method: kto learns from both; "
+                f"{column}: false marks a bad answer, which would be trained on like a good one; method: kto "
+                "learns from both; "
                 "else train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
@@ -250,7 +254,8 @@ def _parse_alpaca(columns: Columns, source: DatasetSource) -> Document:
 
 
 def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
-    """The turns before the answer of an Alpaca row: earlier ones, then its instruction and input as the user's. Raises `BadRow`."""
+    """The turns before the answer of an Alpaca row: earlier ones, then its instruction and input as the user's. Raises
+    `BadRow`."""
     instruction = columns.take_text(source.prompt_column or "instruction")
     extra = columns.take_text("input") if columns.row.get("input") is not None else ""
     if source.alpaca_prompt:
@@ -266,7 +271,8 @@ def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
     """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and others write it.
 
     >>> print(_make_alpaca_prompt("Add the numbers.", "2 and 3"))
-    Below is an instruction that describes a task, paired with an input that provides further context. Write a response that appropriately completes the request.
+    Below is an instruction that describes a task, paired with an input that provides further context. Write a response
+    that appropriately completes the request.
     <BLANKLINE>
     ### Instruction:
     Add the numbers.
@@ -278,7 +284,10 @@ def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
     <BLANKLINE>
     """
     paired = ", paired with an input that provides further context" if extra else ""
-    task = f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes the request."
+    task = (
+        f"Below is an instruction that describes a task{paired}. Write a response that appropriately completes "
+        "the request."
+    )
     parts = [task, f"### Instruction:\n{instruction}", f"### Input:\n{extra}" if extra else "", "### Response:\n"]
     return "\n\n".join(filter(None, parts))
 

@@ -50,7 +50,8 @@ class SingleProcess:
 
 
 def inspect_command(options: argparse.Namespace) -> int:
-    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop the training, else 0."""
+    """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop the training, else
+    0."""
     recipe = _build_recipe(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
     train, report = preview_data(recipe, tokenizer, SingleProcess())
@@ -159,7 +160,8 @@ def format_example(examples: Examples, tokenizer: Any, example_id: int, color: b
     trained = find_trained_tokens(example)
     side = name_side(examples, example_id)
     head = printable(
-        f"example {example_id}{f' ({side})' if side else ''}, {examples.where(example_id)}: {counted(len(trained), 'token')}, {sum(trained)} trained"
+        f"example {example_id}{f' ({side})' if side else ''}, {examples.where(example_id)}: "
+        f"{counted(len(trained), 'token')}, {sum(trained)} trained"
     )
     yield f"\033[1m{head}{RESET}" if color else head
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
@@ -209,7 +211,8 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
         yield from map(printable, _format_source(source, "held out: "))
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
-        f"an epoch: {count_examples(report.examples, report.pairs, report.desirable, report.undesirable)}, {counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
+        f"an epoch: {count_examples(report.examples, report.pairs, report.desirable, report.undesirable)}, "
+        f"{counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
         f"them trained ({share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
         f"{counted(report.steps_per_epoch, 'step')} on one rank"
     )
@@ -226,7 +229,9 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
 def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
     yield (
         f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} skipped, "
-        f"{source.overlong:,} over max_length, {count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, {counted(source.tokens, 'token')}, "
+        f"{source.overlong:,} over max_length, "
+        f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
+        f"{counted(source.tokens, 'token')}, "
         f"{source.trained_tokens:,} trained"
     )
     yield from (f"  {line}" for line in (*source.sample(), *source.loss()))

@@ -13,7 +13,8 @@ MAX_ROW_BYTES = 16 * 2**20  # a longer row is a broken file, or a whole corpus t
 
 
 class RepeatedKeys(dict[str, Any]):
-    """A row in which two keys have the same name, in itself or in an object in it: only the last one's value is kept."""
+    """A row in which two keys have the same name, in itself or in an object in it: only the last one's value is
+    kept."""
 
     has_own = False  # whether they are its own
 
@@ -28,7 +29,8 @@ class RowDecoder(json.JSONDecoder):
         super().__init__(object_pairs_hook=_make_object)
 
     def row(self, text: str, position: int = 0) -> tuple[dict[str, Any] | BadRow, int]:
-        """(the row that begins at `position`, where it ends). Raises `ValueError`, and `RecursionError` for its depth."""
+        """(the row that begins at `position`, where it ends). Raises `ValueError`, and `RecursionError` for its
+        depth."""
         row, end = self.raw_decode(text, position)
         if not isinstance(row, dict):
             return BadRow(f"a JSON object is expected, found {type(row).__name__}"), end
@@ -133,10 +135,12 @@ class _Text:
             return value
 
     def grow(self, number: int) -> bool:
-        """Reads more of the row that begins at `at`; False at the end. Raises `UserError` for a row too long to hold."""
+        """Reads more of the row that begins at `at`; False at the end. Raises `UserError` for a row too long to
+        hold."""
         if len(self.buffer) - self.at > MAX_ROW_BYTES:
             raise UserError(
-                f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it has no end"
+                f"{self._path}, row {number}: longer than {MAX_ROW_BYTES // 2**20} MiB, or damaged so that it "
+                "has no end"
             )
         return self._read()
 
@@ -162,7 +166,8 @@ def read_wrapped_rows(path: str, stream: IO[bytes]) -> Iterator[dict[str, Any]] 
         for key, value in _walk_object(_Text(path, stream)):
             if value is LIST and key in kinds:
                 raise UserError(
-                    f"{path}: two keys of its one object have the same name; only one could be read: rename or join them"
+                    f"{path}: two keys of its one object have the same name; only one could be read: rename "
+                    "or join them"
                 )
             kinds.setdefault(key, set())
             if value is not LIST:
@@ -180,7 +185,8 @@ LIST = object()  # the beginning of a list, or of another value
 
 
 def _walk_object(text: _Text) -> Iterator[tuple[str, Any]]:
-    """(key, LIST) for each key of one object, and (key, value) for each value of its list. Raises `ValueError` for anything else."""
+    """(key, LIST) for each key of one object, and (key, value) for each value of its list. Raises `ValueError` for
+    anything else."""
     decoder = RowDecoder()
     text.peek()
     text.take("{")

@@ -1,4 +1,5 @@
-"""Preference rows: a prompt with a chosen and a rejected answer, in the forms that people have; the common prompt is found."""
+"""Preference rows: a prompt with a chosen and a rejected answer, in the forms that people have; the common prompt is
+found."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -121,7 +122,8 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     hint = f"; method: kto learns from answers rated by {rated}" if rated else ""
     missing = " or ".join(named[0] if chosen is None else named[1])
     raise BadRow(
-        f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a chosen and a "
+        f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a "
+        "chosen and a "
         f"rejected answer (chosen_column and rejected_column name them){hint}"
     )
 
@@ -189,7 +191,8 @@ def _check_prompt(
 
 
 def _lacks_prompt(columns: Columns, shared: str) -> bool:
-    """Whether a column that nothing was read from may hold the prompt, rather than `shared`, the text that both answers begin with."""
+    """Whether a column that nothing was read from may hold the prompt, rather than `shared`, the text that both answers
+    begin with."""
     for name in columns.unused:
         value = columns.row[name]
         is_conversation = isinstance(value, list) and isinstance(value[0], dict)
@@ -292,7 +295,8 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
     label = next((name for name in names if row.get(name) is not None), None)
     if label is None:
         raise BadRow(
-            f"{' or '.join(names)}: nothing that rates the answer: its columns are {list_columns(row) or 'none'} (label_column "
+            f"{' or '.join(names)}: nothing that rates the answer: its columns are "
+            f"{list_columns(row) or 'none'} (label_column "
             "names it); rows with a chosen and a rejected answer are read too"
         )
     columns = Columns(row)
@@ -304,7 +308,8 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
     document = PARSERS[row_format](columns, source)
     if isinstance(document, Text):
         raise BadRow(
-            "plain text is no answer that could be rated; name its prompt and completion (prompt_column, completion_column)"
+            "plain text is no answer that could be rated; name its prompt and completion (prompt_column, "
+            "completion_column)"
         )
     if isinstance(document, Conversation) and row_format != "prompt_completion":
         document = _train_last(document)
@@ -340,7 +345,8 @@ def have_same_prompt(first: Document, second: Document) -> bool:
 
 
 def find_mismatched(documents: Sequence[Document], earlier: Document | None) -> list[Document | None]:
-    """For each of `documents` the next one, in a circle, that answers another prompt; else `earlier`, a document read before.
+    """For each of `documents` the next one, in a circle, that answers another prompt; else `earlier`, a document read
+    before.
 
     None where there is none.
     """

@@ -226,7 +226,8 @@ def interleave_sources(
 ) -> Iterator[tuple[DatasetSource, RowBatch, int]]:
     """(source, some of its rows, full passes over every source so far), endlessly.
 
-    Which source comes next is drawn by weight; one that ends is read again from its start. The first `skip` draws are skipped.
+    Which source comes next is drawn by weight; one that ends is read again from its start. The first `skip` draws are
+    skipped.
     """
     random = make_generator(seed, "interleave")
     weights = [source.weight / sum(source.weight for source in sources) for source in sources]

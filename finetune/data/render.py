@@ -36,8 +36,8 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     """The texts in which the turns of a document are trained on, as `renderer.turns` asks. Raises `BadRow`.
 
     Every trained turn stands after exactly what inference gives when it is asked for: the template, applied to the
-    conversation so far, with the generation prompt. `auto` writes as few texts as have this property: one for a template
-    that writes a turn alike whatever follows it.
+    conversation so far, with the generation prompt. `auto` writes as few texts as have this property: one for a
+    template that writes a turn alike whatever follows it.
     """
     if not isinstance(document, Conversation) or not renderer.assistant_only:
         return (render(document, renderer),)
@@ -80,7 +80,8 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
 
 
 def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
-    """Whether a token of the text as a whole, as inference has it in later turns, crosses a border of a trained span."""
+    """Whether a token of the text as a whole, as inference has it in later turns, crosses a border of a trained
+    span."""
     for border in span:
         special = renderer.special_tokens
         begin, end = max(border - CONTEXT, 0), border + CONTEXT
@@ -109,7 +110,8 @@ def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversatio
 
 
 def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
-    """The text of a conversation that ends with the last of `turns`, in which all of these stand as inference has them."""
+    """The text of a conversation that ends with the last of `turns`, in which all of these stand as inference has
+    them."""
     text = turns[max(turns)].text
     spans = {i: (turn.start, turn.end) for i, turn in sorted(turns.items())}
     findings = (

@@ -50,7 +50,8 @@ def read_rows(source: DatasetSource, *, streaming: bool = False, batch_rows: int
 
 
 def draw_rows(source: DatasetSource, seed: int) -> tuple[Iterator[RowBatch], int | None]:
-    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and None, where it is null.
+    """(`max_samples` of a source's rows in their order, the number of all its rows); all rows, and None, where it is
+    null.
 
     They are the first of a permutation that the seed decides. All rows are read once to count them, not tokenized.
     Raises `UserError` where nothing is at its path, or a file cannot be read.
@@ -80,7 +81,8 @@ def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple
 
 
 def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
-    """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` where nothing is there."""
+    """split -> files, for a local file, glob or folder; None for a hub name. Raises `UserError` where nothing is
+    there."""
     if not path.strip():
         raise UserError("the path of the data is empty; name a file, a glob, a folder or a hub name")
     with convert_os_errors(path):  # one of its parent folders may be unreadable
@@ -206,11 +208,12 @@ def hash_file(file: str) -> str:
 
 
 def fingerprint_samples(sources: tuple[DatasetSource, ...]) -> str | None:
-    """A hash of what the sources' files hold: all of it up to FINGERPRINT_BYTES, else samples that are spread evenly over it.
+    """A hash of what the sources' files hold: all of it up to FINGERPRINT_BYTES, else samples that are spread evenly
+    over it.
 
-    Not of every byte, since a stream may be terabytes, which would be read before the first step: rows that change places
-    between two samples are not noticed. None where a source is of the hub. Names and times do not count: a copy on another
-    disk is the same stream.
+    Not of every byte, since a stream may be terabytes, which would be read before the first step: rows that change
+    places between two samples are not noticed. None where a source is of the hub. Names and times do not count: a copy
+    on another disk is the same stream.
     """
     content = []
     for source in sources:

@@ -22,7 +22,8 @@ def render_conversation(
     """(text, trained spans, message index -> span of an assistant's turn).
 
     Every assistant turn is trained on, except those with `train: false`. The last value is empty if the template's own
-    markers are not one pair for each turn. Raises `BadRow` if the template rejects the conversation, or hides its turns.
+    markers are not one pair for each turn. Raises `BadRow` if the template rejects the conversation, or hides its
+    turns.
     """
     messages = read_messages(conversation, renderer)
     if renderer.has_markers:
@@ -41,7 +42,8 @@ def render_conversation(
         return text, tuple(spans), turns
     if not turns:
         raise BadRow(
-            f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: false` cannot be "
+            f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: "
+            "false` cannot be "
             "applied to one of them"
         )
     return text, tuple(span for i, span in turns.items() if conversation.trained[i]), turns
@@ -93,8 +95,8 @@ class _Layout:
 def _find_by_layout(text: str, messages: list[Message], renderer: Renderer) -> list[Span] | None:
     """The assistant's spans if the template writes the same around any content, else None.
 
-    The layout is found once for each sequence of roles, and used only if it gives exactly this rendered text when filled
-    with this conversation's contents.
+    The layout is found once for each sequence of roles, and used only if it gives exactly this rendered text when
+    filled with this conversation's contents.
     """
     if any(len(message) > 2 for message in messages):
         return None
@@ -171,7 +173,8 @@ def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
 
 
 def _probe_turns(text: str, messages: list[Message], between: list[str], renderer: Renderer) -> tuple[bool, ...]:
-    """Whether inference sees and writes each turn as it is in `text`; the first and the last of each kind are rendered."""
+    """Whether inference sees and writes each turn as it is in `text`; the first and the last of each kind are
+    rendered."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -234,7 +237,8 @@ def ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) 
 
 
 def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools, renderer: Renderer) -> str:
-    """`text`, of a conversation that ends with an answer to `prompt`, with what it writes otherwise before it as in `prompt`.
+    """`text`, of a conversation that ends with an answer to `prompt`, with what it writes otherwise before it as in
+    `prompt`.
 
     gpt-oss writes the reasoning before a tool call until the conversation ends: the last answer has seen it.
     """
@@ -248,7 +252,8 @@ def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools
 
 
 def is_as_asked(text: str, conversation: Conversation, renderer: Renderer) -> bool:
-    """Whether it is known without rendering parts of the conversation that inference sees each trained turn as in `text`."""
+    """Whether it is known without rendering parts of the conversation that inference sees each trained turn as in
+    `text`."""
     found = _match_layout(text, read_messages(conversation, renderer), renderer)
     return (
         found is not None
@@ -268,7 +273,8 @@ def _find_by_prefix(text: str, messages: list[Message], tools: Tools, renderer: 
         if start is not None and text.startswith(up_to_turn) and start <= len(up_to_turn):
             spans.append((start, _find_end_of_turn(text, start, len(up_to_turn), renderer)))
             continue
-        # The turn is written differently in the history than at the end (without its reasoning, say): up to its end token.
+        # The turn is written differently in the history than at the end (without its reasoning, say): up to its end
+        # token.
         end = -1 if start is None or not renderer.end_of_turn else text.find(renderer.end_of_turn, start)
         if start is not None and end >= 0 and renderer.end_of_turn not in message["content"]:
             spans.append((start, end + len(renderer.end_of_turn)))
@@ -276,7 +282,8 @@ def _find_by_prefix(text: str, messages: list[Message], tools: Tools, renderer: 
         found = _find_by_substitution(text, messages, i, tools, renderer)
         if found is None:
             raise BadRow(
-                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's turn "
+                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the "
+                "assistant's turn "
                 "begins and ends; use a template with {% generation %} markers"
             )
         spans.append(found)

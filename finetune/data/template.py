@@ -144,7 +144,8 @@ def apply_template(
 
 
 def apply_marked_template(renderer: Renderer, messages: list[Message], tools: Tools) -> tuple[str, list[Span]]:
-    """(text, what stands between its {% generation %} markers). Raises `BadRow` if the template rejects the messages."""
+    """(text, what stands between its {% generation %} markers). Raises `BadRow` if the template rejects the
+    messages."""
     return _render(renderer, messages, tools, return_assistant_tokens_mask=True)
 
 

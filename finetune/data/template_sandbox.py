@@ -1,7 +1,8 @@
-"""Chat templates compiled with limits: transformers' own sandbox keeps them from the machine, not from its time and memory.
+"""Chat templates compiled with limits: transformers' own sandbox keeps them from the machine, not from its time and
+memory.
 
-A template comes with a model, from anywhere. `{{ "a" * 10**10 }}`, a text doubled in a loop or a few nested loops would take
-all memory, or run forever. Here every operation that makes a longer text is checked before it is carried out, and
+A template comes with a model, from anywhere. `{{ "a" * 10**10 }}`, a text doubled in a loop or a few nested loops would
+take all memory, or run forever. Here every operation that makes a longer text is checked before it is carried out, and
 the steps of loops and calls are counted. What passes renders as transformers renders it.
 """
 

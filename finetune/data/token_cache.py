@@ -36,7 +36,8 @@ POLL_SECONDS = 0.1
 def open_cached_store(
     source: DatasetSource, data: Data, tokenizer: Any, local_rank: int, seed: int = 0, kind: RowKind = "answers"
 ) -> TokenStore:
-    """The source, or the rows of it that `max_samples` and the seed draw, as tokens, from the cache. Where it is missing or damaged, local rank 0 writes it, the node's others wait.
+    """The source, or the rows of it that `max_samples` and the seed draw, as tokens, from the cache. Where it is
+    missing or damaged, local rank 0 writes it, the node's others wait.
 
     Raises `UserError` on every rank where the data cannot be read.
     """
@@ -50,8 +51,8 @@ def open_cached_store(
 def open_or_write_store(
     folder: Path, local_rank: int, tokens: Callable[[SourceStats], Iterator[Tokens]], canceled: Event | None = None
 ) -> TokenStore:
-    """The store in `folder`. Local rank 0 writes it from `tokens` where it is missing or damaged; the node's other ranks
-    wait for that, unless `canceled` is set.
+    """The store in `folder`. Local rank 0 writes it from `tokens` where it is missing or damaged; the node's other
+    ranks wait for that, unless `canceled` is set.
 
     Raises `UserError` on every rank where it cannot be written.
     """
@@ -87,8 +88,8 @@ def cache_key(
     seed: int = 0,
     kind: RowKind = "answers",
 ) -> str:
-    """A name for everything that makes the tokens: the rows' content and what is read of them, the tokenizer, the template,
-    the options; and the seed, where it draws the rows."""
+    """A name for everything that makes the tokens: the rows' content and what is read of them, the tokenizer, the
+    template, the options; and the seed, where it draws the rows."""
     described = {key: value for key, value in asdict(source).items() if key not in ("weight", "max_samples")}
     if source.max_samples is not None:
         described |= {"max_samples": source.max_samples, "seed": seed}
@@ -151,7 +152,8 @@ def publish_store(folder: Path, tokens: Callable[[SourceStats], Iterator[Tokens]
 
 
 def wait_for_store(folder: Path, canceled: Event | None = None) -> None:
-    """Waits until local rank 0 of this node has written the folder, or has noted why it cannot, or `canceled` is set."""
+    """Waits until local rank 0 of this node has written the folder, or has noted why it cannot, or `canceled` is
+    set."""
     failure, started = _failure_file(folder), psutil.Process().create_time()
     while not folder.exists():
         if failure.exists() and failure.stat().st_mtime >= started:

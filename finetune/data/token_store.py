@@ -88,8 +88,8 @@ class DamagedStore(UserError):
 def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> None:
     """Writes a store into the existing, empty `folder`. `facts` is called after the last batch; kept as JSON.
 
-    facts.json lists the size and checksum of every column, and begins with a checksum of its own. When this returns, the
-    files are on disk; their names are once the folder is synced.
+    facts.json lists the size and checksum of every column, and begins with a checksum of its own. When this returns,
+    the files are on disk; their names are once the folder is synced.
     """
     files = {name: (folder / f"{name}.bin").open("wb") for name in COLUMNS}
     digests = {name: xxhash.xxh3_128() for name in COLUMNS}

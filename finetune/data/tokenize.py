@@ -1,4 +1,5 @@
-"""Rows as tokens and labels: rows are read and rendered one after another, and encoded by threads while the next are read."""
+"""Rows as tokens and labels: rows are read and rendered one after another, and encoded by threads while the next are
+read."""
 
 import os
 from collections import deque
@@ -34,7 +35,8 @@ NOT_UNICODE = "not valid Unicode: its text, or a column's name, has half of a UT
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Documents that no batch takes apart: an answer; chosen and rejected; a rated answer and the same prompt with another's."""
+    """Documents that no batch takes apart: an answer; chosen and rejected; a rated answer and the same prompt with
+    another's."""
 
     documents: tuple[Document, ...]
     rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
@@ -244,7 +246,8 @@ def _without_tokenizer_threads() -> Iterator[None]:
 def _render_batch(
     batch: RowBatch, source: DatasetSource, data: Data, renderer: Renderer, stats: SourceStats, reader: GroupReader
 ) -> tuple[list[RenderedText], Places]:
-    """(documents, their places) of the rows that can be used. Raises `UserError` for the others if `on_bad_row` is error."""
+    """(documents, their places) of the rows that can be used. Raises `UserError` for the others if `on_bad_row` is
+    error."""
     if batch.file not in stats.files:
         stats.files.append(batch.file)
     file = stats.files.index(batch.file)

@@ -14,7 +14,8 @@ from finetune.files.hub import hub_error
 from finetune.pretrained_config import Vocabulary, load_config
 
 FOLDER = Path(__file__).parent / "templates"
-# The text of a template is part of a checkpoint's fingerprints: a changed file is another template to a run that resumes.
+# The text of a template is part of a checkpoint's fingerprints: a changed file is another template to a run that
+# resumes.
 TEMPLATES = {path.stem: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.jinja"))}
 ALIASES = {
     "qwen2.5": "qwen",
@@ -53,7 +54,8 @@ USUAL_STOP_TOKENS = ("<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")  # 
 
 
 def load_tokenizer(model: Model, data: Data) -> Any:
-    """The fast tokenizer that `tokenizer_name_or_path` or the model names, with the recipe's tokens and `chat_template`.
+    """The fast tokenizer that `tokenizer_name_or_path` or the model names, with the recipe's tokens and
+    `chat_template`.
 
     Raises `UserError` if there is none, none with a fast (Rust) implementation, or if the tokens do not fit it.
     """
@@ -66,7 +68,8 @@ def load_tokenizer(model: Model, data: Data) -> Any:
 
 
 def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
-    """What the tokens of `tokenizer`, which `load_tokenizer` returned, ask of the model; None where the recipe names none."""
+    """What the tokens of `tokenizer`, which `load_tokenizer` returned, ask of the model; None where the recipe names
+    none."""
     special = model.special_tokens or {}
     if not (model.added_tokens or special):
         return None
@@ -78,8 +81,8 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
 
 
 def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
-    """Raises `UserError` where the teacher's own tokenizer has other tokens than `tokenizer`, or cuts a text into others: its
-    probabilities would be those of other tokens."""
+    """Raises `UserError` where the teacher's own tokenizer has other tokens than `tokenizer`, or cuts a text into
+    others: its probabilities would be those of other tokens."""
     own = _load_own(teacher)
     ours, theirs = tokenizer.get_vocab(), own.get_vocab()
     different = sorted(ours.items() ^ theirs.items(), key=lambda item: (item[1], item[0]))
@@ -103,7 +106,8 @@ def refuse_other_tokenizer(tokenizer: Any, teacher: Model) -> None:
 
 
 def _add_tokens(tokenizer: Any, model: Model) -> None:
-    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special. Raises `UserError` where they cannot be."""
+    """Adds `added_tokens` and `special_tokens`, and makes `eot_tokens` special. Raises `UserError` where they cannot
+    be."""
     from tokenizers import AddedToken
 
     special = model.special_tokens or {}
@@ -121,7 +125,8 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     bos = [known[special["bos_token"]]] if "bos_token" in special else None
     if writes_bos and bos is not None and _encode_bos(tokenizer) != bos:
         raise UserError(
-            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} before every text, whatever the "
+            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} before every "
+            "text, whatever the "
             "bos_token is; leave it as it is, or change tokenizer.json"
         )
 
@@ -199,7 +204,8 @@ def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[
 
 
 def find_stop_tokens(tokenizer: Any) -> list[str]:
-    """The tokens at which generation stops: the end of text, the known names of an end of turn, and what `load_tokenizer` found."""
+    """The tokens at which generation stops: the end of text, the known names of an end of turn, and what
+    `load_tokenizer` found."""
     known = tokenizer.get_vocab()
     stops = {tokenizer.eos_token, *USUAL_STOP_TOKENS, *getattr(tokenizer, "stop_tokens", ())}
     return sorted(token for token in stops if token in known)

@@ -29,7 +29,8 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
 
 
 def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
-    """The ranks that divide a row's tokens with this one; None where a rank has whole rows. All `ranks` call it together."""
+    """The ranks that divide a row's tokens with this one; None where a rank has whole rows. All `ranks` call it
+    together."""
     if sharding.sequence_parallel_size == 1:
         return None
     sizes = (ranks // sharding.ranks_per_batch, sharding.sequence_parallel_size, sharding.tensor_parallel_size)
@@ -38,8 +39,9 @@ def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> Pro
 
 
 def make_expert_mesh(sharding: Sharding, ranks: int, device_type: str) -> DeviceMesh:
-    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the experts of a
-    layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the same experts."""
+    """The mesh of the experts of a mixture, over all `ranks`, which call it together: neighbors in EXPERT divide the
+    experts of a layer between them; FSDP shards each of them over EXPERT_SHARD, the ranks of a replica that have the
+    same experts."""
     replicas, size = sharding.replicate_size or 1, sharding.expert_parallel_size
     shape = (replicas, ranks // (replicas * size), size)
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=(REPLICATE, EXPERT_SHARD, EXPERT))

@@ -32,7 +32,8 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 @dataclass(frozen=True, slots=True)
 class RankGroup:
-    """The ranks and the process group over which they agree; a thread beside the training loop needs a group of its own."""
+    """The ranks and the process group over which they agree; a thread beside the training loop needs a group of its
+    own."""
 
     world: "World"
     group: dist.ProcessGroup | None = None  # None: the default group

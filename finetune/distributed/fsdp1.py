@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def shard_as_fsdp1(model: nn.Module, values: "Values", world: World, classes: tuple[str, ...]) -> Fsdp1:
     """Wraps `model`, which is on meta, with FSDP1 and fills its parameters from `values`.
 
-    FSDP1 flattens a unit after materializing it whole, so the units are filled one after another, and no rank holds more
-    than one of them beside its shards. Raises `UserError` where this layout cannot hold the model.
+    FSDP1 flattens a unit after materializing it whole, so the units are filled one after another, and no rank holds
+    more than one of them beside its shards. Raises `UserError` where this layout cannot hold the model.
     """
 
     plugin = world.accelerator.state.fsdp_plugin
@@ -84,7 +84,8 @@ def _mesh(world: World) -> Any:
     if shard == world.size or shard == 1:
         raise UserError(
             f"{world.sharding.source}: HYBRID_SHARD shards within a node and replicates over nodes, but this is "
-            f"{counted(world.size // shard, 'node')} of {counted(shard, 'rank')}; use FULL_SHARD, or FSDP2 with parallelism_config sizes"
+            f"{counted(world.size // shard, 'node')} of {counted(shard, 'rank')}; use FULL_SHARD, or FSDP2 "
+            "with parallelism_config sizes"
         )
     mesh = init_device_mesh(world.device.type, (world.size // shard, shard), mesh_dim_names=("replicate", "shard"))
     set_timeouts(world.collective_timeout)

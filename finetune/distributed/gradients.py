@@ -1,8 +1,9 @@
-"""What is done with the gradients of all ranks, in order: synchronized, unscaled, clipped, and the optimizer's step. The order is
-binding: an optimizer with its state in files updates a part of the model before it reads the next, by gradients that are final.
+"""What is done with the gradients of all ranks, in order: synchronized, unscaled, clipped, and the optimizer's step.
+The order is binding: an optimizer with its state in files updates a part of the model before it reads the next, by
+gradients that are final.
 
-Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose gradients overflow and lowers
-the scale: that is how it finds the right scale, not an error.
+Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose gradients overflow and
+lowers the scale: that is how it finds the right scale, not an error.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,8 +30,8 @@ LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does no
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
     """For the micro-batches before the last of a step: no replica's gradients are summed with another's.
 
-    DDP does not reduce them. FSDP does at every micro-batch, since unsharded gradients would take the memory that it saves;
-    hybrid FSDP2 within the shards of a replica only.
+    DDP does not reduce them. FSDP does at every micro-batch, since unsharded gradients would take the memory that it
+    saves; hybrid FSDP2 within the shards of a replica only.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         with model.no_sync():
@@ -78,8 +79,8 @@ def whole_norm(norm: torch.Tensor) -> torch.Tensor:
 
 
 def _norm_over_meshes(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of gradients that are sharded over different meshes: one sum over all ranks of each one's shards, in which a
-    shard that several ranks have counts once."""
+    """The 2-norm of gradients that are sharded over different meshes: one sum over all ranks of each one's shards, in
+    which a shard that several ranks have counts once."""
     by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
         assert isinstance(gradient, DTensor)
@@ -92,7 +93,8 @@ def _norm_over_meshes(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in groups that are sharded over the same ranks: one operation on several tensors takes no others."""
+    """The parameters in groups that are sharded over the same ranks: one operation on several tensors takes no
+    others."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -100,8 +102,8 @@ def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]
 
 
 def sum_partial_gradients(model: nn.Module, world: World) -> None:
-    """Sums over each tensor parallel group the gradients of which every rank of it knows a part: of norms that are whole on
-    every rank, but work on a part of the heads. For after the last micro-batch of a step."""
+    """Sums over each tensor parallel group the gradients of which every rank of it knows a part: of norms that are
+    whole on every rank, but work on a part of the heads. For after the last micro-batch of a step."""
     if world.mesh is None or world.sharding.tensor_parallel_size == 1:
         return
     parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
@@ -122,8 +124,8 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of one gradient, 0-dim; of a sharded one a DTensor of the shards' norms. On a CPU in fp64: torch's own sums
-    fp32 one by one there, which is 1e-4 too low for millions of numbers, and another error for each sharding."""
+    """The 2-norm of one gradient, 0-dim; of a sharded one a DTensor of the shards' norms. On a CPU in fp64: torch's own
+    sums fp32 one by one there, which is 1e-4 too low for millions of numbers, and another error for each sharding."""
     dtype = torch.float64 if gradient.device.type == "cpu" else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
     return norm
@@ -138,7 +140,8 @@ def combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
 def update(optimizer: torch.optim.Optimizer, world: World) -> None:
     """The optimizer's step; under a scale only where no gradient overflowed, and the scale is set for the next.
 
-    Raises `UserError`, on all ranks, where a gradient overflows at `LOWEST_SCALE` too: the scale would be halved without end.
+    Raises `UserError`, on all ranks, where a gradient overflows at `LOWEST_SCALE` too: the scale would be halved
+    without end.
     """
     scaler = world.accelerator.scaler
     if scaler is None:
@@ -149,6 +152,7 @@ def update(optimizer: torch.optim.Optimizer, world: World) -> None:
     scaler.update()
     if before > scaler.get_scale() and before <= LOWEST_SCALE:
         raise UserError(
-            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} either, so no update can be "
+            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} either, so no "
+            "update can be "
             "made; set mixed_precision: bf16, or lower learning_rate"
         )

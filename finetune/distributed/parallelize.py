@@ -27,8 +27,9 @@ Values = Callable[[str, Slices], torch.Tensor]
 def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozenset[str] = frozenset()) -> nn.Module:
     """Distributes `model`, which is on meta, over the ranks, and fills every rank's own shards from `values`.
 
-    `unfilled`: the names of parameters that only get memory (not under FSDP1). Returns the model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
-    Raises `UserError` where the layout names a class that the model does not have.
+    `unfilled`: the names of parameters that only get memory (not under FSDP1). Returns the model to train: the same
+    object under FSDP2 and single, its wrapper under FSDP1 and DDP. Raises `UserError` where the layout names a class
+    that the model does not have.
     """
     classes = find_wrap_classes(model, world.sharding)
     if world.sharding.layout == "fsdp2":
@@ -43,7 +44,8 @@ def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozen
     # Rotary frequencies are computed alike on every rank: DDP need not send them around in every forward.
     buffers = [name for name, _ in model.named_buffers()]
     nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, buffers)  # type: ignore[no-untyped-call]
-    # evaluation_mode leaves DDP out, in which Accelerate wraps the model of a single process too where a launcher started it on a CPU.
+    # evaluation_mode leaves DDP out, in which Accelerate wraps the model of a single process too where a launcher
+    # started it on a CPU.
     alone = world.sharding.layout == "single"
     prepared: nn.Module = world.accelerator.prepare_model(model, evaluation_mode=alone)
     return prepared
@@ -154,16 +156,16 @@ def find_local_slices(tensor: torch.Tensor) -> Slices:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded. A weight that FSDP gathers in 8 bits lies inside a tensor of torchao's
-    own (fsdp_utils.py), which the state and the update have nothing to do with."""
+    """This rank's part of a tensor that may be sharded. A weight that FSDP gathers in 8 bits lies inside a tensor of
+    torchao's own (fsdp_utils.py), which the state and the update have nothing to do with."""
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)
 
 
 @contextmanager
 def _keep_recipe_dtype(world: World) -> Iterator[None]:
-    """Where FSDP computes in mixed precision, Accelerate raises trained parameters to fp32. The recipe's `dtype` decides
-    here, as it does under DDP; the compute dtype is in the plugin's policy."""
+    """Where FSDP computes in mixed precision, Accelerate raises trained parameters to fp32. The recipe's `dtype`
+    decides here, as it does under DDP; the compute dtype is in the plugin's policy."""
     state = world.accelerator.state
     before, state._mixed_precision = state._mixed_precision, "no"
     try:
@@ -191,8 +193,8 @@ def _fsdp2(
 
 
 def _overlap_collectives(model: Any, world: World) -> None:
-    """Lets gathers and reductions run at the same time, each in a process group of its own, and begins the gather of a layer
-    before the forward of the one before it, not after."""
+    """Lets gathers and reductions run at the same time, each in a process group of its own, and begins the gather of a
+    layer before the forward of the one before it, not after."""
     has_own_group = hasattr(model, "set_separate_reduce_scatter_group")  # since torch 2.13
     if has_own_group and world.shard_group_size > 1 and has_trained(model):
         model.set_separate_reduce_scatter_group()
@@ -216,8 +218,8 @@ def _materialize(
     buffers_on: torch.device,
     unfilled: frozenset[str],
 ) -> None:
-    """Gives meta parameters memory, and fills each but the `unfilled` from `values`: of a sharded one, only this rank's slices
-    are read."""
+    """Gives meta parameters memory, and fills each but the `unfilled` from `values`: of a sharded one, only this rank's
+    slices are read."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # real: rotary frequencies are computed
     tied = tied_names(model)
     model.to_empty(device=parameters_on)

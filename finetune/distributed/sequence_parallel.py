@@ -1,9 +1,10 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): ranks of a group divide a row's tokens.
+"""Sequence parallelism (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): ranks of a group divide a row's
+tokens.
 
-A decoder layer works on this rank's tokens. Before attention an all-to-all trades them for heads: a rank gets every token of
-its heads, among which it attends as one rank alone would, and after attention a second one trades back. The backward of each
-is the all-to-all that returns the gradients; under activation checkpointing every rank repeats both in the same order. Fewer
-key-value heads than ranks are repeated.
+A decoder layer works on this rank's tokens. Before attention an all-to-all trades them for heads: a rank gets every
+token of its heads, among which it attends as one rank alone would, and after attention a second one trades back. The
+backward of each is the all-to-all that returns the gradients; under activation checkpointing every rank repeats both in
+the same order. Fewer key-value heads than ranks are repeated.
 """
 
 import math
@@ -22,7 +23,8 @@ def trade_tokens_for_heads(
     """All heads of this rank's tokens in, all tokens of this rank's heads out, in one all-to-all.
 
     Args:
-        query: [rows, heads, tokens of this rank, head size]; key and value: [rows, key-value heads, ...]; as many tokens on
+        query: [rows, heads, tokens of this rank, head size]; key and value: [rows, key-value heads, ...]; as many
+            tokens on
             every rank, in order of rank.
     Returns:
         [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one row.
@@ -91,8 +93,8 @@ def _all_to_all(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received
 
 
-# torch.distributed.nn has both and is deprecated; the functional collectives return a tensor that waits later, and that a
-# layer's views and saved tensors would all be.
+# torch.distributed.nn has both and is deprecated; the functional collectives return a tensor that waits later, and that
+# a layer's views and saved tensors would all be.
 
 
 class _AllToAll(torch.autograd.Function):

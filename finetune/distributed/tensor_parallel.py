@@ -29,8 +29,8 @@ PARTIAL = "gradient_is_partial"  # the attribute of a module whose parameters' g
 
 
 class _Columns(ColwiseParallel):
-    """torch's, but for the gradient of the input, of which each rank has a part: it is summed once for all layers that read the
-    input, where it enters their module (`_SumOfGradients`), and torch's style would sum it for each."""
+    """torch's, but for the gradient of the input, of which each rank has a part: it is summed once for all layers that
+    read the input, where it enters their module (`_SumOfGradients`), and torch's style would sum it for each."""
 
     @staticmethod
     def _prepare_input_fn(
@@ -72,9 +72,11 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def divide_matrices(model: Any, world: World) -> None:
-    """Divides the matrices of `model`, which is on meta and may have adapters, over the ranks of each tensor parallel group.
+    """Divides the matrices of `model`, which is on meta and may have adapters, over the ranks of each tensor parallel
+    group.
 
-    Call it before FSDP shards the model. Raises `UserError` where transformers has no plan for the model that is understood here.
+    Call it before FSDP shards the model. Raises `UserError` where transformers has no plan for the model that is
+    understood here.
     """
     if world.sharding.tensor_parallel_size == 1:
         return
@@ -107,7 +109,8 @@ def _check_plan(model: Any, where: str) -> None:
     if not plan or unplanned or unknown:
         lacks = f"has {unknown[0]}" if unknown else f"lacks {', '.join(unplanned)}" if unplanned else "is empty"
         raise UserError(
-            f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not understood; use a version "
+            f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not "
+            "understood; use a version "
             "that this project is tested with, or set tp_size: 1"
         )
     if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
@@ -136,7 +139,8 @@ def _find_styles(model: Any) -> Iterator[tuple[str, str]]:
 
 
 def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle]:
-    """torch's style for each divided module: of an adapted layer, for the base and for one of its adapter's two matrices."""
+    """torch's style for each divided module: of an adapted layer, for the base and for one of its adapter's two
+    matrices."""
     found = {}
     for name, style in styles.items():
         if style not in STYLES:

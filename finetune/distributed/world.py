@@ -71,7 +71,8 @@ def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: f
         dead = [peer for peer, process in peers.items() if not is_alive(*process)]
         if dead and not left.wait(timeout_seconds):
             sys.stderr.write(
-                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run cannot continue "
+                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run "
+                "cannot continue "
                 "without it; that rank's own error is the cause. Where this one was:\n"
             )
             faulthandler.dump_traceback(all_threads=True)
@@ -123,13 +124,14 @@ class World:
 
     @property
     def shard_rank(self) -> int:
-        """This rank's position in its shard group, which ranks that hold the same values share; those of a tensor parallel
-        group, which hold the same norms, share it too."""
+        """This rank's position in its shard group, which ranks that hold the same values share; those of a tensor
+        parallel group, which hold the same norms, share it too."""
         return self.rank % self.shard_group_size // self.sharding.tensor_parallel_size
 
     @property
     def data_parallel(self) -> "DataParallelRank":
-        """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of them."""
+        """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of
+        them."""
         shared, sequence = self.sharding.ranks_per_batch, self.sharding.sequence_parallel_size
         part = self.rank // self.sharding.tensor_parallel_size % sequence
         return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device, part, sequence)
@@ -141,13 +143,14 @@ class World:
 
     @property
     def tensor_group(self) -> int:
-        """The tensor parallel group of this rank among `tensor_groups`: its ranks compute the same activations and losses."""
+        """The tensor parallel group of this rank among `tensor_groups`: its ranks compute the same activations and
+        losses."""
         return self.rank // self.sharding.tensor_parallel_size
 
     @property
     def tensor_groups(self) -> int:
-        """How many tensor parallel groups there are; without tensor parallelism every rank is one. Over them gradients are
-        averaged."""
+        """How many tensor parallel groups there are; without tensor parallelism every rank is one. Over them gradients
+        are averaged."""
         return self.size // self.sharding.tensor_parallel_size
 
     @property
@@ -232,8 +235,8 @@ def join(sharding: Sharding, timeout_seconds: float = 1800.0) -> World:
 def leave(world: World) -> None:
     """Destroys the process group once every rank has called this; afterwards the process can join another world.
 
-    What joining has changed in the environment is undone: a launcher's variables would make the next world wait for other
-    ranks, and Accelerate's would make it, and whatever this process starts, an FSDP world.
+    What joining has changed in the environment is undone: a launcher's variables would make the next world wait for
+    other ranks, and Accelerate's would make it, and whatever this process starts, an FSDP world.
     """
     from accelerate.state import AcceleratorState, GradientState
 
@@ -259,7 +262,8 @@ def _end_with_launcher() -> None:
 
 
 def describe_machine(sharding: Sharding, *, with_liger: bool = False) -> MachineFacts:
-    """This rank's machine, for the rules; before it joins the others. `with_liger`: ask Liger too, whose import takes seconds."""
+    """This rank's machine, for the rules; before it joins the others. `with_liger`: ask Liger too, whose import takes
+    seconds."""
     device, families = _device(sharding), None
     if device.type == "cpu":
         return MachineFacts(device="cpu", system=sys.platform, has_compiler=has_compiler())
@@ -285,7 +289,8 @@ def _device(sharding: Sharding) -> torch.device:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has {torch.cuda.device_count()} "
+            f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has "
+            f"{torch.cuda.device_count()} "
             "GPUs; launch one process for each GPU (--num_processes)"
         )
     device = torch.device("cuda", local_rank)
@@ -330,6 +335,7 @@ def _join_process_group(device: torch.device, timeout: timedelta) -> None:
 
 
 def set_timeouts(timeout: timedelta) -> None:
-    """Sets the timeout of every process group of this rank: a device mesh creates groups with torch's default of 30 minutes."""
+    """Sets the timeout of every process group of this rank: a device mesh creates groups with torch's default of 30
+    minutes."""
     for group in dist.distributed_c10d._world.pg_map if dist.is_initialized() else ():
         dist.distributed_c10d._set_pg_timeout(timeout, group)

@@ -1,4 +1,5 @@
-"""The tensors of the result as functions of the stored ones, computed a few rows at a time, in a thread that runs ahead."""
+"""The tensors of the result as functions of the stored ones, computed a few rows at a time, in a thread that runs
+ahead."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -14,8 +15,8 @@ from finetune.export.target import TargetModel
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.weights import Box, Slices, convert_to_parameters, find_mismatches
 
-# In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator keeps
-# instead of returning them to the kernel, take a third of the CPU time of 32 MiB blocks.
+# In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator
+# keeps instead of returning them to the kernel, take a third of the CPU time of 32 MiB blocks.
 BLOCK_BYTES = 4 * 1024 * 1024
 PREFETCHED_BLOCKS = 2
 WRAPPERS = (
@@ -29,7 +30,8 @@ Block = TypeVar("Block")
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One tensor of the result. `rows(start, stop)` are its rows (dimension 0) in float32, or as stored if not floating.
+    """One tensor of the result. `rows(start, stop)` are its rows (dimension 0) in float32, or as stored if not
+    floating.
 
     A scalar has one row, itself. Reading the same rows again gives the same bits.
     """
@@ -171,6 +173,7 @@ def _check_equal(tied: str, twin: StoredTensor, source: StoredTensor, where: str
     one, other = stored_value(twin, tied, twin.dtype), stored_value(source, tied, source.dtype)
     if not same or not all(torch.equal(one.rows(*block), other.rows(*block)) for block in row_blocks(one.shape)):
         raise UserError(
-            f"{where}: {tied} differs from {source.name}, which the config says it is tied to; set tie_word_embeddings to "
+            f"{where}: {tied} differs from {source.name}, which the config says it is tied to; set "
+            "tie_word_embeddings to "
             "false in config.json if it was trained on its own"
         )

@@ -58,7 +58,8 @@ OTHER_BASE = "**These are not the weights that the adapter was trained on**: `--
 
 
 def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: MergeChoice | None = None) -> str:
-    """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized base."""
+    """The text of README.md for what is exported from `source`; `merge`: how its adapter was merged onto a quantized
+    base."""
     front = yaml.safe_dump(_front_matter(source, is_adapter), sort_keys=False, allow_unicode=True)
     what = "LoRA adapter" if is_adapter else "model"
     base = _shown_path(source.base_model) if source.base_model else None
@@ -162,7 +163,10 @@ def _training(source: Source) -> str:
 
 def _merge(merge: MergeChoice, quantization: Quantization) -> str:
     """What the adapter was merged onto, and both possible merges measured beside the model that was trained."""
-    text = f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto the {merge.onto} base, {merge.reason}."
+    text = (
+        f"The adapter was trained on the base in {quantization.bits} bits; here it is merged onto the "
+        f"{merge.onto} base, {merge.reason}."
+    )
     if merge.rows is None:
         return text
     kind = "held-out" if merge.rows.held_out else "training"
@@ -260,13 +264,15 @@ def _use(source: Source, is_adapter: bool) -> str:
             settings += f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
             settings = f"\n    {settings}"
         return (
-            "The adapter was trained on the base in this quantization, made from the numbers as the base's files hold them "
+            "The adapter was trained on the base in this quantization, made from the numbers as the base's "
+            "files hold them "
             '(`dtype="auto"`):\n\n'
             "```python\nfrom peft import AutoPeftModelForCausalLM\nfrom transformers import BitsAndBytesConfig\n\n"
             f"quantization = BitsAndBytesConfig({settings})\n"
             "model = AutoPeftModelForCausalLM.from_pretrained(\n"
             '    "PATH_OR_NAME", dtype="auto", quantization_config=quantization\n)\n```\n\n'
-            "On a CPU call `model.train()` before the forward: outside of training bitsandbytes multiplies in bf16 on some CPUs, "
+            "On a CPU call `model.train()` before the forward: outside of training bitsandbytes multiplies "
+            "in bf16 on some CPUs, "
             "and fails there where a layer's output width is no multiple of 32."
         )
     if is_adapter:
@@ -413,7 +419,8 @@ def _config(target: TargetModel, dtype: torch.dtype, trust_remote_code: bool) ->
 
 
 def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
-    """The base model's, which names the tokens that end an answer; else the source's; else one derived from the config."""
+    """The base model's, which names the tokens that end an answer; else the source's; else one derived from the
+    config."""
     from transformers import GenerationConfig
 
     folders = [folder for folder in (source.base, source.description) if folder is not None]

@@ -21,7 +21,8 @@ M_ARENA_MAX = -8  # of glibc's malloc.h
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    """Exports `arguments.source` to `arguments.output`. Returns 0, or 1 where the export is complete but was not pushed."""
+    """Exports `arguments.source` to `arguments.output`. Returns 0, or 1 where the export is complete but was not
+    pushed."""
     source, output = Path(arguments.source), Path(arguments.output)
     options = ExportOptions(
         dtype=arguments.dtype,
@@ -60,7 +61,8 @@ def _import_export() -> Callable[..., Path]:
 
 
 def _use_one_arena() -> None:
-    """Makes all threads allocate from one heap, where malloc is glibc's: else each keeps freed blocks in a heap of its own."""
+    """Makes all threads allocate from one heap, where malloc is glibc's: else each keeps freed blocks in a heap of its
+    own."""
     if sys.platform == "linux":
         mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
         if mallopt is not None:
@@ -71,7 +73,8 @@ def _use_one_arena() -> None:
 def _imports_uncollected() -> Iterator[None]:
     """Keeps Python's garbage collector from what is imported in this block: it would take a third of the time.
 
-    Imports make half a million objects that stay, through which it would walk again and again, and once more at the end.
+    Imports make half a million objects that stay, through which it would walk again and again, and once more at the
+    end.
     """
     was_enabled = gc.isenabled()
     gc.disable()

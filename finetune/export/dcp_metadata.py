@@ -1,4 +1,5 @@
-"""`.metadata` of `torch.distributed.checkpoint`, a pickle, read as data: no name in it is imported, and nothing is called.
+"""`.metadata` of `torch.distributed.checkpoint`, a pickle, read as data: no name in it is imported, and nothing is
+called.
 
 Every opcode is checked before the unpickler sees one. What it then builds are numbers, texts, lists, mappings and the
 stand-ins below, which keep the few attributes that are used here and drop the rest.

@@ -50,9 +50,9 @@ def stream_logits(model: nn.Module, rows: Rows) -> torch.Tensor:
 def stream(model: nn.Module, variants: Sequence[Rows]) -> Iterator[None]:
     """In this block `model`, which is on meta and stays there, computes with values that are read as they are needed.
 
-    A linear layer multiplies with a block of rows while the next is read, an embedding reads the rows of its tokens, and any
-    other parameter is read when a module, its owner or another, uses it. With several `variants` of the model the inputs are
-    those of each, one after the other in dimension 0, and only the weights of linear layers may differ.
+    A linear layer multiplies with a block of rows while the next is read, an embedding reads the rows of its tokens,
+    and any other parameter is read when a module, its owner or another, uses it. With several `variants` of the model
+    the inputs are those of each, one after the other in dimension 0, and only the weights of linear layers may differ.
     """
     parameters = {module: module._parameters for module in model.modules()}
     read = _Reader(variants[0])
@@ -91,8 +91,8 @@ class _Reader:
 class _StoredParameters(dict[str, nn.Parameter | None]):
     """A module's parameters on meta, each of which is read when an attribute of the module is.
 
-    A hook around its owner's forward would not suffice: Mamba's mixers read the weight of their convolution, and DoRA that
-    of its base layer, without calling them.
+    A hook around its owner's forward would not suffice: Mamba's mixers read the weight of their convolution, and DoRA
+    that of its base layer, without calling them.
     """
 
     def __init__(self, on_meta: Mapping[str, nn.Parameter | None], prefix: str, read: _Reader) -> None:
@@ -105,7 +105,8 @@ class _StoredParameters(dict[str, nn.Parameter | None]):
 
 
 class _StoredExperts(_StoredParameters):
-    """The parameters of all experts of a layer, of which one expert's are read at a time, as the loop over them uses them."""
+    """The parameters of all experts of a layer, of which one expert's are read at a time, as the loop over them uses
+    them."""
 
     def __getitem__(self, attribute: str) -> Any:
         on_meta = dict.__getitem__(self, attribute)
@@ -179,8 +180,8 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Cal
     """Raises `UserError` where the export of a model of `config` could not be verified.
 
     A twin with one decoder layer of each kind, a small vocabulary and narrow MLPs runs both ways. A model of linear
-    layers, embeddings and norms alone needs no run. No random state is changed. Returns whether the twin ran; why it did
-    not, where it should, is logged.
+    layers, embeddings and norms alone needs no run. No random state is changed. Returns whether the twin ran; why it
+    did not, where it should, is logged.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -217,7 +218,8 @@ def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def _unverifiable(model: nn.Module, reason: str) -> UserError:
     return UserError(
-        f"{type(model).__name__}: its export could not be verified ({reason}); this family is not supported: name another "
+        f"{type(model).__name__}: its export could not be verified ({reason}); this family is not supported: "
+        "name another "
         "model"
     )
 

@@ -1,4 +1,5 @@
-"""The tensors of the result as values: as they are stored, or with an adapter merged onto its base, dequantized or not."""
+"""The tensors of the result as values: as they are stored, or with an adapter merged onto its base, dequantized or
+not."""
 
 import math
 import re
@@ -203,7 +204,8 @@ def _repeats(adapter: Adapter, name: str, first: str) -> bool:
 def _factors(
     adapter: Adapter, module: str, weight: str, where: str, *, pairs: int = 1, kind: str = "lora_{}.weight"
 ) -> tuple[StoredTensor, StoredTensor, float, int]:
-    """A [pairs r, in], B [out, pairs r], the scale and the rank r of the adapter with the names of `module`, for `weight`."""
+    """A [pairs r, in], B [out, pairs r], the scale and the rank r of the adapter with the names of `module`, for
+    `weight`."""
     a, b = (f"{module}.{kind.format(letter)}" for letter in "AB")
     if b not in adapter.tensors:
         raise UserError(f"{where}: {b}: missing, although {a} exists")
@@ -215,7 +217,8 @@ def _factors(
     if len(one.shape) != 2 or len(other.shape) != 2 or one.shape[0] != width or other.shape[1] != width:
         of_experts = f" of {pairs} experts" if pairs > 1 else ""
         raise UserError(
-            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not the config's rank {rank}{of_experts}"
+            f"{where}: {a}: A and B have the shapes {list(one.shape)} and {list(other.shape)}, not the "
+            f"config's rank {rank}{of_experts}"
         )
     return one, other, scale, rank
 
@@ -259,8 +262,9 @@ def find_quantized(source: Source, target: TargetModel) -> frozenset[str]:
 
 
 def make_dequantizer(source: Source) -> ReadDequantized:
-    """A function that reads a weight [rows, columns] of the base in the numbers, of the compute dtype, that the training
-    multiplied with. It keeps the latest one, for its rows are asked for block by block: each thread needs its own."""
+    """A function that reads a weight [rows, columns] of the base in the numbers, of the compute dtype, that the
+    training multiplied with. It keeps the latest one, for its rows are asked for block by block: each thread needs its
+    own."""
     latest: list[tuple[StoredTensor, torch.Tensor]] = []
 
     def read_dequantized(stored: StoredTensor) -> torch.Tensor:
@@ -285,7 +289,8 @@ def plan_values(
 
     `read_dequantized`: for values of several calls that are read by one thread.
 
-    Raises `UserError` where the adapter does not fit the target, or merging it would not give the model that was trained.
+    Raises `UserError` where the adapter does not fit the target, or merging it would not give the model that was
+    trained.
     """
     updates: Mapping[str, lora.Update] = {}
     if source.adapter is not None:

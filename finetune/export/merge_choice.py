@@ -47,7 +47,8 @@ class ComparisonRows:
 
 
 def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -> None:
-    """Writes the first of `examples` that have a label within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen sides."""
+    """Writes the first of `examples` that have a label within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen
+    sides."""
     examples = examples.answers()
     rows: list[dict[str, list[int]]] = []
     longest = 0
@@ -64,7 +65,8 @@ def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -
 
 
 def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) -> ComparisonRows | None:
-    """The rows of the run in `folder`: as many as a model of so many parameters computes within the budget, one at least.
+    """The rows of the run in `folder`: as many as a model of so many parameters computes within the budget, one at
+    least.
 
     None where the run kept none. Raises `UserError` where the file is damaged, or holds ids beyond `vocabulary`.
     """
@@ -139,8 +141,8 @@ def measure_merges(
 ) -> dict[str, MergedScore]:
     """The trained model and both merged ones, in one pass over the base's files: each weight is quantized once.
 
-    The trained one computes W x + B A x as (W + B A) x in float32, W dequantized to the compute dtype; the merged ones are
-    rounded to `dtype`, in which they are written. A base that is stored quantized has no original.
+    The trained one computes W x + B A x as (W + B A) x in float32, W dequantized to the compute dtype; the merged ones
+    are rounded to `dtype`, in which they are written. A base that is stored quantized has no original.
     """
     stored, read_dequantized = find_stored(source, target), make_dequantizer(source)
     variants = {TRAINED: plan_values(source, target, stored, torch.float32, "dequantized", read_dequantized)}
@@ -199,8 +201,8 @@ class MergeChoice:
 def choose_merge(
     source: Source, target: TargetModel, options: ExportOptions, log: Callable[[str], object]
 ) -> MergeChoice | None:
-    """Measures both merged models beside the trained one, logs the numbers, and chooses. None where no adapter is merged, or
-    its base was not quantized.
+    """Measures both merged models beside the trained one, logs the numbers, and chooses. None where no adapter is
+    merged, or its base was not quantized.
 
     Raises `UserError` where `--merge-onto` does not apply.
     """
@@ -213,7 +215,8 @@ def choose_merge(
         return None
     if source.quantized and options.merge_onto == "original":
         raise UserError(
-            f"{source.base}: --merge-onto original: the base is stored in {bits} bits; name the original with --base-model"
+            f"{source.base}: --merge-onto original: the base is stored in {bits} bits; name the original with "
+            "--base-model"
         )
     model: Any = target.model
     parameters, vocabulary = sum(p.numel() for p in model.parameters()), model.config.get_text_config().vocab_size

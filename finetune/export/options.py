@@ -1,4 +1,5 @@
-"""What an export is asked for, checked without torch: a mistake in the command is reported before seconds of imports."""
+"""What an export is asked for, checked without torch: a mistake in the command is reported before seconds of
+imports."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,5 @@
-"""Files that will be needed are read from the disk into the kernel's cache while the processor is busy with imports. No torch."""
+"""Files that will be needed are read from the disk into the kernel's cache while the processor is busy with imports. No
+torch."""
 
 import json
 import os
@@ -13,7 +14,8 @@ from finetune.constants import ADAPTER_CONFIG
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
 BUFFER_BYTES = 1024 * 1024  # what fits a core's cache is copied fastest
-BUFFERS = 32  # filled by one call, all of them the same: between calls a thread that imports holds Python's lock for milliseconds
+# filled by one call, all of them the same: between calls a thread that imports holds Python's lock for milliseconds
+BUFFERS = 32
 CACHE_SHARE = 0.5  # of the memory that is available: what is read ahead must not drive out what is in use
 WEIGHTS = re.compile(r".*\.(safetensors|distcp|bin|pt|pth)")
 
@@ -39,7 +41,8 @@ def read_weights_ahead(source: Path) -> Iterator[None]:
 
 
 def read_ahead(path: Path, start: int, end: int, ended: Event | None = None) -> int:
-    """Reads these bytes of a file, for the kernel to keep. Returns their number; fewer where the file or the time `ended`.
+    """Reads these bytes of a file, for the kernel to keep. Returns their number; fewer where the file or the time
+    `ended`.
 
     Read in order, they are kept in large pieces, which takes a fraction of the processor's time that page faults, or
     the kernel's own advice to read ahead, take.
@@ -59,7 +62,8 @@ def read_ahead(path: Path, start: int, end: int, ended: Event | None = None) -> 
 
 
 def _find_weights(source: Path) -> list[Path]:
-    """The weights that an export of `source` will read, as far as names say; with an adapter, those of a base in a folder."""
+    """The weights that an export of `source` will read, as far as names say; with an adapter, those of a base in a
+    folder."""
     steps = sorted(path for path in source.glob("checkpoints/*") if NAME.fullmatch(path.name))
     newest = steps[-1] if steps else source
     folders = [folder for folder in (newest / MODEL, newest, newest / FSDP_FOLDER) if folder.is_dir()]

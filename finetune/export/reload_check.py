@@ -1,9 +1,10 @@
-"""A separate process that opens an export as its users will: with transformers and safetensors, not the code that wrote it.
+"""A separate process that opens an export as its users will: with transformers and safetensors, not the code that wrote
+it.
 
-`reload_process.start_reload` runs `python -m finetune.export.reload_check RESULTS`, which imports, which takes seconds. Lines of
-JSON on its stdin then name the folder, in which all but the values is complete, and say how far its files are on disk. It reads
-every value from there, a part behind the writer, and leaves in the file RESULTS their digests and the logits of fixed prompts.
-A folder that does not load is one line on stderr and exit code 1.
+`reload_process.start_reload` runs `python -m finetune.export.reload_check RESULTS`, which imports, which takes seconds.
+Lines of JSON on its stdin then name the folder, in which all but the values is complete, and say how far its files are
+on disk. It reads every value from there, a part behind the writer, and leaves in the file RESULTS their digests and the
+logits of fixed prompts. A folder that does not load is one line on stderr and exit code 1.
 """
 
 import gc
@@ -30,7 +31,8 @@ from finetune.files.safetensors_header import HeaderEntry, read_header
 from finetune.files.tensors import SINGLE_FILE
 from finetune.models.weights import Slices, boxes_of_parameters
 
-# How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose pages count as resident.
+# How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose pages count as
+# resident.
 MAPPED_BYTES = 16 * 1024 * 1024
 Wait = Callable[[str, int], object]  # (file, end): returns once the first `end` bytes of it are on disk
 
@@ -58,7 +60,8 @@ class WrittenFiles:
         return {name: entry.shape for name, (_, entry) in self.entries.items()}
 
     def read(self, name: str, start: int, stop: int, use: Callable[[torch.Tensor], Result]) -> Result:
-        """`use(rows)` for rows of a tensor; a scalar has one row, itself. They are a memory map, gone when `use` returns."""
+        """`use(rows)` for rows of a tensor; a scalar has one row, itself. They are a memory map, gone when `use`
+        returns."""
         file, entry = self.entries[name]
         row_bytes = (entry.end - entry.begin) // max(1, entry.shape[0] if entry.shape else 1)
         self._wait(file, entry.begin + stop * row_bytes)
@@ -78,7 +81,8 @@ class WrittenFiles:
 
 
 def read_digests(files: WrittenFiles, advance: Callable[[int], object] = lambda _: None) -> dict[str, str]:
-    """The digest (xxh3, 128 bits, in hexadecimal) of every tensor's bytes, by name, in the order in which they lie there."""
+    """The digest (xxh3, 128 bits, in hexadecimal) of every tensor's bytes, by name, in the order in which they lie
+    there."""
     found = {}
     for name, (_, entry) in files.entries.items():
         digest = xxhash.xxh3_128()
@@ -134,7 +138,8 @@ class DiskProgress:
         self._changed = Condition()
 
     def follow(self, lines: Iterable[str]) -> None:
-        """Reads what the parent process says, in a thread. Ends this process where the parent goes before it is done."""
+        """Reads what the parent process says, in a thread. Ends this process where the parent goes before it is
+        done."""
         Thread(target=self._follow, args=[lines], daemon=True).start()
 
     def _follow(self, lines: Iterable[str]) -> None:

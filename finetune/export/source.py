@@ -1,11 +1,10 @@
 """What is exported: found, opened and described, without reading a value.
 
-    a run's folder                  its newest valid checkpoint
-    a checkpoint of this project    manifest.json, model/, state.json; full or LoRA
-    accelerator.save_state          pytorch_model_fsdp_0/ (sharded), pytorch_model_fsdp.bin (full), model.safetensors (DDP)
-    torch.distributed.checkpoint    .metadata and *.distcp
-    a PEFT adapter                  adapter_config.json and adapter_model.safetensors
-    a Hugging Face folder           *.safetensors, or pytorch_model.bin
+    a run's folder                  its newest valid checkpoint a checkpoint of this project    manifest.json, model/,
+    state.json; full or LoRA accelerator.save_state          pytorch_model_fsdp_0/ (sharded), pytorch_model_fsdp.bin
+    (full), model.safetensors (DDP) torch.distributed.checkpoint    .metadata and *.distcp a PEFT adapter
+    adapter_config.json and adapter_model.safetensors a Hugging Face folder           *.safetensors, or
+    pytorch_model.bin
 
 Folders of other tools seldom say which architecture they hold; then `base_model` names it.
 """
@@ -42,7 +41,8 @@ TORCH_FILES = (FSDP_FILE, "pytorch_model.bin", "model.pt", "model.pth")
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter. `tensors` have PEFT's names without its prefix: `model.layers.0.self_attn.q_proj.lora_A.weight`."""
+    """A LoRA adapter. `tensors` have PEFT's names without its prefix:
+    `model.layers.0.self_attn.q_proj.lora_A.weight`."""
 
     config: dict[str, Any]  # adapter_config.json
     tensors: dict[str, StoredTensor]
@@ -103,7 +103,8 @@ def open_source(path: Path, *, base_model: str | None = None, log: Callable[[str
 
 
 def find_base(name: str, revision: str | None = None, *, with_weights: bool = False) -> Path:
-    """The folder of a base model: `name` itself, or a hub name's from the cache or the hub (without weights by default).
+    """The folder of a base model: `name` itself, or a hub name's from the cache or the hub (without weights by
+    default).
 
     Raises `UserError` where it is missing or unreachable.
     """
@@ -157,9 +158,11 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
 
 
 def _is_base_the_trained_one(source: Source, given: str | None, log: Callable[[str], object]) -> bool:
-    """Whether the base has the weights that the adapter was trained on, as far as that is known; reads every byte of it.
+    """Whether the base has the weights that the adapter was trained on, as far as that is known; reads every byte of
+    it.
 
-    Raises `UserError` where it has others, unless the user named that base with --base-model: then the difference is logged.
+    Raises `UserError` where it has others, unless the user named that base with --base-model: then the difference is
+    logged.
     """
     from finetune.checkpoint.inputs import hash_base  # imports the data libraries
 

@@ -1,10 +1,11 @@
 """Tensors in files that torch wrote with pickle, found without running any code in them.
 
-Two kinds: a `torch.distributed.checkpoint` folder (`.metadata` and `*.distcp`) and a whole state dict (`*.bin`, `*.pt`).
-Both keep the values as plain, uncompressed records, which are read like safetensors, slice by slice, once it is known where
-they lie. Finding that is left to torch's weights-only loader over a memory map. Damage can make it ask for any amount of memory or
-crash, so it runs in a process of its own, `python -m finetune.export.torch_files PATH...`, with limited memory and time. The
-answer is one JSON object on stdout: `tensors` and `sizes`, or an `error` for the user.
+Two kinds: a `torch.distributed.checkpoint` folder (`.metadata` and `*.distcp`) and a whole state dict (`*.bin`,
+`*.pt`). Both keep the values as plain, uncompressed records, which are read like safetensors, slice by slice, once it
+is known where they lie. Finding that is left to torch's weights-only loader over a memory map. Damage can make it ask
+for any amount of memory or crash, so it runs in a process of its own, `python -m finetune.export.torch_files PATH...`,
+with limited memory and time. The answer is one JSON object on stdout: `tensors` and `sizes`, or an `error` for the
+user.
 """
 
 import gc
@@ -52,7 +53,8 @@ class MappedFile:
         self.view = memoryview(self._map)[: self.size]
 
     def release(self) -> None:
-        """Gives back the pages that have been touched; touched again, they are read again. One byte can make 2 MiB resident."""
+        """Gives back the pages that have been touched; touched again, they are read again. One byte can make 2 MiB
+        resident."""
         if isinstance(self._map, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
 
@@ -88,7 +90,8 @@ class Archive:
         return (begin, self._records[begin]) if begin in self._records else (None, 0)
 
     def _open_reader(self) -> Any:
-        """torch's reader of this archive, once its records are known to lie in the file as they are, without overlap."""
+        """torch's reader of this archive, once its records are known to lie in the file as they are, without
+        overlap."""
         if not zipfile.is_zipfile(self._bytes):
             self._raise("not a torch file of version 1.6 or later, or damaged; save it again with torch.save")
         with zipfile.ZipFile(self._bytes) as archive:
@@ -172,7 +175,8 @@ def read_dcp_folder(folder: Path) -> dict[str, StoredTensor]:
 
 
 def read_torch_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
-    """The tensors of the state dict that `torch.save` wrote into these files of one folder, by name; no values are read.
+    """The tensors of the state dict that `torch.save` wrote into these files of one folder, by name; no values are
+    read.
 
     Raises `UserError` where a file holds anything but weights, or values that do not lie in it as they are.
     """
@@ -198,7 +202,8 @@ def _find_places(*paths: Path) -> Any:
         answer = json.loads(finished.stdout)
     except ValueError:
         raise UserError(
-            f"{paths[0]}: torch could not read it ({_exit_reason(finished)}); it is damaged, or no file that torch wrote"
+            f"{paths[0]}: torch could not read it ({_exit_reason(finished)}); it is damaged, or no file that "
+            "torch wrote"
         ) from None
     if "error" in answer:
         raise UserError(answer["error"])
@@ -226,7 +231,8 @@ def main(paths: list[Path]) -> None:
 
 
 def find_places(paths: list[Path]) -> dict[str, Any]:
-    """`tensors`: a `Place` for each part of each tensor. `sizes`: the shapes that a DCP folder's metadata states, by name.
+    """`tensors`: a `Place` for each part of each tensor. `sizes`: the shapes that a DCP folder's metadata states, by
+    name.
 
     Raises `UserError` for what torch's weights-only loader refuses, and for values that do not lie there as they are.
     """
@@ -236,7 +242,8 @@ def find_places(paths: list[Path]) -> dict[str, Any]:
 
 
 def _limit_resources() -> None:
-    """Limits this process's own memory, and its time. Where /proc does not say what is used already (not Linux), the time."""
+    """Limits this process's own memory, and its time. Where /proc does not say what is used already (not Linux), the
+    time."""
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_LIMIT_SECONDS, CPU_LIMIT_SECONDS))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:

@@ -26,9 +26,9 @@ from finetune.files.tensors import read_files
 from finetune.models.lora import peft_name
 from finetune.models.moe.adapters import inject_adapters
 
-# The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains. Zero
-# where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and for the
-# order of the sums in a merge.
+# The largest ‖exported − checkpoint‖ / ‖checkpoint‖ of the logits, both computed in float32, that rounding explains.
+# Zero where nothing was rounded; else it allows for rounding every weight once (bfloat16 keeps 8 bits, float16 11) and
+# for the order of the sums in a merge.
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
 ORIGINAL_MODULE = ".original_module."  # PEFT's name for a module that one in modules_to_save replaces
 LISTED_DIFFERENCES = 10
@@ -55,8 +55,8 @@ def start_verification(
 ) -> Iterator[Verification]:
     """Verifies `folder`, in which all but the values is complete, while they are written.
 
-    The checkpoint's own logits are computed in a thread. The separate process (`reload`, where it runs already) reads every
-    value back, and computes its logits, as the values come onto the disk.
+    The checkpoint's own logits are computed in a thread. The separate process (`reload`, where it runs already) reads
+    every value back, and computes its logits, as the values come onto the disk.
     """
     if not options.verify:
         yield Verification(_ignore, lambda written: ", not verified")
@@ -116,8 +116,8 @@ def _start_logits(
 ) -> Iterator[Future[torch.Tensor]]:
     """The logits of the stored values, in float32, computed in a thread that ends with the block.
 
-    An adapter is run by PEFT, beside the base that it is merged onto, and not merged; but that of a parameter is, as the
-    parameter is read: one expert at a time, where PEFT would make a copy of them all.
+    An adapter is run by PEFT, beside the base that it is merged onto, and not merged; but that of a parameter is, as
+    the parameter is read: one expert at a time, where PEFT would make a copy of them all.
     """
     is_dequantized = weights.merge is not None and weights.merge.onto == "dequantized"
     quantized = find_quantized(source, target) if is_dequantized else frozenset()
@@ -184,7 +184,8 @@ def _compare_logits(expected: torch.Tensor, found: torch.Tensor, bound: float) -
     difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
     if not difference <= bound:
         raise UserError(
-            f"not exported: in a separate process the logits differ by {difference:.2g} from the checkpoint's; rounding "
+            f"not exported: in a separate process the logits differ by {difference:.2g} from the "
+            "checkpoint's; rounding "
             f"explains at most {bound:g}"
         )
     return difference

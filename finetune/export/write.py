@@ -59,8 +59,9 @@ def fill_file(
 ) -> None:
     """Writes `chunks` into a file from `position` on, and waits until the disk has them.
 
-    A thread waits for the disk while the next part is written. It then has the kernel forget the part, so that whoever reads
-    it next reads the disk, and calls `on_disk` with the number of bytes, from the file's beginning, that are there.
+    A thread waits for the disk while the next part is written. It then has the kernel forget the part, so that whoever
+    reads it next reads the disk, and calls `on_disk` with the number of bytes, from the file's beginning, that are
+    there.
 
     Raises `OSError` as it comes (a full disk, say).
     """
@@ -190,7 +191,8 @@ def _plan_files(
             updates[parameter].needs_whole_rows for parameter in parameters & updates.keys()
         ):
             raise UserError(
-                f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in its files; --adapter-only "
+                f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in its files; "
+                "--adapter-only "
                 "exports the adapter as it is"
             )
         else:
@@ -223,7 +225,8 @@ def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[S
     stem = SINGLE_FILE.removesuffix(".safetensors")
     names = [f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors" for i in range(1, len(groups) + 1)]
     names = names if len(groups) > 1 else [SINGLE_FILE]
-    # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and order is kept otherwise.
+    # Wide elements first, so that each tensor is aligned to its dtype: mixed dtypes are rare, and order is kept
+    # otherwise.
     return tuple(
         Shard(name, tuple(sorted(group, key=lambda value: -value.dtype.itemsize)))
         for name, group in zip(names, groups, strict=True)
@@ -233,7 +236,8 @@ def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[S
 def write_weights(
     folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = lambda _file, _end: None
 ) -> WrittenWeights:
-    """Fills the files that `make_files` made. Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are there."""
+    """Fills the files that `make_files` made. Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are
+    there."""
     digests = {value.name: xxhash.xxh3_128() for shard in weights.shards for value in shard.values}
     with progress_bar("writing", weights.byte_count) as advance:
         for shard in weights.shards:
@@ -243,7 +247,8 @@ def write_weights(
 
 
 def make_files(folder: Path, weights: Weights) -> None:
-    """Every safetensors file of the result at its full size, with its header but without values, and a model's index."""
+    """Every safetensors file of the result at its full size, with its header but without values, and a model's
+    index."""
     for shard in weights.shards:
         (folder / shard.name).parent.mkdir(exist_ok=True)
         make_file(folder / shard.name, shard.header, shard.byte_count)

@@ -1,7 +1,7 @@
 """Files and folders that are on disk whole, or as they were before: through kills, power cuts and full disks.
 
-A file's bytes are on disk only after its own fsync, and its name only after the fsync of the folder that holds it. A folder
-becomes visible by one rename, once all in it is on disk.
+A file's bytes are on disk only after its own fsync, and its name only after the fsync of the folder that holds it. A
+folder becomes visible by one rename, once all in it is on disk.
 """
 
 import fcntl
@@ -85,7 +85,8 @@ def _remove_leftovers(target: Path) -> None:
 
 
 def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> dict[str, object]:
-    """The `size` and checksum of a file, as `write_file` returned them. Calls `advance` with each count of bytes read."""
+    """The `size` and checksum of a file, as `write_file` returned them. Calls `advance` with each count of bytes
+    read."""
     digest, size = xxhash.xxh3_128(), 0
     with path.open("rb", buffering=0) as file:
         while chunk := file.read(CHUNK_BYTES):
@@ -167,9 +168,9 @@ def stage_and_rename(target: Path, staging: Path, replaced: Path | None = None) 
 def publish_folder(target: Path, staging: Path, replaced: Path | None = None) -> None:
     """Renames `staging`, in which all files are on disk, to `target`. Only one process at a time may do this.
 
-    A `target` that exists is first renamed to `replaced`, then removed: `recover_replaced` restores it where the process is
-    killed between the two renames. Without `replaced`, a `target` that exists stays and `staging` is removed: another process
-    has published the same content.
+    A `target` that exists is first renamed to `replaced`, then removed: `recover_replaced` restores it where the
+    process is killed between the two renames. Without `replaced`, a `target` that exists stays and `staging` is
+    removed: another process has published the same content.
     """
     sync_folder(staging)
     if replaced is not None and target.exists():
@@ -204,8 +205,8 @@ def paths_beside(target: Path) -> tuple[Path, Path]:
 def restore_folder(target: Path) -> None:
     """Restores the folder at `target` where a process was killed while it replaced it, between two renames.
 
-    Every command that may meet an export calls this. Does nothing while another process writes there, or where nothing can
-    be written.
+    Every command that may meet an export calls this. Does nothing while another process writes there, or where nothing
+    can be written.
     """
     staging, replaced = paths_beside(target)
     if target.exists() or not replaced.is_dir():

@@ -26,7 +26,8 @@ def download_file(repository: str, name: str, revision: str | None = None) -> Pa
 
 
 def download_folder(repository: str, patterns: list[str], what: str, revision: str | None = None) -> Path:
-    """The local folder with those files of a hub repository that match `patterns`, downloaded unless they are in the cache.
+    """The local folder with those files of a hub repository that match `patterns`, downloaded unless they are in the
+    cache.
 
     Raises `UserError`, which calls them `what`, where they cannot be downloaded.
     """
@@ -39,7 +40,8 @@ def download_folder(repository: str, patterns: list[str], what: str, revision: s
 
 
 def find_local_folder(name: str, revision: str | None = None) -> Path | None:
-    """A model's folder without using the network: a local one, or its snapshot in the hub's cache; None if there is neither."""
+    """A model's folder without using the network: a local one, or its snapshot in the hub's cache; None if there is
+    neither."""
     if Path(name).is_dir():
         return Path(name)
     from huggingface_hub import try_to_load_from_cache
@@ -64,11 +66,12 @@ def hub_error(repository: str, error: Exception, what: str = "its files", revisi
     sentences: dict[type[Exception] | tuple[type[Exception], ...], str] = {
         hub.HFValidationError: _explain_missing_folder(Path(repository)),
         hub.GatedRepoError: f"gated; accept its license at huggingface.co/{repository} and log in with `hf auth login`",
-        hub.RepositoryNotFoundError: "no such repository on the hub, or it is private; correct the name, or log in with "
+        hub.RepositoryNotFoundError: "no such repository on the hub, or it is private; correct the name, or log in with "  # noqa: E501
         "`hf auth login`",
         hub.RevisionNotFoundError: f"no revision {revision}; correct model_revision or remove it",
         (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError): (
-            f"{what} is not on this machine and {unreachable}; download it while online with `hf download {repository}`, or name "
+            f"{what} is not on this machine and {unreachable}; download it while online with `hf download "
+            f"{repository}`, or name "
             "a local folder"
         ),
         hub.EntryNotFoundError: f"has no {what}; name the repository of a transformers model",
@@ -83,5 +86,8 @@ def _explain_missing_folder(path: Path) -> str:
     """What to do about a path that does not exist and cannot be a hub's name."""
     if path.name == EXPORT:
         run = path.parent
-        return f"no such folder: {run} has not been trained here, or not to its end; do that first (finetune launch --recipe {run.name})"
+        return (
+            f"no such folder: {run} has not been trained here, or not to its end; do that first (finetune launch "
+            f"--recipe {run.name})"
+        )
     return "neither a local folder nor a hub name (owner/name); correct model_name_or_path"

@@ -1,4 +1,5 @@
-"""benchmarks.json of a run: what lm-eval measured of its model and its base, for the report and the model card. No torch."""
+"""benchmarks.json of a run: what lm-eval measured of its model and its base, for the report and the model card. No
+torch."""
 
 import json
 import math

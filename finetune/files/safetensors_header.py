@@ -1,7 +1,7 @@
 """Headers and indexes of safetensors files: written, read, and checked before they are used.
 
-Headers are not trusted: the file may be damaged or hostile. A wrong length or offset is a `UserError` that names the file
-and the tensor, not a crash or a silent mix-up.
+Headers are not trusted: the file may be damaged or hostile. A wrong length or offset is a `UserError` that names the
+file and the tensor, not a crash or a silent mix-up.
 
 Format: https://huggingface.co/docs/safetensors#format
 """
@@ -66,7 +66,8 @@ def read_header(path: Path) -> list[HeaderEntry]:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
             raise UserError(
-                f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; copy or download it again"
+                f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; copy or "
+                "download it again"
             )
         if length > TEXT_LIMIT_BYTES:
             raise UserError(f"{path}: its header claims {length:,} bytes; this is no safetensors file")
@@ -100,7 +101,8 @@ def header_bytes(
 
 
 def read_weight_map(index: Path) -> dict[str, str]:
-    """Tensor -> the name of its file, as a Hugging Face index says. Raises `UserError` for a file that is not in its folder."""
+    """Tensor -> the name of its file, as a Hugging Face index says. Raises `UserError` for a file that is not in its
+    folder."""
     with _open(index) as file:
         text = file.read(TEXT_LIMIT_BYTES + 1)
     if len(text) > TEXT_LIMIT_BYTES:
@@ -186,7 +188,8 @@ def _check_layout(path: Path, entries: list[HeaderEntry], start: int, size: int)
     for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
         if entry.end > size:
             raise UserError(
-                f"{path}: {entry.name}: truncated: it ends at byte {entry.end:,} of {size:,}; copy or download the file again"
+                f"{path}: {entry.name}: truncated: it ends at byte {entry.end:,} of {size:,}; copy or "
+                "download the file again"
             )
         if entry.begin != position:
             what = "overlaps" if entry.begin < position else "leaves a gap after"

@@ -1,11 +1,12 @@
-"""Named tensors in the safetensors files of one folder, whole or sharded over files, read slice by slice in bounded memory.
+"""Named tensors in the safetensors files of one folder, whole or sharded over files, read slice by slice in bounded
+memory.
 
 Two layouts are read: whole tensors, as in every Hugging Face folder, and sharded ones, as written by
-`torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`: each rank's file holds its part of a tensor,
-and `DCP_SHARDING_INFO` in the file's metadata gives the part's offsets in the whole.
+`torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`: each rank's file holds its part of a
+tensor, and `DCP_SHARDING_INFO` in the file's metadata gives the part's offsets in the whole.
 
-Bytes are read with `preadv` into the returned tensor. A memory map would be shorter, but its pages count as resident, and
-a file that shrinks under it kills the process.
+Bytes are read with `preadv` into the returned tensor. A memory map would be shorter, but its pages count as resident,
+and a file that shrinks under it kills the process.
 """
 
 import math
@@ -229,7 +230,8 @@ def main_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
 def choose_dtype(given: str | None, base: Path | None, *others: torch.dtype | None) -> torch.dtype:
     """The dtype of an export: the one `given`, else that of the base model's files, else the first known of `others`.
 
-    One that exports do not have (float64, float8) becomes bfloat16. Raises `UserError` for a config.json that is no JSON object.
+    One that exports do not have (float64, float8) becomes bfloat16. Raises `UserError` for a config.json that is no
+    JSON object.
     """
     if given is not None:
         return getattr(torch, given)  # type: ignore[no-any-return]

@@ -47,8 +47,8 @@ def answer(
 ) -> Answer:
     """The model's answer to `messages`; `write` gets each piece of it as it is made.
 
-    Ctrl-C stops the answer and keeps what there is of it. Raises `UserError` where the chat template rejects the messages,
-    or they are longer than what the model can read.
+    Ctrl-C stops the answer and keeps what there is of it. Raises `UserError` where the chat template rejects the
+    messages, or they are longer than what the model can read.
     """
     input_ids = encode_messages(model, messages)
     limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
@@ -75,7 +75,8 @@ def answer(
             raise UserError(f"{model.name}: {GENERATION_FILE}: cannot be used: {reason}; correct it") from None
         except torch.OutOfMemoryError:
             raise UserError(
-                f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use a shorter one, or more or larger GPUs"
+                f"{model.name}: out of memory after {len(input_ids):,} tokens of conversation; use a shorter "
+                "one, or more or larger GPUs"
             ) from None
     new = generated[0, len(input_ids) :].tolist()
     ends = end_ids(model)

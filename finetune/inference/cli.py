@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 
 def chat_command(options: argparse.Namespace) -> int:
-    """Answers prompts, or talks in the terminal where there are none. Returns 0, or 130 where Ctrl-C ended the answers."""
+    """Answers prompts, or talks in the terminal where there are none. Returns 0, or 130 where Ctrl-C ended the
+    answers."""
     _check_numbers(options)
     reference = find_model(options.source)
     other = _find_other(options, reference)
@@ -53,7 +54,8 @@ def chat_command(options: argparse.Namespace) -> int:
 
 
 def evaluate_command(options: argparse.Namespace) -> int:
-    """Measures the model, and its base beside it, on lm-eval's tasks; prints the results and keeps them in the run. Returns 0."""
+    """Measures the model, and its base beside it, on lm-eval's tasks; prints the results and keeps them in the run.
+    Returns 0."""
     tasks = tuple(filter(None, (task.strip() for task in options.tasks.split(","))))
     if not tasks:
         raise UserError("--tasks: names of lm-eval's tasks are expected, with commas between, such as gsm8k,mmlu")
@@ -116,7 +118,8 @@ def _check_output(path: Path) -> None:
 
 
 def keep_results(results: Sequence[BenchmarkResult], reference: ModelReference, output: str | None) -> Iterator[Path]:
-    """Writes the results to the run's benchmarks.json, to `output` and into the cards of its exports; yields what was written.
+    """Writes the results to the run's benchmarks.json, to `output` and into the cards of its exports; yields what was
+    written.
 
     Raises `UserError` where a file cannot be written.
     """
@@ -221,7 +224,8 @@ def _load_speakers(
 def _answer_all(
     speakers: "Sequence[Speaker]", prompts: Sequence[list[Message]], sampling: "Sampling", *, as_json: bool
 ) -> int:
-    """Prints the answers to every prompt: alone where there is one of each, else under the prompt and the model's label."""
+    """Prints the answers to every prompt: alone where there is one of each, else under the prompt and the model's
+    label."""
     from finetune.inference.answers import answer
     from finetune.inference.conversation import write_piece
 

@@ -1,4 +1,5 @@
-"""Which model a run's folder, a checkpoint, an adapter, a Hugging Face folder or a hub name stands for. Imports no torch."""
+"""Which model a run's folder, a checkpoint, an adapter, a Hugging Face folder or a hub name stands for. Imports no
+torch."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -68,7 +69,8 @@ def locate_base(model: ModelReference) -> ModelReference:
         return replace(find_model(model.base), revision=model.base_revision)
     if model.run is not None and _read_recipe(model.run).get("model_config"):
         raise UserError(
-            f"{model.name}: was trained from random weights, so there is no base model; name another with --compare-with"
+            f"{model.name}: was trained from random weights, so there is no base model; name another with "
+            "--compare-with"
         )
     raise UserError(f"{model.name}: does not say which model it was trained from; name it with --compare-with")
 

@@ -1,4 +1,5 @@
-"""A model loaded for generation by transformers: a Hugging Face folder, an adapter on its base, or a checkpoint's weights."""
+"""A model loaded for generation by transformers: a Hugging Face folder, an adapter on its base, or a checkpoint's
+weights."""
 
 import sys
 import warnings
@@ -131,7 +132,8 @@ def choose_template(
     if tokenizer.chat_template:
         if formats and not formats & RENDERED_FORMATS:
             log(
-                f"{reference.name}: was trained on {rows}, without its chat template; --no-chat-template asks in that form"
+                f"{reference.name}: was trained on {rows}, without its chat template; --no-chat-template asks "
+                "in that form"
             )
         own = tokenizer.chat_template
         return str(own if isinstance(own, str) else own.get("default") or next(iter(own.values())))
@@ -143,7 +145,8 @@ def choose_template(
         log(f"{reference.name}: has no chat template and was trained on {rows}; prompts are continued as they are")
         return None
     raise UserError(
-        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a file, ...), or have prompts "
+        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a file, "
+        "...), or have prompts "
         "continued as they are with --no-chat-template"
     )
 
@@ -210,7 +213,8 @@ def _load_lora_checkpoint(source: Source, folder: Path, options: LoadOptions) ->
 
 
 def _load_source(source: Source, folder: Path, options: LoadOptions) -> Any:
-    """The whole model in a checkpoint, in memory as its export would be; `folder` gets all of the export but the weights."""
+    """The whole model in a checkpoint, in memory as its export would be; `folder` gets all of the export but the
+    weights."""
     from transformers import AutoConfig, GenerationConfig
 
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)

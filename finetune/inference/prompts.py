@@ -1,4 +1,5 @@
-"""Prompts for a model: from the command line, a pipe, or the rows of a file; each a list of messages. Imports no torch."""
+"""Prompts for a model: from the command line, a pipe, or the rows of a file; each a list of messages. Imports no
+torch."""
 
 import sys
 from collections.abc import Iterator
@@ -76,7 +77,8 @@ def _read_row(row: dict[str, Any], system: str | None) -> list[Message]:
         if isinstance(row.get(column), str) and row[column].strip():
             return make_messages(row[column], system)
     raise BadRow(
-        f"no prompt; its columns are {list_columns(row) or 'none'}, and one of messages, {', '.join(TEXT_COLUMNS)} is expected"
+        f"no prompt; its columns are {list_columns(row) or 'none'}, and one of messages, "
+        f"{', '.join(TEXT_COLUMNS)} is expected"
     )
 
 

@@ -66,7 +66,8 @@ def ask(question: str, default: str) -> str:
 
 
 def require(given: str | None, flag: str, question: str, default: str = "", *, read: Callable[[str], T]) -> T:
-    """What `read` makes of `given`, else of the answer to `question`, which is asked again where `read` raises `UserError`.
+    """What `read` makes of `given`, else of the answer to `question`, which is asked again where `read` raises
+    `UserError`.
 
     Raises `UserError`: that of `read` for what the flag gave, or naming `flag` where nobody can be asked.
     """
@@ -108,7 +109,8 @@ def find_gpus() -> FoundGpus | None:
 
 MANY_ROWS = 50_000  # one epoch of these is enough
 SHOWN_FILES = 5
-# What the data holds -> the methods that learn from it, the default first; auto: all parameters where they fit, else LoRA.
+# What the data holds -> the methods that learn from it, the default first; auto: all parameters where they fit, else
+# LoRA.
 BY_KIND: dict[RowKind, tuple[str, ...]] = {
     "answers": ("auto", "full", "lora", "qlora", "distill"),
     "pairs": ("dpo", "orpo", "simpo", "kto"),

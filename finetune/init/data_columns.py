@@ -1,4 +1,5 @@
-"""What a first recipe needs to know of a data set: its format, the columns to name, its rows and their length. No torch."""
+"""What a first recipe needs to know of a data set: its format, the columns to name, its rows and their length. No
+torch."""
 
 import json
 import re
@@ -49,10 +50,12 @@ class DataSummary:
 def summarize_data(
     source: DatasetSource, model: str, *, has_template: bool, ask: Ask | None, kind: RowKind | None = None
 ) -> DataSummary:
-    """Reads the first rows of `source` and finds the columns to name; where `model` is a folder, its tokenizer counts their tokens.
+    """Reads the first rows of `source` and finds the columns to name; where `model` is a folder, its tokenizer counts
+    their tokens.
 
-    `has_template`: the model has a chat template, through which questions and answers then go. `ask`: asks a person which
-    column is which, where their names do not show it. `kind`: what the method reads; None: what the first row holds.
+    `has_template`: the model has a chat template, through which questions and answers then go. `ask`: asks a person
+    which column is which, where their names do not show it. `kind`: what the method reads; None: what the first row
+    holds.
 
     Raises `UserError` where there are no rows, or columns that nobody names.
     """
@@ -132,7 +135,8 @@ def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSour
     number = next((numbers[name] for name in COMPLETIONS[:6] if name in numbers), None)
     if prompt is not None and completion is None and number is not None:
         raise UserError(
-            f"{source.path}: {number}: text is expected, found {describe_value(row[number])}; write it as text, in quotes"
+            f"{source.path}: {number}: text is expected, found {describe_value(row[number])}; write it as "
+            "text, in quotes"
         )
     if prompt is not None and completion is not None:
         return replace(source, prompt_column=prompt, completion_column=completion)
@@ -146,7 +150,8 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource, ask: Ask | None)
     columns = list_columns(row) or "none"
     if ask is None:
         raise UserError(
-            f"{source.path}: its columns are {columns}; say which to read with --prompt-column and --completion-column, "
+            f"{source.path}: its columns are {columns}; say which to read with --prompt-column and "
+            "--completion-column, "
             "--messages-column or --text-column"
         )
     print(f"{source.path}: its columns are {columns}")

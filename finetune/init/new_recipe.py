@@ -61,8 +61,8 @@ class Fit:
 
 
 def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Trained | None) -> Fit:
-    """The keys that train `given` (model, data, max_length, method) on `hardware`: what `trained` says, else all parameters where
-    that fits as it is, else LoRA. `packed_rows`: full rows of max_length tokens in the data.
+    """The keys that train `given` (model, data, max_length, method) on `hardware`: what `trained` says, else all
+    parameters where that fits as it is, else LoRA. `packed_rows`: full rows of max_length tokens in the data.
 
     Raises `UserError` where nothing makes it fit.
     """
@@ -93,7 +93,8 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
 
 
 def _choose_batch(packed_rows: float, hardware: Hardware) -> Keys:
-    """The rows in a step: so few that an epoch has some steps, and a multiple of the ranks, so that none gets a filler row."""
+    """The rows in a step: so few that an epoch has some steps, and a multiple of the ranks, so that none gets a filler
+    row."""
     size = min(GLOBAL_BATCH_SIZE, max(1, int(packed_rows) // STEPS_AN_EPOCH))
     return {"global_batch_size": -(-size // hardware.ranks) * hardware.ranks, "per_device_train_batch_size": 1}
 
@@ -165,11 +166,11 @@ def compose_recipe(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -
         "",
         _line("max_length", keys["max_length"], _about_length(data, keys["max_length"])),
         _line("global_batch_size", keys["global_batch_size"], "rows in a step, over all GPUs"),
-        _line("per_device_train_batch_size", keys["per_device_train_batch_size"], "rows at once on a GPU: more are faster, and take memory"),
+        _line("per_device_train_batch_size", keys["per_device_train_batch_size"], "rows at once on a GPU: more are faster, and take memory"),  # noqa: E501
         _line("num_train_epochs", keys["num_train_epochs"], "watch the held-out loss: fewer, where it rises"),
         *_advised(fit),
         "",
-        _line("learning_rate", keys["learning_rate"], "for all parameters of a trained model" if fit.trained == "full" else "adapters take ten times the rate of full fine-tuning and more"),
+        _line("learning_rate", keys["learning_rate"], "for all parameters of a trained model" if fit.trained == "full" else "adapters take ten times the rate of full fine-tuning and more"),  # noqa: E501
         _line("warmup_ratio", 0.03),
         "",
         _line("logging_steps", max(1, min(10, int(every) // 5))),
@@ -193,7 +194,10 @@ def inspect_command(file: str) -> str:
 
 def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
     what = "All parameters of" if fit.trained == "full" else "Adapters (LoRA) for"
-    yield f"# {what} {fit.keys['model_name_or_path']} on {data.source.path}, for {hardware.words}; written by finetune init."
+    yield (
+        f"# {what} {fit.keys['model_name_or_path']} on {data.source.path}, for {hardware.words}; written by "
+        "finetune init."
+    )
     yield f"#   {inspect_command(file)}    # the rows as the model will see them"
     yield f"#   {plan_command(file, hardware)}    # {gib(fit.plan.peak_bytes)} GiB"
     yield f"#   {launch_command(file, hardware)}"

@@ -1,1 +1,2 @@
-"""Models: built on the meta device, adapted, sharded over the ranks, and filled with each rank's slices of the weights."""
+"""Models: built on the meta device, adapted, sharded over the ranks, and filled with each rank's slices of the
+weights."""

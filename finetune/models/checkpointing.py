@@ -1,4 +1,5 @@
-"""What is done to decoder layers: activation checkpointing, torch.compile, Liger's kernels. Parameters keep their names."""
+"""What is done to decoder layers: activation checkpointing, torch.compile, Liger's kernels. Parameters keep their
+names."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,8 @@ Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
 class Copies(Protocol):
-    """How tensors are copied to the host and back. A copy has ended once `wait` for its event has returned, or been queued."""
+    """How tensors are copied to the host and back. A copy has ended once `wait` for its event has returned, or been
+    queued."""
 
     def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """Starts a copy of `tensor` in host memory: the copy, and its event."""
@@ -52,7 +54,8 @@ class CudaCopies:
         torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
-        # The source has to be computed, and the target's memory may still be in use by what was queued before it was freed.
+        # The source has to be computed, and the target's memory may still be in use by what was queued before it was
+        # freed.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
@@ -142,7 +145,8 @@ class ActivationOffload:
         return offloaded
 
     def wrap_contexts(self, contexts: Contexts) -> Contexts:
-        """The contexts of selective checkpointing (`create_selective_checkpoint_contexts`), with what they keep offloaded."""
+        """The contexts of selective checkpointing (`create_selective_checkpoint_contexts`), with what they keep
+        offloaded."""
         layer, (keeping, using) = self._latest, contexts
         assert layer is not None
         return _offload_after(keeping, layer), _take_before(using)
@@ -172,7 +176,8 @@ def _take_before(using: Any) -> Iterator[None]:
 
 
 def _selected(context: Any) -> list[Any]:
-    """The values that selective checkpointing stores, in torch's own wrappers: `val`, and the `version` that is checked."""
+    """The values that selective checkpointing stores, in torch's own wrappers: `val`, and the `version` that is
+    checked."""
     entries = [entry for by_index in context.storage.values() for entry in by_index.values()]
     return [leaf for leaf in tree_leaves(entries) if hasattr(leaf, "val") and hasattr(leaf, "version")]
 
@@ -185,11 +190,11 @@ def checkpoint_activations(
 ) -> int:
     """Recomputes the activations of every `every`-th decoder layer in backward (Chen et al. 2016); returns how many.
 
-    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al. 2022, section 5), in host
-    memory if there is an `offload`.
+    What `keeps` names is kept with the layer's input (selective checkpointing, Korthikanti et al. 2022, section 5), in
+    host memory if there is an `offload`.
 
-    By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that its gradients are wrong
-    with dropout (relative error 0.5), and renames modules under LoRA, so that the saved adapter is empty.
+    By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that its gradients are
+    wrong with dropout (relative error 0.5), and renames modules under LoRA, so that the saved adapter is empty.
     """
     transformer: Any = model
     # Renamed in transformers 5.23; the older name goes in 6.
@@ -233,7 +238,8 @@ def _attention_width(config: Any) -> int:
 
 
 def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
-    """Keeps the outputs of attention's kernels, and of products from and to at most `width` features: the MLP's are wider."""
+    """Keeps the outputs of attention's kernels, and of products from and to at most `width` features: the MLP's are
+    wider."""
 
     def choose(_context: object, operator: Any, *arguments: Any, **_: Any) -> CheckpointPolicy:
         is_kept = operator in _attention_operators()
@@ -251,8 +257,8 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:
-    """Compiles the forward of every decoder layer (regional compilation) of a sharded model, and a chunk of its loss; returns how
-    many layers.
+    """Compiles the forward of every decoder layer (regional compilation) of a sharded model, and a chunk of its loss;
+    returns how many layers.
 
     Only `forward`, not the module's call: sharding's hooks stay outside, and the layers, which are alike, share one
     compiled body. After sharding, because FSDP2 changes a layer's class: the forward compiled before would be the old

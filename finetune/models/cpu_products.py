@@ -1,7 +1,7 @@
 """Matrix products in bf16 and fp16 on a CPU without instructions for them: multiplied in fp32, rounded once.
 
-There torch multiplies such matrices in plain loops, up to 60 times slower than in fp32. This file overrides torch's operators for
-these dtypes. The result is the fp32 product, rounded: at least as exact as torch's own.
+There torch multiplies such matrices in plain loops, up to 60 times slower than in fp32. This file overrides torch's
+operators for these dtypes. The result is the fp32 product, rounded: at least as exact as torch's own.
 """
 
 import warnings
@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Bytes of fp32 that are made of an operand at once. An output head is never copied whole, and a chunk stays in the CPU's cache.
+# Bytes of fp32 that are made of an operand at once. An output head is never copied whole, and a chunk stays in the
+# CPU's cache.
 CHUNK_BYTES = 8 << 20
 NATIVE_ROWS = 8  # torch multiplies up to these by a transposed weight as fast as it reads the weight: generation
 
@@ -53,12 +54,16 @@ def override_products(slow: Collection[torch.dtype]) -> None:
 def describe_products() -> list[str]:
     """What the first screen of a run says about the products of this process, if they are overridden."""
     names = sorted(str(dtype).removeprefix("torch.") for dtype in find_slow_dtypes())
-    line = f"cpu     no instructions for {' and '.join(names)}: matrices are multiplied in float32 and the result is rounded"
+    line = (
+        f"cpu     no instructions for {' and '.join(names)}: matrices are multiplied in float32 and the result is "
+        "rounded"
+    )
     return [line] if _libraries else []
 
 
 def _make_kernel(name: str, compute: Callable[..., Any], slow: Collection[torch.dtype]) -> Callable[..., Any]:
-    """A kernel that calls `compute` for a slow dtype, and torch's own for all others and where that returns NotImplemented."""
+    """A kernel that calls `compute` for a slow dtype, and torch's own for all others and where that returns
+    NotImplemented."""
     own = torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed
 
     def kernel(keys: Any, first: Tensor, *rest: Any, **options: Any) -> Any:
@@ -110,7 +115,8 @@ def _add_product(
     shape: Sequence[int], bias: Tensor | None, left: Tensor, right: Tensor, beta: float, alpha: float
 ) -> Tensor:
     sums = torch.empty(shape) if bias is None else bias.float()
-    # Only the operators that work in place are not overridden. Unlike `call_boxed`, they leave the GIL to other threads.
+    # Only the operators that work in place are not overridden. Unlike `call_boxed`, they leave the GIL to other
+    # threads.
     add = sums.addmm_ if left.dim() == 2 else sums.baddbmm_
     return add(left, right, beta=beta, alpha=alpha)
 

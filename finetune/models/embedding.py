@@ -1,4 +1,5 @@
-"""Embedding and head that grow with the tokenizer: new rows start at the mean of the others, and are trained under LoRA too."""
+"""Embedding and head that grow with the tokenizer: new rows start at the mean of the others, and are trained under LoRA
+too."""
 
 import functools
 import re
@@ -50,8 +51,8 @@ def install_embedding_noise(model: Any, alpha: float) -> None:
 
 
 def make_noise(embedded: Tensor, documents: NoisyDocuments, alpha: float) -> Tensor:
-    """The noise of `documents`, shaped like `embedded` [rows, tokens, hidden]: one after another in a single row, or one
-    in each row; none on padding."""
+    """The noise of `documents`, shaped like `embedded` [rows, tokens, hidden]: one after another in a single row, or
+    one in each row; none on padding."""
     rows, tokens, hidden = embedded.shape
     noise = torch.zeros(rows, tokens, hidden, dtype=torch.float32, device=embedded.device)
     generator = torch.Generator(embedded.device)
@@ -90,8 +91,8 @@ def grown_shape(tensor: StoredTensor, vocabulary: Vocabulary) -> StoredTensor:
 def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slices], torch.Tensor]:
     """Slices (fp32) of the embedding or head that `tensor` is the start of: [rows, hidden], or of its bias [rows].
 
-    The rows of added tokens are the mean of those that the tokenizer knew, whether or not the file has room for them, and
-    so are the rows that only fill up. The same on every rank and in every layout: each reads the whole mean itself.
+    The rows of added tokens are the mean of those that the tokenizer knew, whether or not the file has room for them,
+    and so are the rows that only fill up. The same on every rank and in every layout: each reads the whole mean itself.
     """
     stored = tensor.shape[0]
     known = min(vocabulary.known, stored)
@@ -124,8 +125,8 @@ def grown_reader(tensor: StoredTensor, vocabulary: Vocabulary) -> Callable[[Slic
 
 
 def train_new_tokens(model: Any, lora: Lora, vocabulary: Vocabulary | None) -> Lora:
-    """`lora` with the embedding and the head of `model` in `modules_to_save` where tokens are added: a frozen base would
-    never learn them."""
+    """`lora` with the embedding and the head of `model` in `modules_to_save` where tokens are added: a frozen base
+    would never learn them."""
     if vocabulary is None or vocabulary.tokens == vocabulary.known:
         return lora
     names = [re.escape(name) for name in _find_ends(model)]
@@ -139,7 +140,8 @@ def refuse_frozen_tokens(model: Any, vocabulary: Vocabulary | None) -> None:
     for name in _find_ends(model):
         if not model.get_submodule(name).weight.requires_grad:
             raise UserError(
-                f"added_tokens: {name} is frozen (trainable_modules, frozen_modules), so that the new tokens would never be "
+                f"added_tokens: {name} is frozen (trainable_modules, frozen_modules), so that the new tokens "
+                "would never be "
                 "learned; train it too"
             )
 

@@ -42,7 +42,8 @@ class Fp8Linear(Float8Linear):  # type: ignore[misc]
 
 @torch._dynamo.allow_in_graph
 class _FrozenProduct(torch.autograd.Function):
-    """torchao's product with a frozen weight: its own keeps the input, and multiplies a gradient of the weight, for nothing."""
+    """torchao's product with a frozen weight: its own keeps the input, and multiplies a gradient of the weight, for
+    nothing."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight_t: Tensor, mm_config: Any, config: Any) -> Tensor:
@@ -85,8 +86,9 @@ def _cast(tensor: Tensor, cast_config: Any, mm_config: Any, role: Any, config: A
 
 
 def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
-    """Makes linear layers of `model`, which is on meta, multiply in FP8, and returns how many: all but the first one, the output
-    head, adapters, and those of a size that the hardware does not multiply. Call it before sharding, after adapters are in place.
+    """Makes linear layers of `model`, which is on meta, multiply in FP8, and returns how many: all but the first one,
+    the output head, adapters, and those of a size that the hardware does not multiply. Call it before sharding, after
+    adapters are in place.
 
     Raises `UserError` for a mixture of experts, and where no layer is left.
     """
@@ -126,15 +128,15 @@ def _make_config(sharding: Sharding) -> Any:
 
 
 def keep_scales_current(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Where FSDP gathers weights in 8 bits, finds the scales of all of them after each update in one all-reduce; else each
-    weight's would be one of its own, before it is gathered."""
+    """Where FSDP gathers weights in 8 bits, finds the scales of all of them after each update in one all-reduce; else
+    each weight's would be one of its own, before it is gathered."""
     optimizer.register_step_post_hook(lambda *_: precompute_float8_dynamic_scale_for_fsdp(model))
 
 
 @contextmanager
 def without_fp8(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` multiplies in its compute dtype: what a comparison of two forwards needs, since a scale for all tokens
-    together makes each depend on the others."""
+    """Within it, `model` multiplies in its compute dtype: what a comparison of two forwards needs, since a scale for
+    all tokens together makes each depend on the others."""
     layers = [module for module in model.modules() if isinstance(module, Fp8Linear)]
     for layer in layers:
         layer.is_exact = True

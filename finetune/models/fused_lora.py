@@ -1,8 +1,9 @@
 """A linear layer with its LoRA adapter as one operation: y = x W^T + s (x A^T) B^T (Hu et al. 2021, eq. 3).
 
-peft adds them layer by layer: in the forward it writes three more tensors of the output's size (the adapter's product, scaled, and
-the sum), and in the backward two (the scaled gradient, and the second gradient of the input). Under autocast each adapter keeps a cast
-copy of the input that several layers share. Here the adapter is added by the product itself, and the input is kept as it is.
+peft adds them layer by layer: in the forward it writes three more tensors of the output's size (the adapter's product,
+scaled, and the sum), and in the backward two (the scaled gradient, and the second gradient of the input). Under
+autocast each adapter keeps a cast copy of the input that several layers share. Here the adapter is added by the product
+itself, and the input is kept as it is.
 """
 
 from functools import cache
@@ -19,8 +20,8 @@ ADAPTER_NAME = "default"  # peft's, the only one here
 def fuse_adapters(model: nn.Module) -> int:
     """Has the LoRA layers of `model` whose adapters are plain compute in one operation; returns how many they are.
 
-    Layers with dropout or DoRA stay peft's. For layouts in which the adapter's matrices are whole in the forward of the layer:
-    not under FSDP1, whose units they are, nor tensor parallelism, which divides them.
+    Layers with dropout or DoRA stay peft's. For layouts in which the adapter's matrices are whole in the forward of the
+    layer: not under FSDP1, whose units they are, nor tensor parallelism, which divides them.
     """
     from peft.tuners.lora.layer import Linear
 
@@ -70,7 +71,8 @@ def _multiply(layer: Any, x: Tensor) -> Tensor:
 
 
 class _LoraLinear(torch.autograd.Function):
-    """[..., in] -> [..., out]; weight [out, in], or its codes and scales where there is a `form`; a [rank, in], b [out, rank].
+    """[..., in] -> [..., out]; weight [out, in], or its codes and scales where there is a `form`; a [rank, in], b [out,
+    rank].
 
     Computed in `dtype`, whatever autocast says. Kept for the backward: the input as it came, and x A^T [..., rank].
     """

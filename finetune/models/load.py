@@ -70,10 +70,11 @@ def load_model(
     optimization: Optimization | None = None,
     vocabulary: Vocabulary | None = None,
 ) -> tuple[nn.Module, ModelSize]:
-    """Builds the model on meta, grows it to `vocabulary`, adapts it, shards it over the ranks, and reads every rank's own slices.
+    """Builds the model on meta, grows it to `vocabulary`, adapts it, shards it over the ranks, and reads every rank's
+    own slices.
 
-    Whether such a model can be trained, the rules answer first (config/compatibility.py). Raises `UserError` for a model that cannot be
-    reached, whose files do not fit its config, or that lacks what the recipe asks for.
+    Whether such a model can be trained, the rules answer first (config/compatibility.py). Raises `UserError` for a
+    model that cannot be reached, whose files do not fit its config, or that lacks what the recipe asks for.
     """
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
@@ -193,7 +194,8 @@ def count_parameters(model: Any) -> ModelSize:
 def read_base_values(
     built: nn.Module, config: Any, model: Model, seed: int = 0, vocabulary: Vocabulary | None = None
 ) -> tuple[Values, Mapping[str, StoredQuantized]]:
-    """The values of the parameters of `built`, whose saved buffers are filled, and the weights that the files hold quantized."""
+    """The values of the parameters of `built`, whose saved buffers are filled, and the weights that the files hold
+    quantized."""
     if model.model_config is not None:
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
     folder = weights_folder(model)
@@ -231,8 +233,8 @@ class Teacher:
 
     @torch.no_grad()
     def compare(self, inputs: Mapping[str, Any]) -> HeadFunction:
-        """Runs the teacher over a micro-batch. What it returns, at the head of a student over the same micro-batch, computes
-        the three sums of `linear_divergence`.
+        """Runs the teacher over a micro-batch. What it returns, at the head of a student over the same micro-batch,
+        computes the three sums of `linear_divergence`.
 
         inputs: the model's keyword arguments, with `trained_positions`.
         """
@@ -259,8 +261,8 @@ class Teacher:
 def load_teacher(recipe: Recipe, world: World) -> Teacher:
     """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
 
-    Whether it can teach, `training.distillation.check_teacher` answers first. Raises `UserError` for a model that cannot be reached,
-    or whose files do not fit its config.
+    Whether it can teach, `training.distillation.check_teacher` answers first. Raises `UserError` for a model that
+    cannot be reached, or whose files do not fit its config.
     """
     keys, dtype = recipe.teacher, DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]
     assert keys is not None

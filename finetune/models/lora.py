@@ -1,4 +1,5 @@
-"""LoRA by peft: adapters injected into a transformers model, which keeps its class and names, and their first values."""
+"""LoRA by peft: adapters injected into a transformers model, which keeps its class and names, and their first
+values."""
 
 import hashlib
 import math
@@ -33,8 +34,8 @@ PEFT_PREFIX = "base_model.model."  # of every tensor's name in a PEFT folder
 def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     """Freezes `model` (still on meta) in `base_dtype`, but for `modules_to_save`, and injects fp32 adapters.
 
-    Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a pattern names no part of the
-    model, and where an adapter is asked of the output head.
+    Raises `UserError` where `lora_target_modules`, `lora_target_parameters`, `modules_to_save` or a pattern names no
+    part of the model, and where an adapter is asked of the output head.
     """
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())  # type: ignore[operator]
     layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
@@ -78,7 +79,8 @@ def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[s
 
 
 def peft_config(lora: Lora, linear_layers: set[str], head: str, whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:
-    """The recipe's adapter in peft's terms. `all-linear` is all of `linear_layers` but `head` and what is trained whole."""
+    """The recipe's adapter in peft's terms. `all-linear` is all of `linear_layers` but `head` and what is trained
+    whole."""
     from peft import LoraConfig
 
     saved = sorted({name.rpartition(".")[0] for names in whole.values() for name in names})
@@ -148,8 +150,10 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
     if missing or extra:
         one = f"it has no {peft_name(missing[0])}" if missing else f"{extra[0]} has no place there"
         raise UserError(
-            f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {one} ({counted(len(missing), 'tensor')} missing, "
-            f"{len(extra)} without a place); name the base model it was trained on, and leave the LoRA keys to the adapter"
+            f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {one} "
+            f"({counted(len(missing), 'tensor')} missing, "
+            f"{len(extra)} without a place); name the base model it was trained on, and leave the LoRA keys "
+            "to the adapter"
         )
     for name, parameter in trained.values():
         if name in found and found[name].shape != tuple(parameter.shape):
@@ -165,7 +169,8 @@ def is_adapter(name: str) -> bool:
 
 
 def base_name(name: str) -> str:
-    """A parameter's name in the base model's files: peft moves an adapted layer's own into `base_layer`, or several of them.
+    """A parameter's name in the base model's files: peft moves an adapted layer's own into `base_layer`, or several of
+    them.
 
     >>> base_name("layers.0.mlp.experts.base_layer.base_layer.down_proj")
     'layers.0.mlp.experts.down_proj'

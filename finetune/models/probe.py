@@ -1,11 +1,12 @@
-"""A check before the first step: the training forward computes what transformers' own does, for each document by itself.
+"""A check before the first step: the training forward computes what transformers' own does, for each document by
+itself.
 
 Families differ in ways that no config names: layers that drop `cu_seq_lens` on its way to attention, attention of their
 own, states that run from one document into the next, logits that are scaled. So two forwards over a few tokens are
 compared instead, of the loaded and sharded model itself.
 
-How far two forwards may differ depends on the model and the precision, so the bounds are measured as well: transformers'
-forward also runs over the documents as one text, which shows how much a leak changes the outputs.
+How far two forwards may differ depends on the model and the precision, so the bounds are measured as well:
+transformers' forward also runs over the documents as one text, which shows how much a leak changes the outputs.
 """
 
 from collections.abc import Iterator
@@ -29,7 +30,8 @@ from finetune.errors import UserError
 # Tokens of a document, of a second one, and of a third, which repeats the beginning of the first.
 DOCUMENT, OTHER, REPEATED = 8, 5, 6
 PART = DOCUMENT + OTHER + 2  # tokens of a rank, where ranks divide the packed row
-# The share of a leak's effect on a token's output that rounding may reach. A document that sees another shows all of it.
+# The share of a leak's effect on a token's output that rounding may reach. A document that sees another shows all of
+# it.
 LEAK_SHARE = {torch.float32: 0.01, torch.bfloat16: 0.25, torch.float16: 0.25}
 FORWARD_SHARE = {torch.float32: 0.02, torch.bfloat16: 0.5, torch.float16: 0.5}
 
@@ -86,7 +88,8 @@ def _compare(own: Forward, trained: Forward, labels: Tensor, dtype: torch.dtype,
     if _difference(repeated, ours[:REPEATED]) > max(LEAK_SHARE[dtype] * leak, 4 * noise, rounding):
         rows, advice = ("packed documents", "set packing: false") if packed else ("padded rows", "name another model")
         raise UserError(
-            f"{name}: a document's outputs change with the documents around it in {rows}: its layers do not keep documents "
+            f"{name}: a document's outputs change with the documents around it in {rows}: its layers do not "
+            "keep documents "
             f"apart; {advice}"
         )
     logits = own.result[0].float()
@@ -99,14 +102,15 @@ def _compare(own: Forward, trained: Forward, labels: Tensor, dtype: torch.dtype,
     if is_other_loss or noise > max(FORWARD_SHARE[dtype] * leak, 16 * rounding):
         raise UserError(
             f"{name}: the training forward does not compute what the model's own forward does (loss "
-            f"{float(trained.result):.4g}, and {float(losses.sum()):.4g} by transformers); this family is not supported: "
+            f"{float(trained.result):.4g}, and {float(losses.sum()):.4g} by transformers); this family is not "
+            "supported: "
             "name another model"
         )
 
 
 def _batch(ids: Tensor, labels: Tensor, *, packed: bool) -> dict[str, Any]:
-    """The three documents as training brings them: in one packed row, or the first and the third in a row each, the third
-    filled up with other tokens. `labels` belong to the first; nothing else is trained."""
+    """The three documents as training brings them: in one packed row, or the first and the third in a row each, the
+    third filled up with other tokens. `labels` belong to the first; nothing else is trained."""
     lengths = (DOCUMENT, OTHER, REPEATED) if packed else (DOCUMENT, DOCUMENT)
     filler = ids[:0] if packed else ids[-(DOCUMENT - REPEATED) :]
     row = torch.cat([ids if packed else ids[:DOCUMENT], ids[:REPEATED], filler])
@@ -135,7 +139,8 @@ def _forward(model: nn.Module, **inputs: Any) -> Forward:
 
 
 def _forward_in_parts(model: nn.Module, batch: dict[str, Any], group: ProcessGroup) -> Forward:
-    """The forward of a batch whose tokens the ranks of `group` divide between them, put together again on every rank."""
+    """The forward of a batch whose tokens the ranks of `group` divide between them, put together again on every
+    rank."""
     length = batch["input_ids"].shape[1]
     # The first rank's tokens end inside the document that repeats the first, or the padded row: attention, and whatever
     # else reads other tokens, has to cross from one rank to the next. The last ranks may have padding alone.

@@ -1,8 +1,9 @@
 """Long-context RoPE whose frequencies follow the length of each document, packed or padded, on one rank or many.
 
-`longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes the largest position of a
-batch for all of its rows, and its dynamic RoPE keeps the largest length that it has seen. The loss of a document would then
-depend on what lies beside it, so the frequencies are chosen here, for every token by the length of its own document.
+`longrope` and `dynamic` RoPE choose their frequencies by the length of a text. transformers takes the largest position
+of a batch for all of its rows, and its dynamic RoPE keeps the largest length that it has seen. The loss of a document
+would then depend on what lies beside it, so the frequencies are chosen here, for every token by the length of its own
+document.
 """
 
 import inspect
@@ -26,8 +27,8 @@ DEFAULT = None  # the layer type where all layers have the same RoPE
 def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = None) -> None:
     """Makes `model` compute each document's rotary embedding as transformers does for that document alone.
 
-    Models with other kinds of RoPE stay as they are. In training the lengths come from `cu_seq_lens` or `document_lengths`.
-    Elsewhere, as in generation, a row is one document that ends at its largest position.
+    Models with other kinds of RoPE stay as they are. In training the lengths come from `cu_seq_lens` or
+    `document_lengths`. Elsewhere, as in generation, a row is one document that ends at its largest position.
 
     Args:
         model: a `...ForCausalLM`, before sharding and before its attention is installed.
@@ -75,7 +76,8 @@ def _length_dependent_layers(rope_type: Any) -> list[str | None]:
 def _read_lengths(
     current: _Lengths, sequence_group: ProcessGroup | None, _trunk: nn.Module, _args: Any, kwargs: dict[str, Any]
 ) -> None:
-    """Sets `current` from the arguments of a forward: its packed row's boundaries, or the lengths of its padded rows."""
+    """Sets `current` from the arguments of a forward: its packed row's boundaries, or the lengths of its padded
+    rows."""
     current.of_tokens = current.on_host = None
     if (boundaries := kwargs.get("cu_seq_lens")) is not None:
         rank, ranks = (0, 1) if sequence_group is None else (sequence_group.rank(), sequence_group.size())
@@ -100,8 +102,8 @@ def _embed_positions(
 ) -> Any:
     """The forward of a rotary module. `apply` computes it with one set of frequencies for all tokens.
 
-    Each set is applied to every token, and each token takes the result of its own. There are few: one beyond the original
-    length under longrope, one for each longer document under dynamic.
+    Each set is applied to every token, and each token takes the result of its own. There are few: one beyond the
+    original length under longrope, one for each longer document under dynamic.
     """
     arguments = (module, x, position_ids) if layer_type is None else (module, x, position_ids, layer_type)
     if layer_type not in _length_dependent_layers(module.rope_type):
@@ -140,7 +142,8 @@ def _embed_positions(
 
 
 def _select(is_chosen: Tensor, chosen: Any, others: Any) -> Any:
-    """`chosen` for the tokens of is_chosen, bool[rows, tokens]. Both: cosines and sines, or one complex tensor of the two."""
+    """`chosen` for the tokens of is_chosen, bool[rows, tokens]. Both: cosines and sines, or one complex tensor of the
+    two."""
     if isinstance(chosen, tuple):
         return tuple(_select(is_chosen, *pair) for pair in zip(chosen, others, strict=True))
     return torch.where(is_chosen[..., None], chosen, others)

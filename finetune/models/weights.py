@@ -41,8 +41,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """What a conversion makes of named tensors: its shape, and the parts that fill it. Stands in for a tensor in torch's
-    functions, as far as transformers' conversions of weights in boxes use them."""
+    """What a conversion makes of named tensors: its shape, and the parts that fill it. Stands in for a tensor in
+    torch's functions, as far as transformers' conversions of weights in boxes use them."""
 
     shape: Shape
     parts: tuple[Part, ...]
@@ -90,7 +90,8 @@ class Box:
         return Box(_without(self.shape, dim), parts)
 
     def read(self, slices: Slices, read: Callable[[str, Slices], torch.Tensor]) -> torch.Tensor:
-        """The elements `slices` (of step 1; dimensions without one are whole), by `read(name, slices)` of the named tensors."""
+        """The elements `slices` (of step 1; dimensions without one are whole), by `read(name, slices)` of the named
+        tensors."""
         bounds = [wanted.indices(size)[:2] for wanted, size in zip(slices, self.shape, strict=False)]
         bounds += [(0, size) for size in self.shape[len(bounds) :]]
         box = self
@@ -165,8 +166,8 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
 
 
 def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
-    """For each tensor that transformers writes to `model`'s files, the parameters (given by their shapes) that it is made
-    of, in their order. Raises `UserError` where a conversion moves elements otherwise than in boxes."""
+    """For each tensor that transformers writes to `model`'s files, the parameters (given by their shapes) that it is
+    made of, in their order. Raises `UserError` where a conversion moves elements otherwise than in boxes."""
     from transformers.core_model_loading import revert_weight_conversion
 
     parameters: Any = {name: Box.whole(name, shape) for name, shape in shapes.items()}
@@ -180,7 +181,8 @@ def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
 
 def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
     return UserError(
-        f"{where}: the files of {type(model).__name__} arrange its tensors otherwise than its modules do, and transformers "
+        f"{where}: the files of {type(model).__name__} arrange its tensors otherwise than its modules do, and "
+        "transformers "
         f"converts them by {operation}, which is not supported here; name a model of another family"
     )
 
@@ -298,8 +300,8 @@ def stored_values(
     quantized: Container[str] = (),
     vocabulary: Vocabulary | None = None,
 ) -> Values:
-    """Values read from files, each rank its own slices. `where` names the files in errors; `vocabulary`: what the embedding
-    and the head have grown to.
+    """Values read from files, each rank its own slices. `where` names the files in errors; `vocabulary`: what the
+    embedding and the head have grown to.
 
     Raises `UserError` naming every tensor that is missing, without a place in the model, or of another shape.
     """
@@ -318,14 +320,15 @@ def stored_values(
 def refuse_mismatch(
     model: nn.Module, stored: Mapping[str, StoredTensor], where: str, quantized: Container[str] = ()
 ) -> None:
-    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers; of those that are
-    `quantized`, the shape alone is compared."""
+    """Raises `UserError` where the files do not hold exactly the base model's parameters and saved buffers; of those
+    that are `quantized`, the shape alone is compared."""
     needed = saved_buffers(model) | dict(model.named_parameters())
     tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - needed.keys()
     untied = {name: tensor for name, tensor in stored.items() if name not in tied}
     problems = find_mismatches(model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where)
     problems += [
-        f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized in a way that is not "
+        f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized "
+        "in a way that is not "
         "supported; name the unquantized model"
         for name, parameter in needed.items()
         if name in stored
@@ -340,8 +343,8 @@ def refuse_mismatch(
 def find_mismatches(
     model: nn.Module, stored: Mapping[str, StoredTensor], needed: Mapping[str, tuple[int, ...]], where: str
 ) -> list[str]:
-    """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these shapes: a sentence on those
-    that are missing, one on those without a place in it, and one for each of another shape."""
+    """What is wrong with the tensors `stored` as those of `model`, which are `needed` with these shapes: a sentence on
+    those that are missing, one on those without a place in it, and one for each of another shape."""
     ignored = [*(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()), r"rotary_emb\.inv_freq"]
     extra = {name for name in stored.keys() - needed.keys() if not any(re.search(part, name) for part in ignored)}
     missing, class_name = needed.keys() - stored.keys(), type(model).__name__

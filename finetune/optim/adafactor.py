@@ -1,8 +1,8 @@
 """Adafactor (Shazeer and Stern 2018) at a given learning rate: a number for each row and column of a matrix.
 
-Transformers' own, as its Trainer makes it (scale_parameter=False, relative_step=False, beta1=None), computes with the tensors
-of one process; here the means over a sharded matrix are those of the whole. torch's is another: it scales the rate by each
-parameter's size.
+Transformers' own, as its Trainer makes it (scale_parameter=False, relative_step=False, beta1=None), computes with the
+tensors of one process; here the means over a sharded matrix are those of the whole. torch's is another: it scales the
+rate by each parameter's size.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,8 +22,8 @@ DECAY_RATE = -0.8
 
 
 class Adafactor(torch.optim.Optimizer):
-    """State of a parameter: `step` (fp32 scalar); of a matrix [rows, columns] `exp_avg_sq_row` [rows], sharded like it, and
-    `exp_avg_sq_col` [columns], whole; of a vector `exp_avg_sq`, shaped and sharded like it. All in fp32.
+    """State of a parameter: `step` (fp32 scalar); of a matrix [rows, columns] `exp_avg_sq_row` [rows], sharded like it,
+    and `exp_avg_sq_col` [columns], whole; of a vector `exp_avg_sq`, shaped and sharded like it. All in fp32.
     """
 
     def __init__(

@@ -23,14 +23,16 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
     """
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Keeps the rate a number: torchao makes it a tensor, which a checkpoint would then hold for every parameter."""
+        """Keeps the rate a number: torchao makes it a tensor, which a checkpoint would then hold for every
+        parameter."""
         rate = param_group.get("lr", self.defaults["lr"])
         super().add_param_group(param_group)
         self.param_groups[-1]["lr"] = rate
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Updates every parameter that has a gradient. torchao gets rates as tensors: a number would recompile its update."""
+        """Updates every parameter that has a gradient. torchao gets rates as tensors: a number would recompile its
+        update."""
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.tensor(rate, dtype=torch.float32)
@@ -50,7 +52,8 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
 
 
 def compile_on_cuda_only(device: torch.device) -> AbstractContextManager[Any]:
-    """Turns torch.compile off for torchao's update except on CUDA: on a CPU it takes minutes, without a compiler it fails."""
+    """Turns torch.compile off for torchao's update except on CUDA: on a CPU it takes minutes, without a compiler it
+    fails."""
     if device.type == "cuda" and has_compiler():
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")

@@ -1,7 +1,7 @@
 """AdamW whose moments are kept in bf16: 4 bytes a parameter instead of 8, beside fp32 parameters.
 
-torch's fused AdamW wants moments of the parameter's type, and a plain bf16 second moment stops changing: with beta2 = 0.999
-a step changes it by 0.1%, and bf16 resolves 0.4%. Stochastic rounding keeps it right on average.
+torch's fused AdamW wants moments of the parameter's type, and a plain bf16 second moment stops changing: with beta2 =
+0.999 a step changes it by 0.1%, and bf16 resolves 0.4%. Stochastic rounding keeps it right on average.
 """
 
 from collections.abc import Callable, Iterable
@@ -20,9 +20,9 @@ SLICE = 1 << 24  # elements updated at once where nothing fuses the update: boun
 class AdamWBf16Moments(torch.optim.Optimizer):
     """AdamW (Loshchilov and Hutter 2019, algorithm 2) with stochastically rounded bf16 moments.
 
-    State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded like it).
-    Draws from torch's default generator: seed it by the step, so that a run resumes exactly, and alike on all ranks that
-    hold the same shard, so that replicas stay equal. Where `found_inf` (a scalar on the device, as for torch's fused
+    State of a parameter: `step` (fp32 scalar), `exp_avg` and `exp_avg_sq` (bf16, shaped and sharded like it). Draws
+    from torch's default generator: seed it by the step, so that a run resumes exactly, and alike on all ranks that hold
+    the same shard, so that replicas stay equal. Where `found_inf` (a scalar on the device, as for torch's fused
     optimizers) is not zero, parameters and moments do not change.
     """
 

@@ -14,16 +14,16 @@ from finetune.optim.adafactor import Adafactor
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
 from finetune.optim.nvme import OffloadedOptimizer
 
-# Vectors by their role, whatever their shape: norms with a row for each head, biases with one for each expert, and the rates of
-# recurrent layers (Mamba's A_log, RWKV's time_mix_*).
+# Vectors by their role, whatever their shape: norms with a row for each head, biases with one for each expert, and the
+# rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
 NOT_DECAYED = re.compile(r"norm|bias$|(^|\.)(A_log|time_mix_\w+)$")
 
 
 def build_optimizer(model: nn.Module, optimization: Optimization, world: World | None = None) -> torch.optim.Optimizer:
     """The recipe's optimizer over every trainable parameter of the sharded `model`.
 
-    Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing. `world`: needed
-    where its state is in files. Raises `UserError` on all ranks where these cannot be made.
+    Call it after sharding: an optimizer built before would hold the parameters on meta, and update nothing. `world`:
+    needed where its state is in files. Raises `UserError` on all ranks where these cannot be made.
     """
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trainable, "no parameter is trained"

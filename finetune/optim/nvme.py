@@ -1,9 +1,10 @@
-"""An optimizer whose state lies in a file of each rank, as ZeRO-Infinity's (Rajbhandari et al. 2021, section 5.2), under FSDP2.
+"""An optimizer whose state lies in a file of each rank, as ZeRO-Infinity's (Rajbhandari et al. 2021, section 5.2),
+under FSDP2.
 
 Moments, and fp32 master weights where the model computes in another dtype, are read into one buffer, updated there and
 written back, while what was in the other buffer is written and what comes next is read into it. A buffer holds a window
-of the state: parameters in the order of the optimizer, as many bytes as the largest decoder layer has. Each update is made
-by the optimizer that would make it in memory, in the same order: bit for bit the same.
+of the state: parameters in the order of the optimizer, as many bytes as the largest decoder layer has. Each update is
+made by the optimizer that would make it in memory, in the same order: bit for bit the same.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,10 +29,11 @@ from finetune.optim.scratch_file import ScratchFile, align, allocate_aligned, op
 
 @torch.no_grad()
 def take_master_weights(model: nn.Module, dtype: torch.dtype, take: Callable[[nn.Parameter], object]) -> None:
-    """Hands every trained parameter of the sharded `model` whose dtype is not `dtype` to `take`, then turns it into `dtype`.
+    """Hands every trained parameter of the sharded `model` whose dtype is not `dtype` to `take`, then turns it into
+    `dtype`.
 
-    One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit what it would have cast
-    from the fp32 shard, and a gradient keeps the dtype that it had. Call it before the first forward.
+    One after another, so that no two copies of the model exist. What FSDP2 gathers is bit for bit what it would have
+    cast from the fp32 shard, and a gradient keeps the dtype that it had. Call it before the first forward.
     """
     for group in _list_groups(model):
         kept = set()
@@ -79,7 +81,8 @@ ON_HOST = torch.device("cpu")
 
 
 class OffloadedTensor:
-    """A tensor of the state, of which this rank's part is in its file from `offset` on. `layout`: the parameter, sharded alike.
+    """A tensor of the state, of which this rank's part is in its file from `offset` on. `layout`: the parameter,
+    sharded alike.
 
     A checkpoint treats it as the rank's tensor, but for its values, which come in `chunks`.
     """
@@ -112,7 +115,8 @@ class OffloadedTensor:
 
     @torch.no_grad()
     def copy_(self, values: Tensor) -> None:
-        """Replaces this rank's part by `values`, shaped like it; of a master weight also what the model computes with."""
+        """Replaces this rank's part by `values`, shaped like it; of a master weight also what the model computes
+        with."""
         flat = values.detach().to(ON_HOST, self.dtype).contiguous().view(-1).view(torch.uint8)
         memory = allocate_aligned(min(CHUNK_BYTES, self.nbytes), ON_HOST)
         for start in range(0, self.nbytes, CHUNK_BYTES):
@@ -150,8 +154,8 @@ class Window:
 
 
 class StateLayout:
-    """How the state of a sharded model's trained parameters lies in the file of this rank: in the order of the optimizer's
-    `groups`. `moment_dtype`: None for that of the parameter; `compute_dtype`: what the model computes in.
+    """How the state of a sharded model's trained parameters lies in the file of this rank: in the order of the
+    optimizer's `groups`. `moment_dtype`: None for that of the parameter; `compute_dtype`: what the model computes in.
     """
 
     def __init__(
@@ -177,8 +181,8 @@ class StateLayout:
         self.size, self.capacity = sum(by_unit.values()), max(by_unit.values())
 
     def windows(self, file: ScratchFile) -> tuple[Window, ...]:
-        """The windows of `file`, each as large as fits into `capacity`: the bytes of the largest decoder layer, or of the largest
-        parameter outside of one."""
+        """The windows of `file`, each as large as fits into `capacity`: the bytes of the largest decoder layer, or of
+        the largest parameter outside of one."""
         found: list[Window] = []
         entries: list[Entry] = []
         begin = offset = 0
@@ -211,7 +215,8 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 class OffloadedOptimizer(torch.optim.Optimizer):
-    """The optimizer that `make` makes, over the trained parameters of a `model` under FSDP2. All ranks make the same calls.
+    """The optimizer that `make` makes, over the trained parameters of a `model` under FSDP2. All ranks make the same
+    calls.
 
     `groups`: its parameter groups. Trained parameters are from here on in the compute dtype. State in memory of each:
     `step` (fp32 scalar). The rest is in the rank's file, which ends with the process: only a checkpoint outlives it.
@@ -313,7 +318,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self.file.write(window.offset, self.buffers[index % 2][: window.nbytes])
 
     def _update(self, window: Window, buffer: Tensor) -> Any:
-        """Updates what `buffer` holds, and the parameters. Returns the event after which `buffer` has the result; None: now."""
+        """Updates what `buffer` holds, and the parameters. Returns the event after which `buffer` has the result; None:
+        now."""
         memory = buffer[: window.nbytes]
         if self._staging is not None:
             memory = self._staging[: window.nbytes].copy_(memory, non_blocking=True)

@@ -1,8 +1,9 @@
-"""A file without a name, for state that need not outlive its process: reserved at once, read and written past the page cache.
+"""A file without a name, for state that need not outlive its process: reserved at once, read and written past the page
+cache.
 
 No killed process leaves one behind: the system frees what has neither a name nor a process. Requests are direct
-(open(2), O_DIRECT) where the file system has that; else what they leave in the page cache, which would be the very memory
-that is to be saved, is dropped after each.
+(open(2), O_DIRECT) where the file system has that; else what they leave in the page cache, which would be the very
+memory that is to be saved, is dropped after each.
 """
 
 import errno
@@ -37,7 +38,8 @@ def align(byte_count: int) -> int:
 
 
 def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
-    """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned where the ranks compute on a GPU.
+    """Host memory [bytes, a multiple of OFFLOAD_ALIGNMENT] for direct requests; pinned where the ranks compute on a
+    GPU.
 
     Not by torch's pinned allocator, which rounds up to a power of two.
     """
@@ -49,8 +51,9 @@ def allocate_aligned(byte_count: int, device: torch.device) -> torch.Tensor:
 
 
 def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
-    """Raises `UserError` where `folder`, which may be missing yet, cannot be written, is in host memory, or has not `needed` bytes
-    free for the files of `ranks` ranks; and where the folder above it is missing too, as by a typing error. Leaves nothing there."""
+    """Raises `UserError` where `folder`, which may be missing yet, cannot be written, is in host memory, or has not
+    `needed` bytes free for the files of `ranks` ranks; and where the folder above it is missing too, as by a typing
+    error. Leaves nothing there."""
     if not folder.exists() and not folder.absolute().parent.exists():
         raise UserError(
             f"offload_dir: {folder}: no such folder, nor one to make it in; make {folder.parent}, or correct the path"
@@ -69,7 +72,8 @@ def check_scratch_folder(folder: Path, needed: int, ranks: int) -> None:
 
 
 def open_scratch_file(folder: Path, size: int) -> "ScratchFile":
-    """A scratch file of `size` bytes in `folder`, which is made where it is missing. Raises `UserError` where that fails."""
+    """A scratch file of `size` bytes in `folder`, which is made where it is missing. Raises `UserError` where that
+    fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         return ScratchFile(folder, size)
@@ -86,7 +90,8 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 def _too_small(folder: Path, needed: int, ranks: int) -> UserError:
     free = disk_size(shutil.disk_usage(folder).free)
     return UserError(
-        f"offload_dir: {folder}: the optimizer's state of {counted(ranks, 'rank')} takes {disk_size(needed)}, but {free} are free there; "
+        f"offload_dir: {folder}: the optimizer's state of {counted(ranks, 'rank')} takes {disk_size(needed)}, "
+        f"but {free} are free there; "
         "make room, name a larger disk, or launch on more nodes"
     )
 

@@ -38,8 +38,8 @@ def attends_in_blocks(a: Architecture, run: "Computation") -> bool:
 
 
 def mask_bytes(a: Architecture, run: "Computation", tokens: int) -> int:
-    """Bytes of the masks for rows of which a rank has `tokens`: how many blocks each block of queries sees, and which, and the same for
-    keys, of blocks seen whole and in part; and the first token that each token sees."""
+    """Bytes of the masks for rows of which a rank has `tokens`: how many blocks each block of queries sees, and which,
+    and the same for keys, of blocks seen whole and in part; and the first token that each token sees."""
     if not needs_masks(a, run):
         return 0
     tokens *= run.sequence_ranks
@@ -82,7 +82,8 @@ class Computation:
 
     @property
     def fuses_adapters(self) -> bool:
-        """Whether an adapted layer keeps its input as it came, which layers share, not a cast of its own (models/fused_lora.py)."""
+        """Whether an adapted layer keeps its input as it came, which layers share, not a cast of its own
+        (models/fused_lora.py)."""
         return self.lora is not None and not (self.lora.lora_dropout or self.lora.use_dora)
 
     @property
@@ -152,7 +153,8 @@ def _selected_tensors(a: Architecture, run: Computation) -> list[int]:
 
 
 def prefetched_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token of what the layer below keeps, which is copied back while a layer's backward runs; 0 without offload."""
+    """Bytes per token of what the layer below keeps, which is copied back while a layer's backward runs; 0 without
+    offload."""
     return sum(checkpointed_tensors(a, run)) if run.offloads and a.layers > 1 else 0
 
 
@@ -176,8 +178,8 @@ def working_bytes(a: Architecture, run: Computation) -> int:
 
 
 def exchanged_bytes(a: Architecture, run: Computation) -> int:
-    """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and what comes, both once for each
-    expert of a token. Where the router prefers the experts of one rank, more come to it, up to all."""
+    """Bytes per token of what the ranks of an expert group exchange at once: what one sends, and what comes, both once
+    for each expert of a token. Where the router prefers the experts of one rank, more come to it, up to all."""
     if a.mixture is None or run.expert_ranks == 1:
         return 0
     return 2 * a.mixture.chosen * a.hidden * run.itemsize
@@ -210,7 +212,8 @@ def _norms(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
 
 
 def _count_readers(mixture: Mixture | None) -> int:
-    """Layers that read the MLP's input: gate and up; in a mixture the router, and those of the shared expert with its own gate."""
+    """Layers that read the MLP's input: gate and up; in a mixture the router, and those of the shared expert with its
+    own gate."""
     if mixture is None:
         return 2
     return 1 + (0 if not mixture.shared else 2 if mixture.keys.shared is None else 3)
@@ -218,7 +221,8 @@ def _count_readers(mixture: Mixture | None) -> int:
 
 def _attention(a: Architecture, run: Computation) -> int:
     query, key_value, size = a.query_width, a.key_value_width, run.itemsize
-    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections made.
+    # Ranks that divide the heads repeat key-value heads until they can; what they attend to is not what the projections
+    # made.
     divided = key_value // a.key_value_heads * math.lcm(a.key_value_heads, run.sequence_ranks)
     inside = max(size, FP32) if run.cpu else size  # of the scores: on a CPU the kernel works in fp32
     is_grouped = run.grouped_attention or attends_in_blocks(a, run)
@@ -273,9 +277,9 @@ def _mlp(a: Architecture, mixture: Mixture | None, run: Computation) -> int:
 
 
 def _experts(a: Architecture, mixture: Mixture, run: Computation) -> int:
-    """For each expert of a token: its input, gathered; what its gating saves, and the product; its output, which the router
-    weighs; and where it belongs. A frozen expert does not save what it multiplies. The router: logits, and probabilities in
-    fp32."""
+    """For each expert of a token: its input, gathered; what its gating saves, and the product; its output, which the
+    router weighs; and where it belongs. A frozen expert does not save what it multiplies. The router: logits, and
+    probabilities in fp32."""
     inputs, products = _read_by_trained_experts(run)
     # A bias in fp32 makes fp32 of what autocast has multiplied.
     added = FP32 if run.autocast and mixture.keys.has_biases else run.itemsize
@@ -285,7 +289,8 @@ def _experts(a: Architecture, mixture: Mixture, run: Computation) -> int:
 
 
 def _read_by_trained_experts(run: Computation) -> tuple[int, int]:
-    """Whether the inputs of gate and up, and of down, are saved (1): for the gradients of the weights or their adapters."""
+    """Whether the inputs of gate and up, and of down, are saved (1): for the gradients of the weights or their
+    adapters."""
     if run.lora is None:
         return 1, 1
     targets = run.lora.lora_target_parameters

@@ -45,18 +45,21 @@ class Change:
 
 
 def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
-    """Whether the run `asked` for could be started as it has been `changed`: no rule refuses it that did not refuse `asked`."""
+    """Whether the run `asked` for could be started as it has been `changed`: no rule refuses it that did not refuse
+    `asked`."""
     known = {problem.rule for problem in asked.find_problems()}
     return all(problem.is_note or problem.rule in known for problem in changed.find_problems())
 
 
 def list_changes(spec: RunSpec) -> Iterator[Change]:
-    """What can still be changed and is supported, the cheapest first: what costs almost no time, then time, then what is trained."""
+    """What can still be changed and is supported, the cheapest first: what costs almost no time, then time, then what
+    is trained."""
     return (change for change in _list_candidates(spec) if is_supported(change.apply(spec), spec))
 
 
 def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, list[Change]]:
-    """`spec` with one change after another, and the changes that are left out: they do not go with those before them."""
+    """`spec` with one change after another, and the changes that are left out: they do not go with those before
+    them."""
     left_out = []
     for change in changes:
         changed = change.apply(spec)
@@ -68,7 +71,8 @@ def apply_changes(spec: RunSpec, changes: Iterable[Change]) -> tuple[RunSpec, li
 
 
 def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool) -> list[str]:
-    """Each change as it is made: appended to the command, or in an Accelerate file: that of one of the `changes`, else `source`.
+    """Each change as it is made: appended to the command, or in an Accelerate file: that of one of the `changes`, else
+    `source`.
 
     has_config: the command names its Accelerate file by --config, which decides against the recipe's key.
     """
@@ -160,8 +164,8 @@ def _divide_experts(spec: RunSpec, size: int) -> RunSpec:
 
 
 def _list_divisions(spec: RunSpec) -> Iterator[Change]:
-    """More ranks that divide a row's tokens between them, or a layer's matrices: the most of a node, then for tokens more than a
-    node's. An Accelerate file has sizes of a mesh for FSDP2 only."""
+    """More ranks that divide a row's tokens between them, or a layer's matrices: the most of a node, then for tokens
+    more than a node's. An Accelerate file has sizes of a mesh for FSDP2 only."""
     sharding = spec.sharding
     if sharding.strategy == "HYBRID_SHARD":
         return
@@ -185,7 +189,8 @@ def _is_shipped(key: str, size: int, spec: RunSpec) -> bool:
 
 
 def _divide(spec: RunSpec, key: str, size: int) -> Change:
-    """Groups of `size` ranks by this key of an Accelerate file, whose other key keeps its size; the rows of a step stay."""
+    """Groups of `size` ranks by this key of an Accelerate file, whose other key keeps its size; the rows of a step
+    stay."""
     rows, sharding = spec.global_batch_size, spec.sharding
     keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
@@ -220,7 +225,8 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
         quantize, adapt = _set_keys("quantization", **keys), _set_keys("lora", use_peft=True)
         yield Change(
             f"{adapters}load_in_{bits}bit=true",
-            f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a slightly worse start; needs bitsandbytes",
+            f"{'adapters on ' if adapters else ''}a frozen base in {bits} bits: more time, a slightly worse "
+            "start; needs bitsandbytes",
             lambda spec, quantize=quantize, adapt=adapt: quantize(adapt(spec)),  # type: ignore[misc]
         )
 
@@ -259,8 +265,8 @@ RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """`changes` make the run fit, with `peak` bytes, and `host` bytes of a node's memory; None: not even all that were `tried`
-    and go together do, but on `ranks` ranks they would (None: on no number)."""
+    """`changes` make the run fit, with `peak` bytes, and `host` bytes of a node's memory; None: not even all that were
+    `tried` and go together do, but on `ranks` ranks they would (None: on no number)."""
 
     fits: bool
     changes: tuple[Change, ...] | None
@@ -310,8 +316,8 @@ class _Peaks:
 
 
 def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
-    """The `changes` as they are listed; and, since some do not go together, with those first that the ones before them keep out,
-    each and every two that go together."""
+    """The `changes` as they are listed; and, since some do not go together, with those first that the ones before them
+    keep out, each and every two that go together."""
     left_out = apply_changes(spec, changes)[1]
     pairs = [pair for pair in combinations(left_out, 2) if not apply_changes(spec, pair)[1]]
     return [
@@ -321,8 +327,8 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
 
 
 def _find_enough(peaks: _Peaks, changes: Sequence[Change], device_bytes: int) -> tuple[Change, ...] | None:
-    """The first of `changes` that fits alone, or together with those before it; of these the ones that turn out to be unnecessary
-    are dropped, the last first."""
+    """The first of `changes` that fits alone, or together with those before it; of these the ones that turn out to be
+    unnecessary are dropped, the last first."""
     taken: list[Change] = []
     for change in changes:
         if peaks.after([change]) <= device_bytes:

@@ -75,8 +75,8 @@ class Mixture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentAttention:
-    """The sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): queries, keys and values
-    come out of narrow latents; a part of each query and key is rotated, the other is not."""
+    """The sizes of multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434, section 2.1): queries, keys and
+    values come out of narrow latents; a part of each query and key is rotated, the other is not."""
 
     query_rank: int | None  # None: queries come from the hidden state
     key_value_rank: int
@@ -370,7 +370,8 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
-    """The facts of a model of a known family whose config.json is at hand: without torch, transformers and the network."""
+    """The facts of a model of a known family whose config.json is at hand: without torch, transformers and the
+    network."""
     if model.model_config is None and not Path(str(model.model_name_or_path)).is_dir():
         return None
     try:

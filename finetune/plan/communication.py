@@ -1,7 +1,7 @@
 """What the ranks of a run send each other in a step: the collectives of each kind, with their calls, bytes and time.
 
-Counted as the layouts make them; tests/test_layouts_benchmark.py holds them to what `benchmarks/layouts.py` measures. Left out are sums
-of a few numbers (norms, losses), those of adapters under tensor parallelism, and a teacher's units.
+Counted as the layouts make them; tests/test_layouts_benchmark.py holds them to what `benchmarks/layouts.py` measures.
+Left out are sums of a few numbers (norms, losses), those of adapters under tensor parallelism, and a teacher's units.
 """
 
 import math
@@ -28,8 +28,8 @@ class Links:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """Calls of one kind that a rank makes in a step, and the bytes of all of them: of each the larger of what goes in and what comes
-    out. Ranks of the group are `stride` apart."""
+    """Calls of one kind that a rank makes in a step, and the bytes of all of them: of each the larger of what goes in
+    and what comes out. Ranks of the group are `stride` apart."""
 
     kind: Kind
     calls: int
@@ -39,13 +39,13 @@ class Collective:
     is_awaited: bool = False  # a layer needs the result at once; else it can run beside the computation
 
     def seconds(self, links: Links, ranks_per_node: int) -> float:
-        """By rings, over which a rank sends (n - 1) / n of the bytes, twice for an all-reduce; what leaves a node shares its network
-        with the node's other groups.
+        """By rings, over which a rank sends (n - 1) / n of the bytes, twice for an all-reduce; what leaves a node
+        shares its network with the node's other groups.
 
         >>> links = Links(within_node=400e9, between_nodes=80e9)
         >>> Collective("all-gather", 1, 8 * 10**9, ranks=8).seconds(links, 8), Collective("all-reduce", 1, 10**9, 2, 8).seconds(links, 8)
         (0.0175, 0.1)
-        """
+        """  # noqa: E501
         here = max(1, min(self.ranks, ranks_per_node // self.stride))
         of_rank = links.between_nodes / ranks_per_node
         sent = self.bytes * (2 if self.kind == "all-reduce" else 1)
@@ -64,8 +64,9 @@ def count_communication(spec: RunSpec) -> tuple[Collective, ...]:
 
 
 def _of_units(spec: RunSpec) -> Iterator[Collective]:
-    """FSDP gathers a unit for the forward of each micro-batch, and again for its backward where it was freed; it reduces the gradients
-    that the unit has, under hybrid sharding over the replicas too: FSDP2 in the last micro-batch only."""
+    """FSDP gathers a unit for the forward of each micro-batch, and again for its backward where it was freed; it
+    reduces the gradients that the unit has, under hybrid sharding over the replicas too: FSDP2 in the last micro-batch
+    only."""
     if not spec.sharding.is_fsdp:
         return
     times, replicas = spec.accumulation, spec.ranks // spec.state_ranks
@@ -122,7 +123,8 @@ def _of_buckets(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _count_passes(spec: RunSpec) -> tuple[int, int]:
-    """How often a step computes a layer forward (with the reference's forward, and those of recomputed layers), and backward."""
+    """How often a step computes a layer forward (with the reference's forward, and those of recomputed layers), and
+    backward."""
     every, reference = spec.computation.checkpoint_every, spec.reference == "adapters off"
     layers = spec.architecture.layers
     recomputed = 0 if every is None else -(-layers // every)
@@ -130,15 +132,16 @@ def _count_passes(spec: RunSpec) -> tuple[int, int]:
 
 
 def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
-    """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where transformers' plan gathers
-    products, these in the forward and the gradients of the next layer's input in the backward; at the ends the embedding's output,
-    the softmax's numbers and the gradient of what enters the head."""
+    """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where transformers'
+    plan gathers products, these in the forward and the gradients of the next layer's input in the backward; at the ends
+    the embedding's output, the softmax's numbers and the gradient of what enters the head."""
     ranks, a, run = spec.sharding.tensor_parallel_size, spec.architecture, spec.computation
     if ranks == 1:
         return
     forward, backward = _count_passes(spec)
     size, recomputed = spec.tokens * a.hidden * run.itemsize, forward - backward * (2 if spec.reference else 1)
-    # The recomputed forward ends where the last tensor is there that its backward reads: before the sum of the MLP's outputs.
+    # The recomputed forward ends where the last tensor is there that its backward reads: before the sum of the MLP's
+    # outputs.
     calls = 2 * forward - max(0, recomputed) + 2 * backward
     yield Collective("all-reduce", calls, calls * size, ranks)
     if a.model_type in GATHERED_FAMILIES:
@@ -167,7 +170,8 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
 
 
 def _of_experts(spec: RunSpec) -> Iterator[Collective]:
-    """Tokens to their experts and back, once for each expert of a token; before them, in the forward, how many come to each."""
+    """Tokens to their experts and back, once for each expert of a token; before them, in the forward, how many come to
+    each."""
     ranks, mixture = spec.sharding.expert_parallel_size, spec.architecture.mixture
     if mixture is None or ranks == 1:
         return

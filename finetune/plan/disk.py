@@ -48,7 +48,8 @@ class Host:
 
 
 def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
-    """Disk for the checkpoints that are kept and for the export, in the recipe's `export_dtype` or else `base_dtype`."""
+    """Disk for the checkpoints that are kept and for the export, in the recipe's `export_dtype` or else
+    `base_dtype`."""
     trained = [tensor for tensor in spec.tensors if tensor.trainable]
     optim = spec.recipe.optimization.optim
     moments = sum(count_optimizer_bytes(optim, tensor.shape, tensor.itemsize, on_disk=True) for tensor in trained)

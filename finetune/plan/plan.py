@@ -44,7 +44,8 @@ class Plan:
 
     @property
     def process_bytes(self) -> int:
-        """Host memory of one rank's process that comes on top of `peak_bytes` where ranks compute on the CPU; else 0."""
+        """Host memory of one rank's process that comes on top of `peak_bytes` where ranks compute on the CPU; else
+        0."""
         return CPU_PROCESS_BYTES if self.spec.device == "cpu" else 0
 
 
@@ -58,11 +59,11 @@ def make_plan(
     read: tuple[int, int] | None = None,
     links: Links | None = None,
 ) -> Plan:
-    """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already; `links`: other ones than
-    the assumed device's.
+    """The plan of a run; `read`: an epoch's tokens and the run's steps, if the data has been read already; `links`:
+    other ones than the assumed device's.
 
-    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is not
-    supported.
+    Raises `UserError` where the model's config.json cannot be read or is not of a known family, and for a run that is
+    not supported.
     """
     recipe = complete_lora(recipe)
     config, where = find_config(recipe.model)
@@ -96,7 +97,8 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     scaled = "" if kind == "default" else f" with its {kind} RoPE"
     yield (
-        f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made for{scaled} (max_position_embeddings "
+        f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made for{scaled} "
+        "(max_position_embeddings "
         "of its config); a document longer than these trains positions that it has not seen"
     )
 
@@ -111,8 +113,8 @@ def _read_teacher(model: Model, method: Method) -> TeacherSpec:
 
 
 def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architecture, Recipe]:
-    """The model grown by the recipe's `added_tokens`, which LoRA trains whole. A tokenizer is not read: no token is taken to
-    be known already, and every row of the embedding to be used, so that the plan is never too small."""
+    """The model grown by the recipe's `added_tokens`, which LoRA trains whole. A tokenizer is not read: no token is
+    taken to be known already, and every row of the embedding to be used, so that the plan is never too small."""
     keys = recipe.model
     if not keys.added_tokens:
         return architecture, recipe
@@ -166,8 +168,8 @@ def to_dict(plan: Plan, advice: Advice | None = None, *, has_config: bool = Fals
 
 
 def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
-    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is impossible. The first is that of
-    `spec` itself, where its ranks divide rows, matrices or experts: in the others they do not."""
+    """Peak bytes of one rank for each layout and number of TABLE_RANKS; None where the layout is impossible. The first
+    is that of `spec` itself, where its ranks divide rows, matrices or experts: in the others they do not."""
     plain = replace(
         spec.sharding,
         layout="fsdp2",

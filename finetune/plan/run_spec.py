@@ -35,8 +35,8 @@ class Files:
 def count_files(
     tensors: Iterable["StateTensor"], shards: int, optim: str, dtype: str, compute_dtype: str, rank: int = 0
 ) -> Files:
-    """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the largest decoder
-    layer, or parameter that is in none (optim/nvme.py)."""
+    """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the
+    largest decoder layer, or parameter that is in none (optim/nvme.py)."""
     itemsizes, units, count = list_offloaded_itemsizes(optim, dtype, compute_dtype), dict[str, int](), 0
     for tensor in tensors:
         if tensor.trainable:
@@ -47,8 +47,8 @@ def count_files(
 
 
 def keep_in_files(state: "State", files: Files, dtype: str, compute_dtype: str, *, on_cpu: bool) -> "State":
-    """What is in memory of a `state` whose moments and master weights, of `dtype`, are in `files`: parameters in the compute dtype,
-    gradients, and buffers: both where the ranks compute `on_cpu`, on a GPU the one of its own."""
+    """What is in memory of a `state` whose moments and master weights, of `dtype`, are in `files`: parameters in the
+    compute dtype, gradients, and buffers: both where the ranks compute `on_cpu`, on a GPU the one of its own."""
     trained = state.trained // ITEMSIZE[dtype] * ITEMSIZE[compute_dtype]
     return replace(state, trained=trained, optimizer=files.buffer * (2 if on_cpu else 1) + files.counters)
 
@@ -93,7 +93,8 @@ class RunSpec:
 
     @cached_property
     def part(self) -> Architecture:
-        """What one rank of a tensor parallel group holds of the model, before FSDP shards it; all of it where there is none."""
+        """What one rank of a tensor parallel group holds of the model, before FSDP shards it; all of it where there is
+        none."""
         ranks, a = self.sharding.tensor_parallel_size, self.architecture
         if ranks == 1:
             return a
@@ -238,8 +239,8 @@ class RunSpec:
 
     @property
     def reference(self) -> Literal["adapters off", "stored"] | None:
-        """Where the method's reference comes from: the model without its adapters where new ones alone are trained, else numbers
-        that are computed before training."""
+        """Where the method's reference comes from: the model without its adapters where new ones alone are trained,
+        else numbers that are computed before training."""
         lora = self.recipe.lora
         if not self.recipe.method_facts.needs_reference:
             return None
@@ -258,8 +259,8 @@ class RunSpec:
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch on one rank if every row is full, as with packing; padded rows hold at most these. Ranks of a
-        sequence divide them between them."""
+        """Tokens of a micro-batch on one rank if every row is full, as with packing; padded rows hold at most these.
+        Ranks of a sequence divide them between them."""
         return self.share_tokens(self.rows)
 
     def share_tokens(self, rows: int) -> int:

@@ -47,8 +47,8 @@ class StateTensor:
         return prod(self.shape)
 
     def shard(self, shards: int, rank: int) -> tuple[int, ...]:
-        """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as all others but for the last ones;
-        of divided experts an equal part."""
+        """The shape of what rank `rank` of `shards` holds under FSDP2: a block of rows, as large as all others but for
+        the last ones; of divided experts an equal part."""
         held = shard_experts(self.shape, self.divided, shards // self.divided) if self.divided > 1 else None
         rows, block = self.shape[0], -(-self.shape[0] // shards)
         return held or (min(block, max(0, rows - rank * block)), *self.shape[1:])
@@ -71,8 +71,8 @@ class State:
 def list_state_tensors(
     architecture: Architecture, model: Model, lora: Lora, sharding: Sharding, quantization: Quantization
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base, which may be quantized, with fp32 adapters
-    and the modules that are trained whole beside them.
+    """Every parameter of the model: trained but for what the recipe freezes, or a frozen base, which may be quantized,
+    with fp32 adapters and the modules that are trained whole beside them.
 
     Raises `UserError` where a pattern of the recipe names nothing, or an adapter is asked of the output head.
     """
@@ -147,7 +147,8 @@ def _list_quantized(linear: TensorShape, unit: str, itemsize: int, quantization:
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:
-    """Whether this weight of a decoder layer gets an adapter; `all-linear` is all of them that are not trained whole."""
+    """Whether this weight of a decoder layer gets an adapter; `all-linear` is all of them that are not trained
+    whole."""
     targets = lora.lora_target_modules
     if is_saved_whole([linear.name], lora):
         return False
@@ -167,8 +168,8 @@ def _list_adapter(linear: TensorShape, unit: str, lora: Lora) -> Iterator[StateT
 def _list_expert_adapters(
     weights: Sequence[TensorShape], unit: str, lora: Lora, architecture: Architecture
 ) -> Iterator[StateTensor]:
-    """The same for each expert of one layer: A is [experts * rank, in], B is [out, experts * rank]; peft nests the adapters of
-    several weights, the last one's outermost."""
+    """The same for each expert of one layer: A is [experts * rank, in], B is [out, experts * rank]; peft nests the
+    adapters of several weights, the last one's outermost."""
     for depth, tensor in enumerate(reversed(weights)):
         width_out, width_in = architecture.expert_widths(tensor)
         width = tensor.shape[0] * find_value(tensor.name, lora.rank_pattern, lora.lora_r)
@@ -201,7 +202,7 @@ def count_optimizer_bytes(optim: str, shape: tuple[int, ...], itemsize: int, *, 
 
     >>> count_optimizer_bytes("adamw_torch", (10, 8), 4), count_optimizer_bytes("adafactor", (10, 8), 4), count_optimizer_bytes("sgd", (10, 8), 4)
     (644, 76, 0)
-    """
+    """  # noqa: E501
     numel = prod(shape)
     if optim == "sgd":
         return 0
@@ -247,7 +248,8 @@ def _split_flat(
     A unit with both frozen and trained tensors (DoRA) has gradients for all of it.
     """
     tensors = list(tensors)
-    # DoRA's adapters, and those beside modules that are trained whole, are in their layer's unit (constants.frozen_dtype).
+    # DoRA's adapters, and those beside modules that are trained whole, are in their layer's unit
+    # (constants.frozen_dtype).
     adapted = any(".default." in tensor.name for tensor in tensors)
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
     whole = adapted and any(tensor.trainable and ".default." not in tensor.name for tensor in tensors)
@@ -279,7 +281,8 @@ def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Numbers in one FSDP unit, which is gathered and freed together, the trained ones among them, and those gathered in 8 bits."""
+    """Numbers in one FSDP unit, which is gathered and freed together, the trained ones among them, and those gathered
+    in 8 bits."""
 
     numel: int
     trained: int
@@ -316,8 +319,8 @@ def split_into_units(
     fp8: Container[str] = (),
     shards: int = 0,
 ) -> FsdpUnits:
-    """The FSDP units that a layout makes of a model, as large as one rank gathers them; `fp8`: the names of what is gathered in
-    8 bits; `shards`: the ranks that hold one replica."""
+    """The FSDP units that a layout makes of a model, as large as one rank gathers them; `fp8`: the names of what is
+    gathered in 8 bits; `shards`: the ranks that hold one replica."""
     widest, layers = architecture.widest_layer, Unit(0, 0)
     embedding, one, tail = (_unit(tensors, name, fp8) for name in ("embedding", f"layer {widest}", "tail"))
     if architecture.mixture is None:

@@ -44,9 +44,9 @@ def kept_for_backward(spec: RunSpec) -> int:
 
 
 def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int) -> Iterator[Snapshot]:
-    """Under FSDP: the gradients of a unit are whole until its backward ends; then they are reduced to this rank's shard, which under
-    `optim_in_backward` is freed once it has been used. `before`: with the gradients of earlier micro-batches; `at_layer`: temporaries
-    of a layer's backward."""
+    """Under FSDP: the gradients of a unit are whole until its backward ends; then they are reduced to this rank's
+    shard, which under `optim_in_backward` is freed once it has been used. `before`: with the gradients of earlier
+    micro-batches; `at_layer`: temporaries of a layer's backward."""
     in_backward = spec.recipe.optimization.optim_in_backward
     updates = plan_updates_in_backward(spec) if in_backward else {}
     adds_up = not in_backward and not spec.sharding.cpu_offload and spec.accumulation == 1
@@ -89,8 +89,8 @@ def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_lay
 def whole_points(
     spec: RunSpec, memory: LayoutMemory, before: Snapshot, full: Snapshot, at_layer: int
 ) -> Iterator[Snapshot]:
-    """Where nothing is sharded: each gradient is whole on this rank, and under `optim_in_backward` freed once it has been used.
-    `full`: with the gradients of the whole step."""
+    """Where nothing is sharded: each gradient is whole on this rank, and under `optim_in_backward` freed once it has
+    been used. `full`: with the gradients of the whole step."""
     updates = plan_updates_in_backward(spec) if spec.recipe.optimization.optim_in_backward else {}
     if updates and updates["head"].gradients:
         head = updates["head"]
@@ -139,7 +139,8 @@ def _name_layer(done: int, layers: int) -> str:
 
 
 def _after_layers(spec: RunSpec, done: int) -> int:
-    """Bytes of activations where the backward has come through the head and so many layers, with the gradient that it hands on."""
+    """Bytes of activations where the backward has come through the head and so many layers, with the gradient that it
+    hands on."""
     a, run, kept = spec.computed, spec.computation, kept_bytes(spec.computed, spec.computation)
     # Offloaded, all layers together keep what one of them does.
     of_one = 0 if run.offloads else (kept["layers"] + kept["checkpoints"]) / a.layers
@@ -148,8 +149,8 @@ def _after_layers(spec: RunSpec, done: int) -> int:
 
 
 def _within_layer(spec: RunSpec, done: int) -> Iterator[tuple[int, int]]:
-    """(bytes of activations, numbers of the gradients that are there) in the backward of the layer before which so many are done:
-    where its MLP has begun, and where that is through."""
+    """(bytes of activations, numbers of the gradients that are there) in the backward of the layer before which so many
+    are done: where its MLP has begun, and where that is through."""
     a, run = spec.computed, spec.computation
     merged = merged_expert_bytes(a, run).layer if run.checkpoint_every is not None else 0
     activations = _after_layers(spec, done) - spec.tokens * a.hidden * run.residual_itemsize + merged
@@ -249,7 +250,8 @@ def _step(spec: RunSpec, full: Snapshot) -> Iterator[Snapshot]:
 
 
 def loss_bytes(spec: RunSpec) -> int:
-    """One chunk of logits, and the gradients that the loss computes in its forward: the head's in fp32, the hidden states'."""
+    """One chunk of logits, and the gradients that the loss computes in its forward: the head's in fp32, the hidden
+    states'."""
     a, run = spec.computed, spec.computation
     cast_head = run.itemsize * a.vocabulary * a.hidden if run.autocast else 0
     head_gradient = 0 if spec.weighs_documents else _head_gradient(spec)  # else it is computed in the backward
@@ -287,8 +289,8 @@ def _head_gradient(spec: RunSpec) -> int:
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
-    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight. `recomputes_layer`: those of a
-    layer, which under activation checkpointing its recomputed forward keeps for its backward."""
+    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight. `recomputes_layer`:
+    those of a layer, which under activation checkpointing its recomputed forward keeps for its backward."""
     if spec.recipe.quantization.bits is None:
         return 0
     sizes = [linear.numel for linear in spec.architecture.linears()]

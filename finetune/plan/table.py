@@ -74,7 +74,8 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             *_describe_teacher(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
-            f"precision  parameters {parameters}, compute {_name_computation(spec)}, gradients reduced in {spec.reduced_dtype}; "
+            f"precision  parameters {parameters}, compute {_name_computation(spec)}, gradients reduced in "
+            f"{spec.reduced_dtype}; "
             f"activation checkpointing {checkpointing}",
             *(["update     each parameter in the backward, its gradient freed at once"] * in_backward),
             *_describe_method(spec),
@@ -96,7 +97,8 @@ def _describe_method(spec: RunSpec) -> list[str]:
         return []
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     lines = [
-        f"method     {spec.recipe.method.method}: a row holds {rows} of up to {spec.recipe.data.max_length:,} tokens each; "
+        f"method     {spec.recipe.method.method}: a row holds {rows} of up to {spec.recipe.data.max_length:,} "
+        "tokens each; "
         "log-probabilities by document"
     ]
     if spec.reference == "adapters off":
@@ -116,7 +118,8 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
     a, quantization = spec.teacher.architecture, spec.teacher.quantization
     stored = f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
     return [
-        f"teacher    {spec.recipe.method.teacher_model_name_or_path}: {a.model_type}, {count(a.parameters)} parameters, frozen in "
+        f"teacher    {spec.recipe.method.teacher_model_name_or_path}: {a.model_type}, {count(a.parameters)} "
+        "parameters, frozen in "
         f"{spec.compute_dtype}{stored}"
     ]
 
@@ -173,7 +176,10 @@ def format_speed(found: Speed, ranks: int) -> str:
         by_size = " by the files' size" if found.steps_are_guessed else ""
         steps = f"; {'about ' if by_size else ''}{counted(found.steps, 'step')}{by_size}"
     if not found.is_meaningful:
-        return f"time       no estimate: launching the kernels of so small a micro-batch takes longer than computing them{steps}"
+        return (
+            "time       no estimate: launching the kernels of so small a micro-batch takes longer than computing "
+            f"them{steps}"
+        )
     steps += f": {format_duration(found.steps * found.seconds_per_step)}" if found.steps is not None else ""
     epoch = (
         "the length of an epoch is known once the data has been read"
@@ -195,18 +201,22 @@ def _describe_speed(found: Speed, ranks: int, steps: str, epoch: str) -> str:
             else ""
         )
         + (
-            f"\n           before training {format_duration(found.reference_seconds)} for the reference: a forward of the data"
+            f"\n           before training {format_duration(found.reference_seconds)} for the reference: a "
+            "forward of the data"
             if found.reference_seconds is not None
             else ""
         )
         + (
-            f"\n           of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over PCIe at "
-            f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at {HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
+            f"\n           of a step, {format_duration(found.offload_seconds)} are offload: state and "
+            "gradients over PCIe at "
+            f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
+            f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
             if found.offload_seconds
             else ""
         )
         + (
-            f"\n           of a step, {format_duration(found.files_seconds)} are the state in offload_dir, read and written at "
+            f"\n           of a step, {format_duration(found.files_seconds)} are the state in offload_dir, "
+            "read and written at "
             f"{NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
             if found.files_seconds
             else ""
@@ -230,7 +240,8 @@ def _format_communication(found: Speed) -> list[str]:
     lines = [
         f"           not counted in: {seconds} a step of communication if nothing hides it{awaited}",
         f"           a rank's {listed};",
-        f"           at {within} between GPUs of a node and {between} a node between nodes: --gpu-link and --network change these",
+        f"           at {within} between GPUs of a node and {between} a node between nodes: --gpu-link and "
+        "--network change these",
     ]
     if found.communication_seconds - found.awaited_seconds > found.seconds_per_step:
         lines.append(

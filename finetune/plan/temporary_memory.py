@@ -1,9 +1,10 @@
-"""What a layout itself holds during a step: units that are gathered, or on their way, and gradients until they are reduced.
+"""What a layout itself holds during a step: units that are gathered, or on their way, and gradients until they are
+reduced.
 
-The order of events is torch's own (torch/distributed/fsdp/_fully_shard): the backward of a unit begins with the all-gather of the one
-before it; at its end it is freed, its gradients are copied into the input of a reduce-scatter, and that input is held until the next
-unit's. Units are the embedding, every decoder layer, and the tail (final norm and head), which stays gathered from forward to
-backward (Accelerate's fsdp2_prepare_model).
+The order of events is torch's own (torch/distributed/fsdp/_fully_shard): the backward of a unit begins with the
+all-gather of the one before it; at its end it is freed, its gradients are copied into the input of a reduce-scatter,
+and that input is held until the next unit's. Units are the embedding, every decoder layer, and the tail (final norm and
+head), which stays gathered from forward to backward (Accelerate's fsdp2_prepare_model).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +57,8 @@ class Snapshot:
 
 
 CAST = 9  # bytes of a number that is cast without a compiler: two fp32 copies, and 8 bits
-# On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a number of input, output, weight.
+# On a CPU the product is larger than the cast: torch multiplies copies in fp32 there. Bytes of a number of input,
+# output, weight.
 CPU_PRODUCT = (18, 12, 18)
 
 
@@ -84,7 +86,8 @@ def _of_each_linear(spec: RunSpec, tokens: int) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class MergedExperts:
-    """Bytes, whatever the number of tokens, of expert weights with their adapters added, which peft computes in each forward."""
+    """Bytes, whatever the number of tokens, of expert weights with their adapters added, which peft computes in each
+    forward."""
 
     kept: int = 0  # between forward and backward
     layer: int = 0  # of the layer with the most
@@ -105,8 +108,8 @@ def merged_expert_bytes(a: Architecture, run: Computation) -> MergedExperts:
 
 
 def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
-    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back; compiled, the
-    scores and their gradient."""
+    """Bytes of the chunk of logits that the loss works on: scores, fp32 log-probabilities, their gradient cast back;
+    compiled, the scores and their gradient."""
     if run.compiled:
         chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
         return chunk * vocabulary * 2 * run.itemsize
@@ -117,8 +120,8 @@ def loss_chunk_bytes(vocabulary: int, tokens: int, run: Computation) -> int:
 
 
 def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computation) -> int:
-    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on a CPU of the fp32 copy that torch
-    adds up; a GPU's kernel adds the product itself, and so does a CPU's in fp32."""
+    """Bytes of a chunk's scores with their gradient, of its product for the head's gradient, and on a CPU of the fp32
+    copy that torch adds up; a GPU's kernel adds the product itself, and so does a CPU's in fp32."""
     if not run.cpu or run.itemsize == FP32:
         return 0
     chunk = _balanced_chunk(tokens, loss_chunk_tokens(vocabulary, "cpu"))
@@ -126,9 +129,9 @@ def weight_product_bytes(vocabulary: int, hidden: int, tokens: int, run: Computa
 
 
 def divergence_chunk_bytes(vocabulary: int, tokens: int, run: Computation, beta: float, temperature: float) -> int:
-    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities, and three more tensors of
-    their size for the divergence and its gradient, two for the forward KL; one more where a temperature makes the student's
-    log-probabilities others than those of the labels."""
+    """The same where a teacher's logits meet the student's: scores, both models' log-probabilities, and three more
+    tensors of their size for the divergence and its gradient, two for the forward KL; one more where a temperature
+    makes the student's log-probabilities others than those of the labels."""
     tensors = 2 + (2 if beta == 0 else 3) + (temperature != 1.0)
     chunk = _balanced_chunk(tokens, divergence_chunk_tokens(vocabulary, "cpu" if run.cpu else "cuda"))
     return chunk * vocabulary * (run.itemsize + tensors * FP32)
@@ -140,8 +143,9 @@ def _balanced_chunk(tokens: int, chunk_tokens: int) -> int:
 
 
 def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computation, head_gradient: int) -> int:
-    """Bytes that the backward of per-token log-probabilities holds (models/head/log_probabilities.py): first the hidden states'
-    gradient is scaled in fp32; then, where the head is trained, the chunks are computed again for the weight's in fp32.
+    """Bytes that the backward of per-token log-probabilities holds (models/head/log_probabilities.py): first the hidden
+    states' gradient is scaled in fp32; then, where the head is trained, the chunks are computed again for the weight's
+    in fp32.
 
     head_gradient: bytes of the latter; 0 where the head is frozen.
     """
@@ -160,8 +164,8 @@ def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computatio
 
 
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
-    """The bytes of its forward, by the names of a snapshot's parts; None without a teacher. Nothing of it is kept but what
-    enters its head."""
+    """The bytes of its forward, by the names of a snapshot's parts; None without a teacher. Nothing of it is kept but
+    what enters its head."""
     if spec.teacher is None:
         return None
     a, run = spec.teacher.architecture, replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
@@ -190,8 +194,8 @@ def meeting_bytes(spec: RunSpec, tokens: int) -> int:
 
 
 def _gathered(spec: RunSpec) -> tuple[int, int]:
-    """What FSDP gathers of it: in its forward, and of its tail. A tied tail holds the embedding too, and stays gathered through
-    the forward."""
+    """What FSDP gathers of it: in its forward, and of its tail. A tied tail holds the embedding too, and stays gathered
+    through the forward."""
     if spec.teacher is None or not spec.sharding.is_fsdp:
         return 0, 0
     a, size = spec.teacher.architecture, spec.computation.itemsize
@@ -224,8 +228,8 @@ def update_temporaries(spec: RunSpec) -> int:
 
 
 def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
-    """The updates of the head (with the final norm), of a layer and of the embedding, on the rank that holds the most; a tied
-    head is updated with the embedding."""
+    """The updates of the head (with the final norm), of a layer and of the embedding, on the rank that holds the most;
+    a tied head is updated with the embedding."""
     layers, embedding, tail = (_trained(spec, unit) for unit in ("layer", "embedding", "tail"))
     if spec.architecture.tied:
         embedding, tail = [*embedding, *tail], []
@@ -245,8 +249,9 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
 
 
 def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """The foreach AdamW allocates the root of every second moment that it updates together (`at_once` bytes), the fused one
-    nothing; Adafactor and SGD work on one tensor after another, the first with its square, its update and the moved weights."""
+    """The foreach AdamW allocates the root of every second moment that it updates together (`at_once` bytes), the fused
+    one nothing; Adafactor and SGD work on one tensor after another, the first with its square, its update and the moved
+    weights."""
     optim = spec.recipe.optimization.optim
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
@@ -272,8 +277,8 @@ class UnitMemory:
 
 @dataclass(frozen=True, slots=True)
 class LayoutMemory:
-    """The units of a model, one of its decoder layers among them. A tied head, and FSDP1's, has the embedding in its unit, which
-    waits for the backward of the embedding."""
+    """The units of a model, one of its decoder layers among them. A tied head, and FSDP1's, has the embedding in its
+    unit, which waits for the backward of the embedding."""
 
     embedding: UnitMemory
     layer: UnitMemory

@@ -56,9 +56,11 @@ class Speed:
 
 
 def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = None, links: Links | None = None) -> Speed:
-    """The speed at `mfu` of the assumed device's peak on every rank, whose `links` are by default those of its data sheet.
+    """The speed at `mfu` of the assumed device's peak on every rank, whose `links` are by default those of its data
+    sheet.
 
-    `read`: an epoch's tokens and the run's steps, if the data has been read; else they are estimated from the files' size.
+    `read`: an epoch's tokens and the run's steps, if the data has been read; else they are estimated from the files'
+    size.
     """
     a = spec.architecture
     flops = flop_per_token(
@@ -157,7 +159,8 @@ def offload_seconds(spec: RunSpec) -> float:
 
 
 def files_seconds(spec: RunSpec) -> float:
-    """Seconds in which a step reads and writes the state in files of all ranks of a node, at the assumed rate; 0 without them.
+    """Seconds in which a step reads and writes the state in files of all ranks of a node, at the assumed rate; 0
+    without them.
 
     Only within the update does one overlap with another: nothing of it with forward and backward.
     """
@@ -177,8 +180,8 @@ def estimate_epoch_tokens(data: Data, rows: RowKind = "answers") -> int | None:
 
 
 def _text_share(path: Path, rows: RowKind) -> float:
-    """The share of a file of JSON lines that is text, from its first lines; the rest is keys and punctuation. What is read of a
-    row twice counts twice."""
+    """The share of a file of JSON lines that is text, from its first lines; the rest is keys and punctuation. What is
+    read of a row twice counts twice."""
     if path.suffix != ".jsonl":
         return 1.0
     with path.open("rb") as file:
@@ -192,7 +195,8 @@ def _text_share(path: Path, rows: RowKind) -> float:
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:
-    """What a row holds once and is read twice: a pair's prompt, unless both answers are whole conversations; a rated row.
+    """What a row holds once and is read twice: a pair's prompt, unless both answers are whole conversations; a rated
+    row.
 
     >>> _find_repeated({"question": "2+2?", "chosen": "4", "rejected": "5"}, "pairs")
     {'question': '2+2?'}

@@ -21,7 +21,8 @@ from finetune.report.run_data import REPORTED_FILES, RunRecord, plan_run, read_r
 
 ADDRESS = "127.0.0.1"  # this machine alone: a report shows data, and asks for no password
 DEFAULT_PORT, PORTS_TRIED = 8000, 20
-# A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own; its Host header shows it.
+# A page of another site may have its own name resolve to 127.0.0.1 and read the report as its own; its Host header
+# shows it.
 MAX_CONNECTIONS = 64  # each has a thread, also one that asks for nothing
 HOSTS = ("127.0.0.1", "localhost", "[::1]")
 
@@ -154,7 +155,8 @@ def _without_port(host: str) -> str:
 
 
 def report_command(arguments: argparse.Namespace) -> int:
-    """Writes the report of `arguments.runs`, and the loss as a PNG beside it, and prints both paths; or serves the report.
+    """Writes the report of `arguments.runs`, and the loss as a PNG beside it, and prints both paths; or serves the
+    report.
 
     Returns the exit code.
     """

@@ -1,4 +1,5 @@
-"""What a run's folder holds, and the plan of that run; read without torch, also of a run that is in progress or was killed."""
+"""What a run's folder holds, and the plan of that run; read without torch, also of a run that is in progress or was
+killed."""
 
 import json
 import math

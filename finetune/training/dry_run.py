@@ -60,8 +60,8 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
 
 
 def check_offload_dir(recipe: Recipe, world: World) -> None:
-    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in memory, or has less space than
-    the plan says that the files of its node take. All ranks call it."""
+    """Raises `UserError`, on all ranks, where `offload_dir` cannot be written on one of them, is in memory, or has less
+    space than the plan says that the files of its node take. All ranks call it."""
     if recipe.optimization.optim_offload == "none":
         return
     folder = Path(recipe.optimization.offload_dir or "")
@@ -102,7 +102,8 @@ def describe_out_of_memory(recipe: Recipe, world: World, error: torch.OutOfMemor
     teacher = f"teacher {gib(planned.teacher)}, " if planned.teacher else ""
     lines.append(
         f"planned    {gib(planned.allocated)} GiB allocated and {gib(planned.total)} GiB in all, at {planned.name}: "
-        f"weights {gib(planned.parameters)}, {teacher}gradients {gib(planned.gradients)}, optimizer {gib(planned.optimizer)}, "
+        f"weights {gib(planned.parameters)}, {teacher}gradients {gib(planned.gradients)}, optimizer "
+        f"{gib(planned.optimizer)}, "
         f"gathered {gib(planned.gathered)}, activations {gib(planned.activations)}, loss {gib(planned.loss)}"
     )
     smaller = [change for change in list_changes(plan.spec) if find_peak(change.apply(plan.spec)).total < planned.total]

@@ -110,7 +110,8 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
 
 
 def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:
-    """Adds the samples to samples.jsonl, on the main rank. They are only looked at: a full disk does not end the run."""
+    """Adds the samples to samples.jsonl, on the main rank. They are only looked at: a full disk does not end the
+    run."""
     if run.world.is_main:
         try:
             append_json_lines(run.folder / SAMPLES, ({"step": step} | asdict(sample) for sample in samples))
@@ -139,8 +140,8 @@ def measure_held_out(
 def answer(
     model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World, eot_tokens: tuple[str, ...] = ()
 ) -> list[Sample]:
-    """Every prompt answered greedily, on every rank in the same order; each rank (each tensor parallel group, whose ranks run
-    the same forwards) answers its share.
+    """Every prompt answered greedily, on every rank in the same order; each rank (each tensor parallel group, whose
+    ranks run the same forwards) answers its share.
 
     An answer ends at a token that ends a turn, or at twice the length of the longest expected one; where none is
     expected, at SAMPLE_TOKENS.

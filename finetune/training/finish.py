@@ -67,7 +67,8 @@ def export(run: TrainingRun, progress: Progress) -> None:
 
 
 def write_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], step: int) -> None:
-    """Writes finished.json: the run of `recipe` on these inputs is done, `step` is its last, and it has been exported."""
+    """Writes finished.json: the run of `recipe` on these inputs is done, `step` is its last, and it has been
+    exported."""
     replace_file(folder / FINISHED, json.dumps(_record(recipe, inputs, step), indent=1) + "\n")
 
 

@@ -1,10 +1,10 @@
 """One optimizer step, whole, and the loop round it.
 
-The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them; training/objectives/sft.py says
-what is minimized; models/attention/documents.py and models/head/cross_entropy.py are its forward; distributed/gradients.py synchronizes and clips the
-gradients, and updates; training/step.py checks them; optim/build.py has made the optimizer. training/loop.py says
-what is due next. An optimizer with its state in files (optim/nvme.py) goes through them once, in the update: all that needs
-the gradients of the whole model comes before it.
+The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them;
+training/objectives/sft.py says what is minimized; models/attention/documents.py and models/head/cross_entropy.py are
+its forward; distributed/gradients.py synchronizes and clips the gradients, and updates; training/step.py checks them;
+optim/build.py has made the optimizer. training/loop.py says what is due next. An optimizer with its state in files
+(optim/nvme.py) goes through them once, in the update: all that needs the gradients of the whole model comes before it.
 """
 
 import time
@@ -45,8 +45,8 @@ class Due:
 def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, requests: Requests) -> Due:
     """What is due once the step between the two progresses is done, by the recipe and by what the ranks ask for.
 
-    There is no evaluation at the last step: the run evaluates once more after training. An epoch ends with the first step
-    after which all rows have been read once more.
+    There is no evaluation at the last step: the run evaluates once more after training. An epoch ends with the first
+    step after which all rows have been read once more.
 
     >>> from finetune.config.schema import Checkpoint, Run, Recipe
     >>> run = Run(logging_steps=0.3, eval_steps=3)
@@ -54,7 +54,8 @@ def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, re
     >>> steps = [Progress(step=step, epoch=step / 4) for step in range(7)]
     >>> dues = [find_due(steps[i], steps[i + 1], 6, recipe, Requests()) for i in range(6)]
     >>> [due.log for due in dues], [due.evaluate for due in dues], [due.save for due in dues]
-    ([False, True, False, True, False, True], [False, False, True, False, False, False], [False, False, False, True, False, True])
+    ([False, True, False, True, False, True], [False, False, True, False, False, False], [False, False, False, True,
+    False, True])
     """
     is_last, ends_epoch = now.step == last_step, int(now.epoch) > int(before.epoch)
 

@@ -15,7 +15,8 @@ from finetune.units import counted
 
 
 class Compilation:
-    """Reads the counters between two lines of metrics. Imports nothing of torch's compiler where nothing is compiled."""
+    """Reads the counters between two lines of metrics. Imports nothing of torch's compiler where nothing is
+    compiled."""
 
     def __init__(self, is_on: bool) -> None:
         self._is_on = is_on
@@ -39,7 +40,8 @@ class Compilation:
         self._graphs = graphs
         where = f", in {os.environ[CACHE_VARIABLE]}" if CACHE_VARIABLE in os.environ else ""
         return (
-            f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts {compiled} were compiled and {cached} were in "
+            f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts {compiled} "
+            f"were compiled and {cached} were in "
             f"the cache{where}"
         )
 

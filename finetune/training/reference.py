@@ -1,8 +1,8 @@
 """The reference of preference training: the log-probabilities that the model before training gives to every document.
 
-There is never a second copy of the weights. Where new adapters alone are trained, the model without them is the reference: a
-forward of each micro-batch. Otherwise its log-probabilities are computed once, in the run's own layout, from the weights that
-training starts with, and kept beside the token cache.
+There is never a second copy of the weights. Where new adapters alone are trained, the model without them is the
+reference: a forward of each micro-batch. Otherwise its log-probabilities are computed once, in the run's own layout,
+from the weights that training starts with, and kept beside the token cache.
 """
 
 import json
@@ -116,8 +116,8 @@ class StoredReference:
 def find_references(
     model: nn.Module, recipe: Recipe, data: PreparedData, inputs: Mapping[str, str], world: World
 ) -> tuple[Reference, Reference]:
-    """The reference of training, and that of held-out data. `model` still has the weights that training starts with; `inputs`:
-    of `fingerprint_inputs`. All ranks call it."""
+    """The reference of training, and that of held-out data. `model` still has the weights that training starts with;
+    `inputs`: of `fingerprint_inputs`. All ranks call it."""
     if recipe.lora.adapter_name_or_path is None and trains_adapters_alone(model):
         reference = partial(without_adapters, sequence_group=world.sequence_group)
         return reference, reference
@@ -131,14 +131,16 @@ def _load_or_compute(
 ) -> dict[str, NDArray[np.float64]]:
     """The base model's log-probabilities of the training examples that the run comes to, and of the held-out ones.
 
-    `weights`: the hash of the model's. Each node keeps the numbers beside its token cache, under a hash of the model and the data, and computes them again where they are missing
-    or damaged.
+    `weights`: the hash of the model's. Each node keeps the numbers beside its token cache, under a hash of the model
+    and the data, and computes them again where they are missing or damaged.
     """
     batches = {"training": data.train, "held_out": data.evaluation}
     if not isinstance(data.train, StoredBatches):
         raise UserError(
-            f"{recipe.place_of('streaming')}: streaming: {recipe.method.method} compares with the model before training, whose log-probabilities of "
-            "all the data are computed first where more than adapters is trained; remove streaming, or train adapters alone"
+            f"{recipe.place_of('streaming')}: streaming: {recipe.method.method} compares with the model "
+            "before training, whose log-probabilities of "
+            "all the data are computed first where more than adapters is trained; remove streaming, or train "
+            "adapters alone"
         )
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
     key: str = RankGroup(world).main(lambda: _hash_inputs(recipe, stored, weights, world))

@@ -174,7 +174,8 @@ def describe_offload(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str]:
-    """How the base is quantized, and what its linear layers take on this rank, counted from the parameters in memory."""
+    """How the base is quantized, and what its linear layers take on this rank, counted from the parameters in
+    memory."""
     layers = [layer for _, layer in quantized_layers(model)]
     if not layers:
         return []
@@ -189,8 +190,10 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
         if not (p.requires_grad or n.endswith((f".{CODES}", f".{SCALES}")))
     )
     return [
-        f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: {disk_size(held)} on this rank, "
-        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters in {SHORT[dtype]}"
+        f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: "
+        f"{disk_size(held)} on this rank, "
+        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters in "
+        f"{SHORT[dtype]}"
     ]
 
 
@@ -214,7 +217,7 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
     last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN_ANSWERS]
     return [
         f"  {_short(s['prompt'])}  before: {_short(first[s['prompt']])!r}  after: {_short(s['answer'])!r}  "
-        f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"
+        f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"  # noqa: E501
         for s in last
     ]
 

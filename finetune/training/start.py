@@ -139,8 +139,9 @@ def start_run(
 def open_log(
     recipe: Recipe, world: World, folder: Path, data: PreparedData, progress: Progress
 ) -> tuple[MetricsLog, dict[str, Any]]:
-    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the description of the run;
-    a silent log on the others. With it, on every rank, what an earlier start has logged of evaluations at this step.
+    """On the main rank, metrics.jsonl with the display and the tracker, data_report.json and the description of the
+    run; a silent log on the others. With it, on every rank, what an earlier start has logged of evaluations at this
+    step.
     """
     step = progress.step
     trackers: list[Tracker] = []
@@ -197,7 +198,8 @@ def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
 
 
 def user_prompt(text: str, tokenizer: Any) -> list[int]:
-    """The ids of `text` as a user's turn, up to where the assistant begins; of the bare text without a chat template."""
+    """The ids of `text` as a user's turn, up to where the assistant begins; of the bare text without a chat
+    template."""
     if tokenizer.chat_template is not None:
         text = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True

@@ -124,8 +124,8 @@ class DeviceGuard:
 def make_guard(optimizer: torch.optim.Optimizer, policy: Optimization, world: World) -> HostGuard | DeviceGuard:
     """The guard of a run. The device's needs an optimizer that reads the flag, which a loss scaler would set itself.
 
-    Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived. Where the state
-    is in files, the host waits for every update anyway.
+    Under CPU offload the update runs on the host, which would read the device's flag before its copy has arrived. Where
+    the state is in files, the host waits for every update anyway.
     """
     updates_on_gpu = world.device.type == "cuda" and not world.sharding.cpu_offload and policy.optim_offload == "none"
     on_device = updates_on_gpu and policy.on_nonfinite == "stop" and not is_scaled(world)
@@ -152,7 +152,8 @@ def handle_nonfinite(policy: Optimization, check: StepCheck, skipped: int, world
     )
     if policy.on_nonfinite == "stop":
         kept = (
-            "by optim_in_backward some parameters were updated with their finite gradients before; nothing of this step is saved"
+            "by optim_in_backward some parameters were updated with their finite gradients before; nothing "
+            "of this step is saved"
             if policy.optim_in_backward
             else "the parameters were not updated"
         )
@@ -173,8 +174,9 @@ def _describe(value: torch.Tensor) -> str:
 class UpdateInBackward:
     """While entered, every backward updates the parameters of `optimizer`; one step is one backward.
 
-    A gradient that is not finite never reaches its parameter, and nothing is updated after it: by the flag that the optimizer
-    reads on the device, else by the host, which then waits for every gradient's norm. The guard of the step reports it.
+    A gradient that is not finite never reaches its parameter, and nothing is updated after it: by the flag that the
+    optimizer reads on the device, else by the host, which then waits for every gradient's norm. The guard of the step
+    reports it.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, recipe: Recipe, world: World) -> None:
@@ -213,7 +215,8 @@ class UpdateInBackward:
         self._norms.clear()
 
     def check_loss(self, loss_sum: torch.Tensor) -> None:
-        """Keeps the parameters from this step's backward where a rank's loss is not finite. All ranks call it before."""
+        """Keeps the parameters from this step's backward where a rank's loss is not finite. All ranks call it
+        before."""
         self._mark_unless(torch.isfinite(self._world.sum(loss_sum.detach().clone())))
 
     def norm(self, model: nn.Module) -> torch.Tensor:
@@ -272,7 +275,8 @@ def train_step(
     """One optimizer step on every rank: forward, backward, clip, check, update.
 
     Only where `guard` finds loss and gradient finite are the parameters updated, after `before_update` has returned: an
-    async save may still be copying them. `in_backward` updates each within the backward, and checks what it updates with.
+    async save may still be copying them. `in_backward` updates each within the backward, and checks what it updates
+    with.
     """
     set_learning_rate(optimizer, learning_rate)
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group)

@@ -71,7 +71,8 @@ class Window:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Around an evaluation or a save: its seconds are no step's. Waits for the device, whose queue holds the steps."""
+        """Around an evaluation or a save: its seconds are no step's. Waits for the device, whose queue holds the
+        steps."""
         self._synchronize()
         self._seconds += time.perf_counter() - self._started
         try:

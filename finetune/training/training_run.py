@@ -1,4 +1,5 @@
-"""What a training run works with, as one value: the model and optimizer on their ranks, the data, the log, the saver."""
+"""What a training run works with, as one value: the model and optimizer on their ranks, the data, the log, the
+saver."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass

@@ -1,14 +1,14 @@
 """Attention that keeps packed documents apart without an O(tokens^2) mask, on every device, with no flash-attn build.
 
-After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of the
-documents in the one packed row), `max_document_length` (int) and `packed_lengths` (the tokens of each document, for kernels that
-the host starts for each: it need not ask a GPU); without them every row is one document padded on the
+After `install_attention` a transformers model's forward accepts `cu_seq_lens` (int32[documents + 1], the boundaries of
+the documents in the one packed row), `max_document_length` (int) and `packed_lengths` (the tokens of each document, for
+kernels that the host starts for each: it need not ask a GPU); without them every row is one document padded on the
 right. Generation, which passes an attention mask or a cache, runs transformers' SDPA.
 
 Where ranks divide a row's tokens between them, each attends for some of the heads, over the whole row.
 
-On a CPU attention runs in float32 whatever the precision: torch's backward there is half as fast in bf16, and compiles a
-kernel for every length.
+On a CPU attention runs in float32 whatever the precision: torch's backward there is half as fast in bf16, and compiles
+a kernel for every length.
 """
 
 from collections.abc import Callable
@@ -50,11 +50,11 @@ FLASH_PACKAGES = {
 def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
     """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
 
-    `auto` is this module's, with torch's own kernels, or with those of an installed package (flash_attention_3 and _4); any
-    other name is transformers' own, which finds the documents in the position ids (sdpa, eager, flex_attention) or receives
-    their boundaries (flash_attention_2, and flash_attention_3 where its package is not installed).
-    `sequence_group`: the ranks that divide a row's tokens between them, only under `auto`; None: each rank has whole rows.
-    Raises `UserError` where the implementation is not available.
+    `auto` is this module's, with torch's own kernels, or with those of an installed package (flash_attention_3 and _4);
+    any other name is transformers' own, which finds the documents in the position ids (sdpa, eager, flex_attention) or
+    receives their boundaries (flash_attention_2, and flash_attention_3 where its package is not installed).
+    `sequence_group`: the ranks that divide a row's tokens between them, only under `auto`; None: each rank has whole
+    rows. Raises `UserError` where the implementation is not available.
     """
     if implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
         implementation = "auto"
@@ -92,7 +92,8 @@ def activate_flash_kernels(implementation: str) -> bool:
         if implementation == "flash_attention_3":
             return False
         raise UserError(
-            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install it, or leave the key out"
+            f"attn_implementation: {implementation} needs the package that has {package} ({error}); install "
+            "it, or leave the key out"
         ) from error
     return True
 
@@ -204,7 +205,8 @@ def _attend_for_heads(
     dtype: torch.dtype,
     group: ProcessGroup,
 ) -> Tensor:
-    """As `attend_documents`, in `dtype`: tokens are this rank's, and attention is computed for some of the heads over the whole row."""
+    """As `attend_documents`, in `dtype`: tokens are this rank's, and attention is computed for some of the heads over
+    the whole row."""
     query, key, value = trade_tokens_for_heads(query, key, value, group)
     if options.sinks is not None:
         options = options._replace(sinks=take_heads(options.sinks, group))

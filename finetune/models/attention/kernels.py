@@ -1,8 +1,8 @@
 """Causal attention inside each document of a packed row, by the kernel that the device has for it.
 
-On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention (block_attention.py) for what that
-cannot. Elsewhere, and with dropout of capped scores, in fp32 or for the widest heads, each document is a causal SDPA, or written out;
-how long each is the host knows.
+On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention (block_attention.py) for
+what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or for the widest heads, each document is a
+causal SDPA, or written out; how long each is the host knows.
 """
 
 import inspect
@@ -27,7 +27,8 @@ from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
 class RowDocuments:
     """The documents in the rows of one forward. All layers share it.
 
-    No tuple: FSDP would look through it for tensors to move, and dynamo would compile the layers again for other lengths.
+    No tuple: FSDP would look through it for tensors to move, and dynamo would compile the layers again for other
+    lengths.
     """
 
     boundaries: Tensor | None = None  # int32[documents + 1] of the one row; None: each row is one document
@@ -83,7 +84,8 @@ def has_kernel(device: torch.device) -> bool:
 def make_masks(
     windows: frozenset[int | None], cu_seq_lens: Tensor | None, tokens: int, device: torch.device
 ) -> dict[int | None, BlockMask]:
-    """A mask for each of `windows`: causal, within documents of the one row, or of whole rows where `cu_seq_lens` is None.
+    """A mask for each of `windows`: causal, within documents of the one row, or of whole rows where `cu_seq_lens` is
+    None.
 
     Nothing is read from the device, and nothing as large as [tokens, tokens] is made.
     """
@@ -172,7 +174,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, options:
         return_aux=AuxRequest(lse=True),
     )
     if options.sinks is not None:
-        # One more term of the softmax's sum, exp(sink), with no value: the output shrinks by exp(lse) / (exp(lse) + exp(sink)).
+        # One more term of the softmax's sum, exp(sink), with no value: the output shrinks by exp(lse) / (exp(lse) +
+        # exp(sink)).
         assert found.lse is not None
         share = torch.sigmoid(found.lse - options.sinks[:, None])[..., None]
         out = (out * share).to(out.dtype)
@@ -187,7 +190,8 @@ FLASH_HEAD_MULTIPLE = 8  # the kernel refuses other head sizes and leaves the pa
 def attend_documents(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention in each document. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head size]."""
+    """Causal attention in each document. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head
+    size]."""
     if _can_use_varlen(query, value, options):
         return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options)
     mask = documents.masks.get(options.window)
@@ -200,7 +204,8 @@ def attend_documents(
 
 
 def _can_use_varlen(query: Tensor, value: Tensor, options: ScoreOptions) -> bool:
-    """Whether torch's flash attention computes this: on CUDA, in half precision, values no wider than queries, nothing else."""
+    """Whether torch's flash attention computes this: on CUDA, in half precision, values no wider than queries, nothing
+    else."""
     half = query.dtype in (torch.bfloat16, torch.float16)
     sizes = value.shape[-1] <= query.shape[-1] <= LARGEST_FLASH_HEAD
     return query.is_cuda and half and sizes and options.is_fusible and options.dropout == 0.0
@@ -234,7 +239,8 @@ def _attend_varlen(
 def _attend_each_document(
     query: Tensor, key: Tensor, value: Tensor, documents: RowDocuments, options: ScoreOptions
 ) -> Tensor:
-    """Causal attention over each document by itself. query: [1, heads, tokens, head size] -> [1, tokens, heads, ...]."""
+    """Causal attention over each document by itself. query: [1, heads, tokens, head size] -> [1, tokens, heads,
+    ...]."""
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     states = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
@@ -260,7 +266,8 @@ def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: ScoreOp
 
 
 def _attend_unfused(query: Tensor, key: Tensor, value: Tensor, visible: Tensor, options: ScoreOptions) -> Tensor:
-    """Attention written out, for models that cap the scores (Gemma 2) or have sinks (gpt-oss), which no SDPA of torch can."""
+    """Attention written out, for models that cap the scores (Gemma 2) or have sinks (gpt-oss), which no SDPA of torch
+    can."""
     key, value = (each.repeat_interleave(query.shape[1] // each.shape[1], dim=1) for each in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if options.scale is None else options.scale)
     if options.softcap is not None:

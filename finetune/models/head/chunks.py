@@ -1,7 +1,9 @@
-"""One chunk of the loss for torch.compile: the scores are read twice or three times, and only their gradient is written.
+"""One chunk of the loss for torch.compile: the scores are read twice or three times, and only their gradient is
+written.
 
-The eager version (head_chunks.py) writes and reads them in fp32 at every operation. Same equations here, without updates in place,
-and with the label found by comparison: adding to a position would keep a compiler from fusing what is around it.
+The eager version (head_chunks.py) writes and reads them in fp32 at every operation. Same equations here, without
+updates in place, and with the label found by comparison: adding to a position would keep a compiler from fusing what is
+around it.
 """
 
 import functools
@@ -26,8 +28,8 @@ class VocabularyShard(NamedTuple):
     group: Any  # the ranks that have the others
 
     def log_softmax(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
-        """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those of `labels` [tokens] as by
-        `head_chunks.label_log_probabilities`; the same on every rank of the group, which all call it."""
+        """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those of `labels`
+        [tokens] as by `head_chunks.label_log_probabilities`; the same on every rank of the group, which all call it."""
         largest = logits.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         own = (
@@ -59,7 +61,8 @@ class VocabularyShard(NamedTuple):
 
 
 def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None, VocabularyShard | None]:
-    """(weight, bias) of a head as this rank has them, and where they are in the vocabulary; None where all of it is here."""
+    """(weight, bias) of a head as this rank has them, and where they are in the vocabulary; None where all of it is
+    here."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
     (rows, _), mesh = find_local_slices(weight), weight.device_mesh
@@ -68,8 +71,8 @@ def find_local_head(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor
 
 
 def choose_chunk_tokens(weight: Tensor, shard: VocabularyShard | None, device_type: str) -> int:
-    """Tokens in a chunk of the loss, by the rows of the head that are here. Of a vocabulary that is divided unevenly, by the most that
-    a rank has: the ranks of the group meet in every chunk."""
+    """Tokens in a chunk of the loss, by the rows of the head that are here. Of a vocabulary that is divided unevenly,
+    by the most that a rank has: the ranks of the group meet in every chunk."""
     rows = weight.shape[0] if shard is None else -(-shard.rows // shard.group.size())
     return loss_chunk_tokens(rows, device_type)
 
@@ -82,7 +85,8 @@ class LogitTransform(NamedTuple):
 
     @classmethod
     def from_config(cls, config: Any) -> "LogitTransform":
-        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 and xLSTM cap."""
+        """From a transformers config: Granite divides; HyperCLOVA X, Cohere and Falcon H1 multiply; Gemma 2 and xLSTM
+        cap."""
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
         scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
@@ -154,7 +158,8 @@ def compute_in_chunks(
         label_smoothing: of the log-probabilities, the share that is the mean over the vocabulary.
         chunk_tokens: tokens in a chunk, at most.
         token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
-        shard: of the vocabulary, to which weight and bias belong; None: all of it. Its group's ranks call this together.
+        shard: of the vocabulary, to which weight and bias belong; None: all of it. Its group's ranks call this
+            together.
         chunk_function: computes a chunk of a whole vocabulary; None: `compute_chunk`.
     """
     wide = widen(weight.dtype)
@@ -190,8 +195,9 @@ def backward_in_chunks(
     chunk_tokens: int,
     needs_grad: tuple[bool, ...],
 ) -> Gradients:
-    """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its place among the tokens, and
-    multiplies the gradients to the scores that it returns back through the head; where the bias is trained, in fp32 or wider."""
+    """Calls `compute_chunk` with the scores [tokens of the chunk, vocabulary] of each chunk and its place among the
+    tokens, and multiplies the gradients to the scores that it returns back through the head; where the bias is trained,
+    in fp32 or wider."""
     to_hidden, to_weight, to_bias = needs_grad
     wide = widen(weight.dtype)
     grad_hidden = torch.empty_like(hidden) if to_hidden else None
@@ -215,8 +221,8 @@ def backward_in_chunks(
 
 
 class HeadLoss(torch.autograd.Function):
-    """A loss of the head's scores whose gradients `compute` finds in the forward, so that the backward keeps no logits and
-    multiplies nothing again (as Liger does: Hsu et al. 2024, arXiv:2410.10989)."""
+    """A loss of the head's scores whose gradients `compute` finds in the forward, so that the backward keeps no logits
+    and multiplies nothing again (as Liger does: Hsu et al. 2024, arXiv:2410.10989)."""
 
     @staticmethod
     def forward(
@@ -228,8 +234,8 @@ class HeadLoss(torch.autograd.Function):
         needs_grad: tuple[bool, ...],
         compute: Callable[[Tensor, Tensor], tuple[Tensor, Gradients]],
     ) -> Tensor:
-        """`compute`: from hidden at `positions` (None: all) and weight, both in the type in which products run, to the loss
-        (0-dim), or to sums of which the first is the loss, and the loss's gradients."""
+        """`compute`: from hidden at `positions` (None: all) and weight, both in the type in which products run, to the
+        loss (0-dim), or to sums of which the first is the loss, and the loss's gradients."""
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             trained = hidden if positions is None else hidden[positions]
@@ -293,7 +299,8 @@ def compute_chunk(
     grad_dtype: torch.dtype | None,
     shard: VocabularyShard | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to `scores` [tokens, vocabulary].
+    """The log-probabilities of one chunk, in fp32 or wider, and the gradient of minus their sum to `scores` [tokens,
+    vocabulary].
 
     Args:
         token_weights: fp32[tokens], by which the gradient weighs each token; None: all alike.
@@ -319,15 +326,16 @@ def compute_chunk(
 
 
 def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """[tokens] of [tokens, vocabulary]: those of the labels, or a share of `label_smoothing` of their mean; without meaning at
-    tokens without a label."""
+    """[tokens] of [tokens, vocabulary]: those of the labels, or a share of `label_smoothing` of their mean; without
+    meaning at tokens without a label."""
     # Any id will do where the position is not trained.
     of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     return of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
 
 
 def cross_entropy_gradient(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place of `log_probabilities`."""
+    """The gradient to the logits [tokens, vocabulary] of minus `label_log_probabilities`, in place of
+    `log_probabilities`."""
     grad, chosen = log_probabilities.exp_(), labels.clamp(min=0).unsqueeze(1)
     grad.scatter_add_(1, chosen, torch.full_like(chosen, label_smoothing - 1, dtype=grad.dtype))
     if label_smoothing:

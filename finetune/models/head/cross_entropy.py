@@ -1,4 +1,5 @@
-"""The loss: cross entropy of a linear head in chunks of tokens, so that the logits [tokens, vocabulary] are never whole."""
+"""The loss: cross entropy of a linear head in chunks of tokens, so that the logits [tokens, vocabulary] are never
+whole."""
 
 import functools
 from collections.abc import Callable
@@ -24,7 +25,8 @@ from finetune.models.head.chunks import (
 )
 
 HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
-"""(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model returns in place of the loss."""
+"""(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model returns in place of the
+loss."""
 
 
 def linear_cross_entropy(
@@ -47,7 +49,8 @@ def linear_cross_entropy(
         weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it is frozen.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         bias: [vocabulary] or None.
-        trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps others, which add nothing;
+        trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps others, which add
+            nothing;
             only these are multiplied by the head. By default they are
             looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would synchronize.
         chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
@@ -131,7 +134,8 @@ def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UserError(
-            f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and cannot be "
+            f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, "
+            "and cannot be "
             "trained here; name another model"
         )
     head.__class__ = CrossEntropyHead

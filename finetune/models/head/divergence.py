@@ -1,8 +1,9 @@
-"""The divergence of a student from its teacher over the trained tokens, in chunks, beside the cross entropy of the labels.
+"""The divergence of a student from its teacher over the trained tokens, in chunks, beside the cross entropy of the
+labels.
 
 Student's and teacher's logits meet a chunk of tokens at a time, and are never whole. The divergence D of the teacher's
-probabilities t and the student's s, both of logits divided by the temperature, and its gradient to the student's divided logits
-(Agarwal et al. 2023, arXiv:2306.13649, section 3; `generalized_jsd_loss` of TRL's GKDTrainer):
+probabilities t and the student's s, both of logits divided by the temperature, and its gradient to the student's
+divided logits (Agarwal et al. 2023, arXiv:2306.13649, section 3; `generalized_jsd_loss` of TRL's GKDTrainer):
 
     beta 0     forward KL:  D = sum t log(t / s)                                gradient s - t
     beta 1     reverse KL:  D = sum s log(s / t)                                gradient s (log(s / t) - D)
@@ -69,7 +70,8 @@ def linear_divergence(
     chunk_tokens: int | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """The sums over the trained tokens of the mixed loss, the divergence, and the cross entropy; see `linear_cross_entropy`.
+    """The sums over the trained tokens of the mixed loss, the divergence, and the cross entropy; see
+    `linear_cross_entropy`.
 
     The divergence is over the ids that both vocabularies have rows for: some models have more rows than tokens.
 

@@ -1,8 +1,9 @@
-"""Log-probabilities of the labels, token by token, of a linear head in chunks: for losses that weigh each document otherwise.
+"""Log-probabilities of the labels, token by token, of a linear head in chunks: for losses that weigh each document
+otherwise.
 
 The gradient to a token's hidden state is that of its log-probability times one number, which the backward brings: it is
-prepared in the forward, as by `models/head/cross_entropy.py`. The weight's is a sum over tokens with those numbers; where the head is
-trained, the backward computes the chunks a second time for it.
+prepared in the forward, as by `models/head/cross_entropy.py`. The weight's is a sum over tokens with those numbers;
+where the head is trained, the backward computes the chunks a second time for it.
 """
 
 from typing import Any

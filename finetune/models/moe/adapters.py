@@ -48,7 +48,8 @@ def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[
 
 
 def refuse_unadaptable(model: nn.Module, lora: Lora) -> None:
-    """Raises `UserError` where one of `lora_target_parameters` names anything but parameters that hold a layer's experts."""
+    """Raises `UserError` where one of `lora_target_parameters` names anything but parameters that hold a layer's
+    experts."""
     experts = [
         f"{path}.{name}"
         for path, module in model.named_modules()
@@ -65,7 +66,8 @@ def find_adapters_of(experts: nn.Module, model: nn.Module) -> list[Any]:
 
 
 def inject_adapters(model: nn.Module, config: Any) -> None:
-    """Puts the adapters of `config`, a peft LoraConfig, into `model`: on exactly the modules and parameters that it names."""
+    """Puts the adapters of `config`, a peft LoraConfig, into `model`: on exactly the modules and parameters that it
+    names."""
     from peft import inject_adapter_in_model
 
     with _own_names():
@@ -74,8 +76,8 @@ def inject_adapters(model: nn.Module, config: Any) -> None:
 
 @contextmanager
 def _own_names() -> Iterator[None]:
-    """In this block peft takes names as they are. In many mixtures it reads `gate_proj` as transformers 4 used it, for a
-    routed expert's layer, and would move the adapters of shared experts and dense layers onto the routed experts."""
+    """In this block peft takes names as they are. In many mixtures it reads `gate_proj` as transformers 4 used it, for
+    a routed expert's layer, and would move the adapters of shared experts and dense layers onto the routed experts."""
     from peft.utils import transformers_weight_conversion
 
     convert: Any = transformers_weight_conversion.convert_peft_config_for_transformers
@@ -97,7 +99,8 @@ def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> 
         return config
     if config.use_dora:
         raise UserError(
-            f"use_dora: peft cannot open such an adapter on {', '.join(sorted(renamed))} of {type(model).__name__}, which it takes "
+            f"use_dora: peft cannot open such an adapter on {', '.join(sorted(renamed))} of "
+            f"{type(model).__name__}, which it takes "
             "for layers of the routed experts; leave use_dora out, or name others in lora_target_modules"
         )
     config = copy.deepcopy(config)

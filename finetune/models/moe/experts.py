@@ -1,12 +1,12 @@
 """Mixtures of experts: how their experts are computed, and what their routers choose.
 
-`Routing` counts the tokens that each expert receives, and computes the auxiliary loss that keeps routers balanced (Fedus et
-al. 2021, arXiv:2101.03961, eq. 4 to 6, as transformers has it: over all layers together):
+`Routing` counts the tokens that each expert receives, and computes the auxiliary loss that keeps routers balanced
+(Fedus et al. 2021, arXiv:2101.03961, eq. 4 to 6, as transformers has it: over all layers together):
 
     auxiliary = experts * sum over experts of share_e * probability_e
 
-share_e is the number of tokens that chose expert e, probability_e the sum of its probabilities, both over the tokens of all
-ranks, micro-batches and layers of the step, divided by their number. Padding is no token.
+share_e is the number of tokens that chose expert e, probability_e the sum of its probabilities, both over the tokens of
+all ranks, micro-batches and layers of the step, divided by their number. Padding is no token.
 """
 
 import sys
@@ -26,8 +26,8 @@ ATTRIBUTE = "expert_routing"  # of a transformers model
 
 
 def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device_type: str) -> str:
-    """transformers' name for how experts are computed: grouped matrix products of bf16 parameters on a GPU; elsewhere the exact
-    loop over the experts. `dtype`: of their parameters; FSDP's mixed precision computes with cast ones.
+    """transformers' name for how experts are computed: grouped matrix products of bf16 parameters on a GPU; elsewhere
+    the exact loop over the experts. `dtype`: of their parameters; FSDP's mixed precision computes with cast ones.
 
     Autocast (DDP, one process) does not know grouped products. On a GPU before Ampere transformers itself takes a loop.
     """
@@ -72,8 +72,9 @@ def _without_adapters(module: Any) -> nn.Module:
 def install_routing(model: Any, coefficient: float | None) -> None:
     """Counts what the routers of `model` choose while it trains; before sharding. No effect on a dense model.
 
-    `coefficient`: of the auxiliary loss; None leaves it to the model's config, where it is on with `output_router_logits`.
-    Raises `UserError` where a coefficient is asked for and transformers has no such loss for the family.
+    `coefficient`: of the auxiliary loss; None leaves it to the model's config, where it is on with
+    `output_router_logits`. Raises `UserError` where a coefficient is asked for and transformers has no such loss for
+    the family.
     """
     config = model.config.get_text_config()
     routers = _routers(model)
@@ -142,7 +143,8 @@ class Routing:
         return torch.zeros(self.experts, device=chosen.device).scatter_add_(0, chosen.flatten(), ones.flatten())
 
     def selected(self) -> Tensor:
-        """Tokens for each expert in the last forward, over all layers, by their probabilities alone: float32[experts]."""
+        """Tokens for each expert in the last forward, over all layers, by their probabilities alone:
+        float32[experts]."""
         chosen = (logits.detach().softmax(-1).topk(self._chosen_per_token).indices for logits in self._logits.values())
         return torch.stack([self._count(each) for each in chosen]).sum(0)
 
@@ -163,7 +165,8 @@ class Routing:
     def auxiliary_loss(self, selected: Tensor, tokens: int) -> Tensor:
         """The last forward's part of the step's auxiliary loss, not yet multiplied by the coefficient; 0-dim.
 
-        selected: float32[experts], tokens for each expert over the whole step and all layers; tokens: of the whole step.
+        selected: float32[experts], tokens for each expert over the whole step and all layers; tokens: of the whole
+        step.
         """
         total = torch.zeros(self.experts, device=selected.device)
         for logits in self._logits.values():
@@ -182,8 +185,8 @@ class Routing:
     def take_metrics(self, world: World) -> dict[str, Any]:
         """What the steps since the last call amount to, over all ranks. All ranks call it.
 
-        The largest share of a layer's tokens that one expert received (1 / experts where all are alike), and the share of
-        its experts that received none; then the worst layer's share of either.
+        The largest share of a layer's tokens that one expert received (1 / experts where all are alike), and the share
+        of its experts that received none; then the worst layer's share of either.
         """
         if self._counts is None:
             return {}
@@ -204,7 +207,8 @@ class Routing:
 
 
 def _has_auxiliary_loss(model: nn.Module) -> bool:
-    """Whether transformers balances the routers of this family by the auxiliary loss, and not by a bias (DeepSeek V3)."""
+    """Whether transformers balances the routers of this family by the auxiliary loss, and not by a bias (DeepSeek
+    V3)."""
     return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 

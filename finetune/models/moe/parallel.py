@@ -1,19 +1,22 @@
-"""Expert parallelism: the experts of a layer divided over the ranks of a group, which send them their tokens and get them back.
+"""Expert parallelism: the experts of a layer divided over the ranks of a group, which send them their tokens and get
+them back.
 
-Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that have the same ones. A rank's router
-chooses for its own tokens, as without; then, in each layer:
+Each rank of a group has E / size of the E experts, and FSDP shards these over the ranks that have the same ones. A
+rank's router chooses for its own tokens, as without; then, in each layer:
 
     counts    how many tokens come for each expert                      all-to-all
     dispatch  a token's state, once for each expert that it has chosen  all-to-all of uneven parts
     compute   the experts of this rank, by transformers' own function
     combine   the outputs, back to where the tokens are                 all-to-all of uneven parts
 
-where the router's weights add them up. Backward, dispatch and combine trade places (Lepikhin et al. 2021, arXiv:2006.16668).
+where the router's weights add them up. Backward, dispatch and combine trade places (Lepikhin et al. 2021,
+arXiv:2006.16668).
 
-LoRA's adapters of the experts are not divided: FSDP shards them with the other parameters of their layer over all ranks, and a rank
-adds the factors of its own experts to its weights. A few hundredths of the experts' size, they are gathered whole; in return their
-gradients, names and checkpoints are those of every other layout. (peft has the factors B of all experts in one matrix, whose columns
-of one expert lie r times E columns apart: no rank's part of it would be a slice.)
+LoRA's adapters of the experts are not divided: FSDP shards them with the other parameters of their layer over all
+ranks, and a rank adds the factors of its own experts to its weights. A few hundredths of the experts' size, they are
+gathered whole; in return their gradients, names and checkpoints are those of every other layout. (peft has the factors
+B of all experts in one matrix, whose columns of one expert lie r times E columns apart: no rank's part of it would be a
+slice.)
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +42,8 @@ from finetune.models.moe.experts import expert_modules
 def divide_experts(model: nn.Module, world: World) -> None:
     """Divides the experts of `model`, on meta and not sharded yet, as `world.sharding` asks; makes them units of FSDP2.
 
-    Their gradients are the sum over the group's tokens already, so FSDP's mean over the others is divided by the group's size.
+    Their gradients are the sum over the group's tokens already, so FSDP's mean over the others is divided by the
+    group's size.
     """
     size = world.sharding.expert_parallel_size
     if size == 1:
@@ -72,8 +76,9 @@ def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class DividedExperts:
-    """What `module`, the experts of a layer, computes in place of its own forward. Its parameters become DTensors over `mesh`, one
-    dimension of ranks, along their first dimension, the experts; `adapters` (peft's ParamWrapper) are of those parameters."""
+    """What `module`, the experts of a layer, computes in place of its own forward. Its parameters become DTensors over
+    `mesh`, one dimension of ranks, along their first dimension, the experts; `adapters` (peft's ParamWrapper) are of
+    those parameters."""
 
     def __init__(self, module: nn.Module, mesh: DeviceMesh, adapters: Sequence[Any] = ()) -> None:
         self.module, self.group, self.size, self.adapters = module, mesh.get_group(), mesh.size(), adapters
@@ -88,7 +93,8 @@ class DividedExperts:
             setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
     def forward(self, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """hidden [tokens, width]; chosen int64[tokens, k], the experts of each token; weights [tokens, k] -> [tokens, width]."""
+        """hidden [tokens, width]; chosen int64[tokens, k], the experts of each token; weights [tokens, k] -> [tokens,
+        width]."""
         tokens, per_token = chosen.shape
         flat = chosen.flatten()
         order = flat.argsort(stable=True)  # by expert, so by rank as well
@@ -108,7 +114,8 @@ class DividedExperts:
         return weighted.to(hidden.dtype)
 
     def compute(self, rows: Tensor, experts: Tensor) -> Tensor:
-        """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width], one each."""
+        """The outputs of this rank's `experts` int64[rows] (counted from its first) for `rows` [rows, width], one
+        each."""
         parameters = self.adapted_parameters()
         if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
             return rows + sum(parameter[:0].sum() for parameter in parameters.values())
@@ -130,7 +137,8 @@ class DividedExperts:
 
 
 def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[nn.Parameter], Shard]:
-    """For `fully_shard` over `shards` ranks: whole experts for each rank where they divide evenly, else rows of every expert."""
+    """For `fully_shard` over `shards` ranks: whole experts for each rank where they divide evenly, else rows of every
+    expert."""
     by_dim = {}
     for name, parameter in module.named_parameters(recurse=False):
         held = shard_experts(tuple(parameter.shape), size, shards)
@@ -140,7 +148,8 @@ def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[
 
 
 class _LocalExperts:
-    """Stands in for a module of experts in its own forward: with this rank's part of the parameters and of the experts."""
+    """Stands in for a module of experts in its own forward: with this rank's part of the parameters and of the
+    experts."""
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], experts: int) -> None:
         self.__dict__ |= parameters
@@ -151,7 +160,8 @@ class _LocalExperts:
 
 
 class _Exchange(torch.autograd.Function):
-    """Sends `sent[r]` rows to each rank r of the group, and receives `received[r]` from it; in the backward the other way."""
+    """Sends `sent[r]` rows to each rank r of the group, and receives `received[r]` from it; in the backward the other
+    way."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:

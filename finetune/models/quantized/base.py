@@ -1,4 +1,5 @@
-"""Quantized layers: put into a model on meta, sharded with it, then filled on every rank with its share of the bytes."""
+"""Quantized layers: put into a model on meta, sharded with it, then filled on every rank with its share of the
+bytes."""
 
 import math
 from collections.abc import Mapping
@@ -183,9 +184,9 @@ def quantize_layers(
 ) -> frozenset[str]:
     """Puts quantized layers, in `dtype`, into `model`, which is on meta, and returns the names of their parameters.
 
-    `stored`: the weights that are quantized in the files already; where there are any, those and no others. Call it after
-    adapters and activation checkpointing are in place. Raises `UserError` where no layer can be quantized, or one is stored
-    quantized that cannot be kept so.
+    `stored`: the weights that are quantized in the files already; where there are any, those and no others. Call it
+    after adapters and activation checkpointing are in place. Raises `UserError` where no layer can be quantized, or one
+    is stored quantized that cannot be kept so.
     """
     checkpointed = {
         inner
@@ -206,7 +207,8 @@ def quantize_layers(
         added |= {f"{name}.{CODES}", f"{name}.{SCALES}"}
     if left:
         raise UserError(
-            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers other than the output head are "
+            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers other than the "
+            "output head are "
             "kept quantized here; name the unquantized model"
         )
     return frozenset(added)
@@ -220,9 +222,9 @@ def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
 def fill_quantized_layers(
     model: nn.Module, values: Values, stored: Mapping[str, StoredQuantized], world: World
 ) -> None:
-    """Fills the quantized layers of the sharded `model`: from files that hold them so (`stored`), or by quantizing `values`,
-    of which every rank reads and quantizes the blocks that its shard of the codes touches. All ranks call it, since a
-    double-quantized scale depends on all blocks of its weight."""
+    """Fills the quantized layers of the sharded `model`: from files that hold them so (`stored`), or by quantizing
+    `values`, of which every rank reads and quantizes the blocks that its shard of the codes touches. All ranks call it,
+    since a double-quantized scale depends on all blocks of its weight."""
     for name, layer in quantized_layers(model):
         weight = f"{name}.weight"
         if stored:
@@ -234,7 +236,8 @@ def fill_quantized_layers(
 def dequantized_values(
     values: Values, quantization: Quantization, stored: Mapping[str, StoredQuantized], dtype: torch.dtype
 ) -> Values:
-    """The weights that a model quantized from `values`, or `stored` so, multiplies with: each quantized whole and dequantized."""
+    """The weights that a model quantized from `values`, or `stored` so, multiplies with: each quantized whole and
+    dequantized."""
 
     def dequantized(name: str, slices: Slices) -> Tensor:
         if stored and base_name(name) not in stored:
@@ -276,7 +279,8 @@ def _fill_stored(layer: QuantizedLinear, stored: StoredQuantized) -> None:
 
 
 def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
-    """This rank's bytes of a parameter, and where they begin and end in the whole of `size` bytes. Its padding is zeroed."""
+    """This rank's bytes of a parameter, and where they begin and end in the whole of `size` bytes. Its padding is
+    zeroed."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
     (bounds,) = find_local_slices(parameter)
     own = local.zero_().view(torch.uint8)

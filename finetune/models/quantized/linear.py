@@ -1,8 +1,8 @@
 """Linear layers with a frozen weight in 4 or 8 bits.
 
-A weight is two flat parameters, its codes and its scales, whose bytes are seen as numbers of the compute dtype: FSDP2 gathers
-such parameters without converting them. It shards them anywhere, through blocks and single numbers too, because no rank
-computes with its own part: a layer's unit is gathered whole, and dequantized as it would be on one rank.
+A weight is two flat parameters, its codes and its scales, whose bytes are seen as numbers of the compute dtype: FSDP2
+gathers such parameters without converting them. It shards them anywhere, through blocks and single numbers too, because
+no rank computes with its own part: a layer's unit is gathered whole, and dequantized as it would be on one rank.
 """
 
 from collections.abc import Iterator
@@ -51,8 +51,8 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
         # In the order of bitsandbytes' own forward and backward on a CPU.
         return quantized.codes.view(torch.int8).view(rows, columns).to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
     ops = _bitsandbytes_ops()
-    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with AVX-512 where
-    # the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
+    # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with
+    # AVX-512 where the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
     length = 2 * quantized.codes.numel()
     magnitudes = unpack_scales(quantized)
     flat: Tensor = ops.dequantize_4bit(
@@ -62,8 +62,8 @@ def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
-    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any shape, in row-major order
-    and with a shorter block at the end of the weight only; at 8 bits of whole rows."""
+    """(codes uint8[bytes], largest magnitudes fp32[blocks]) of consecutive blocks: at 4 bits of any shape, in row-major
+    order and with a shorter block at the end of the weight only; at 8 bits of whole rows."""
     from bitsandbytes import functional
 
     if values.dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -86,8 +86,8 @@ def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor,
 def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
     """The scales of a whole weight, uint8[bytes], from the largest magnitudes of all of its blocks, fp32[blocks].
 
-    fp32 magnitudes, or with double quantization their codes, filled up to a multiple of 4, the largest magnitudes of those,
-    and the mean, both fp32.
+    fp32 magnitudes, or with double quantization their codes, filled up to a multiple of 4, the largest magnitudes of
+    those, and the mean, both fp32.
     """
     from bitsandbytes import functional
 
@@ -100,7 +100,8 @@ def pack_scales(magnitudes: Tensor, quantization: Quantization) -> Tensor:
 
 
 def join_nested_scales(codes: Tensor, magnitudes: Tensor, mean: Tensor) -> Tensor:
-    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32) in the layout of `pack_scales`."""
+    """The parts of double-quantized scales (uint8[blocks], fp32[nested blocks], fp32) in the layout of
+    `pack_scales`."""
     filling = codes.new_zeros(-codes.numel() % FP32)
     return torch.cat([codes, filling, magnitudes.view(torch.uint8), mean.view(1).view(torch.uint8)])
 
@@ -120,7 +121,8 @@ def unpack_scales(quantized: QuantizedTensor) -> Tensor:
 
 @cache
 def nested_values(device: torch.device) -> Tensor:
-    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic tree quantization)."""
+    """What the 8-bit codes of double-quantized scales stand for, fp32[256] (Dettmers 2016, dynamic tree
+    quantization)."""
     from bitsandbytes import functional
 
     values: Tensor = functional.create_dynamic_map().to(device)
@@ -136,14 +138,14 @@ def four_bit_values(quant_type: str) -> Tensor:
 
 
 def quantized_weights(model: nn.Module) -> list[str]:
-    """The weights of `model`, as its files name them, that are quantized: those of linear layers but for the output head.
-    `model` may be on meta, and may have adapters."""
+    """The weights of `model`, as its files name them, that are quantized: those of linear layers but for the output
+    head. `model` may be on meta, and may have adapters."""
     return [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
-    """The linear layers that are quantized where they are frozen, by name. Embeddings, norms and the head keep their precision,
-    as in QLoRA.
+    """The linear layers that are quantized where they are frozen, by name. Embeddings, norms and the head keep their
+    precision, as in QLoRA.
 
     Raises `UserError` where the model has none.
     """
@@ -186,8 +188,9 @@ Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, 
 class QuantizedLinear(nn.Linear):
     """A linear layer with a quantized, frozen weight. The product is in the dtype of the input, or of autocast.
 
-    The weight is dequantized in every forward, and again in backward. In a decoder layer whose activations are checkpointed
-    (`keeps_dequantized`) it is not dequantized a third time: the recomputed forward keeps it for the backward that follows.
+    The weight is dequantized in every forward, and again in backward. In a decoder layer whose activations are
+    checkpointed (`keeps_dequantized`) it is not dequantized a third time: the recomputed forward keeps it for the
+    backward that follows.
     """
 
     def __init__(self, linear: nn.Linear, quantization: Quantization, dtype: torch.dtype, block: int = BLOCK) -> None:
@@ -212,7 +215,8 @@ class QuantizedLinear(nn.Linear):
         return weight
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
-        """What a backward needs of the weight: form, codes and scales; or the weight in `dtype` alone, where it is kept so."""
+        """What a backward needs of the weight: form, codes and scales; or the weight in `dtype` alone, where it is kept
+        so."""
         if self.keeps_dequantized:
             return None, self.dequantize(dtype), None
         return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)

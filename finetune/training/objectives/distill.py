@@ -1,4 +1,5 @@
-"""Distillation as an `Objective`: the divergence from a teacher at every trained token, beside the cross entropy of its label."""
+"""Distillation as an `Objective`: the divergence from a teacher at every trained token, beside the cross entropy of its
+label."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -43,10 +43,11 @@ def dpo_losses(log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: 
     Args:
         log_ratios: log-probabilities summed over each answer's tokens, minus the reference's.
         tokens: of each answer; IPO's alone are averaged over them, as TRL's, which its authors confirmed.
-        label_smoothing: the share of pairs whose order is wrong (Mitchell 2023, "A note on DPO with noisy preferences").
+        label_smoothing: the share of pairs whose order is wrong (Mitchell 2023, "A note on DPO with noisy
+            preferences").
 
-    Source: sigmoid: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; hinge: Zhao et al. 2023, arXiv:2305.10425, eq. 6 (SLiC), on DPO's
-    margin; ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, with tau = beta.
+    Source: sigmoid: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; hinge: Zhao et al. 2023, arXiv:2305.10425, eq. 6
+    (SLiC), on DPO's margin; ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, with tau = beta.
     """
     if keys.loss_type == "ipo":
         return (log_ratios.divide_by(tokens).margin - 1 / (2 * keys.beta)) ** 2
@@ -104,7 +105,8 @@ def _log1mexp(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PreferenceObjective(Objective):
-    """The mean over pairs of a method's loss, beside it the cross entropy of the chosen answers where the method has it.
+    """The mean over pairs of a method's loss, beside it the cross entropy of the chosen answers where the method has
+    it.
 
     That cross entropy is the mean over the chosen answers' tokens of the whole step, not of a micro-batch.
     """
@@ -163,8 +165,8 @@ class PreferenceObjective(Objective):
 class RatingObjective(Objective):
     """KTO: the mean over rated answers of their loss.
 
-    How far the model is from its reference is estimated from mismatched answers, over all of a step's (or of an evaluation's)
-    on all ranks: in a forward before the first backward, since every answer's loss depends on it.
+    How far the model is from its reference is estimated from mismatched answers, over all of a step's (or of an
+    evaluation's) on all ranks: in a forward before the first backward, since every answer's loss depends on it.
     """
 
     keys: Method

@@ -1,4 +1,5 @@
-"""What training minimizes: `Objective`, all that a step, an evaluation and the metrics know of a method, and that of sft."""
+"""What training minimizes: `Objective`, all that a step, an evaluation and the metrics know of a method, and that of
+sft."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -29,8 +30,8 @@ class Measured:
         return Measured(self.loss_sum.detach(), {name: pair.detach() for name, pair in self.metrics.items()})
 
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
-        """The loss, which is the sum over `count` (nan where that is 0), and the metrics that anything counts for; over all
-        ranks, which all call it."""
+        """The loss, which is the sum over `count` (nan where that is 0), and the metrics that anything counts for; over
+        all ranks, which all call it."""
         total, *pairs = world.sum_over_groups(torch.cat([self.loss_sum[None], *self.metrics.values()])).tolist()
         means = {name: pairs[2 * i] / pairs[2 * i + 1] for i, name in enumerate(self.metrics) if pairs[2 * i + 1]}
         return total / count if count else float("nan"), means
@@ -40,8 +41,8 @@ class Objective(Protocol):
     """A method of training: its loss, and what it shows of it."""
 
     def prepare(self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World) -> "Objective":
-        """The objective with what it must know of all of this rank's micro-batches (those of a step, or of an evaluation)
-        before the first of them is measured; itself where that is nothing. All ranks call it."""
+        """The objective with what it must know of all of this rank's micro-batches (those of a step, or of an
+        evaluation) before the first of them is measured; itself where that is nothing. All ranks call it."""
         return self
 
     @abstractmethod
