@@ -96,13 +96,12 @@ def table(results: list[Result]) -> list[str]:
             continue
         goal = goals.get(r.case)
         lines.append(
-            f"| {r.case} | {r.who} | {r.tokens_per_second:,.0f} | {r.spread[0]:,.0f} to {r.spread[1]:,.0f} "
-            f"| {f'{r.mfu:.1%}' if r.mfu else ''} | "
-            f"{f'{r.flop_per_second / gemm:.1%}' if gemm and r.flop_per_second else ''} "
-            f"| {(r.peak_memory_bytes or 0) / 2**30:.1f} GiB | "
-            f"{f'{goal:,.0f}' if goal and r.who == 'finetune' else ''} "
-            f"| {f'{r.seconds_to_first_step:.0f} s' if r.seconds_to_first_step else ''} | "
-            f"{r.waits_for_device or ''} | {'' if r.loss is None else f'{r.loss:.3f}'} |"
+            f"| {r.case} | {r.who} | {r.tokens_per_second:,.0f} | {r.spread[0]:,.0f} to {r.spread[1]:,.0f} | "
+            f"{f'{r.mfu:.1%}' if r.mfu else ''} | "
+            f"{f'{r.flop_per_second / gemm:.1%}' if gemm and r.flop_per_second else ''} | "
+            f"{(r.peak_memory_bytes or 0) / 2**30:.1f} GiB | {f'{goal:,.0f}' if goal and r.who == 'finetune' else ''} "
+            f"| {f'{r.seconds_to_first_step:.0f} s' if r.seconds_to_first_step else ''} | {r.waits_for_device or ''} "
+            f"| {'' if r.loss is None else f'{r.loss:.3f}'} |"
         )
     return lines
 

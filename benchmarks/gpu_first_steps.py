@@ -24,8 +24,7 @@ def find_differences(results: Sequence[Result], ours: str, others: Sequence[str]
         for what, value, expected, bound in compared:
             if value is not None and expected is not None and not abs(value / expected - 1) <= bound:
                 found.append(
-                    f"{result.case}, {result.who}: the {what} of its first step is {value:.4f}, ours "
-                    f"{expected:.4f}; not the "
-                    "same computation, so do not compare the rows"
+                    f"{result.case}, {result.who}: the {what} of its first step is {value:.4f}, ours {expected:.4f}; "
+                    "not the same computation, so do not compare the rows"
                 )
     return found

@@ -32,9 +32,8 @@ def table(results: list[Measured]) -> str:
         return f"{count / 2**20:.1f}"
 
     lines = [
-        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward "
-        "| Activations "
-        "| Peak memory | Tokens/s | Calls a step (MiB) |",
+        "| Ranks | Layout | Parameters | Gradients | Optimizer | State, of the whole | Gathered at backward | "
+        "Activations | Peak memory | Tokens/s | Calls a step (MiB) |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for r in results:
@@ -42,10 +41,9 @@ def table(results: list[Measured]) -> str:
         moved = {kind: mib(count) for kind, count in r.communicated_bytes.items()}
         calls = ", ".join(f"{count} {kind} ({moved[kind]})" for kind, count in sorted(r.calls.items())) or "none"
         lines.append(
-            f"| {r.ranks} | {r.layout} | {mib(r.parameter_bytes)} | {mib(r.gradient_bytes)} | {mib(r.optimizer_bytes)} "
-            f"| {state / (16 * r.parameters):.0%} | {mib(r.gathered_bytes)} | {mib(r.activation_bytes)} "
-            f"| {mib(r.peak_memory_bytes)} "
-            f"| {r.tokens_per_second:,.0f} | {calls} |"
+            f"| {r.ranks} | {r.layout} | {mib(r.parameter_bytes)} | {mib(r.gradient_bytes)} | "
+            f"{mib(r.optimizer_bytes)} | {state / (16 * r.parameters):.0%} | {mib(r.gathered_bytes)} | "
+            f"{mib(r.activation_bytes)} | {mib(r.peak_memory_bytes)} | {r.tokens_per_second:,.0f} | {calls} |"
         )
     return "\n".join(lines) + "\n"
 

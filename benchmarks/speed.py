@@ -215,9 +215,8 @@ def table(running: Sequence[Running], precision: str) -> list[str]:
     by_cpu = {each.contestant.title: each.tokens_per_cpu_second for each in running}
     trl = [title for title in medians if title.startswith("TRL")]
     lines = [
-        "| precision | contestant | tokens/s, median | middle half | x bare | x TRL's better | tokens/CPU s "
-        "| x bare | x TRL's better "
-        "| peak memory |",
+        "| precision | contestant | tokens/s, median | middle half | x bare | x TRL's better | tokens/CPU s | x bare "
+        "| x TRL's better | peak memory |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for each in running:

@@ -102,9 +102,8 @@ def _print_fault(fault: Exception, rank: str) -> None:
         return
     stack = "".join(traceback.format_list(traceback.extract_tb(fault.__traceback__)[-12:]))
     print(
-        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; that rank's own error is "
-        "the cause "
-        f"({reason}). This one waited at:\n{stack}",
+        f"rank {rank}: another rank ended, or did not answer within timeout_seconds; that rank's own error is the "
+        f"cause ({reason}). This one waited at:\n{stack}",
         file=sys.stderr,
         flush=True,
     )

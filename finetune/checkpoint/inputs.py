@@ -140,9 +140,8 @@ def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
     trained_on = {read_json_object(state).get("inputs", {}).get("base") for state in states} - {None}
     if base is not None and trained_on and base not in trained_on:
         raise UserError(
-            f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was trained on other "
-            "weights than those of "
-            f"{recipe.model.model_name_or_path}; name its own base in model_name_or_path"
+            f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was trained on other weights "
+            f"than those of {recipe.model.model_name_or_path}; name its own base in model_name_or_path"
         )
 
 

@@ -50,9 +50,8 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
     if resume_from == "none":
         if own:
             raise UserError(
-                f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints here (the "
-                "newest of step "
-                f"{own[-1][0]}); set another output_dir, or remove them"
+                f"{run_folder}: resume_from_checkpoint is none, but a run has left checkpoints here (the newest of "
+                f"step {own[-1][0]}); set another output_dir, or remove them"
             )
         return None
     if resume_from == "auto" or (own and not _is_within(Path(resume_from), run_folder)):
@@ -67,9 +66,8 @@ def find_checkpoint(resume_from: str, run_folder: Path) -> Path | None:
     later = [step for step, _ in own if step > read_manifest(path).step]
     if later:
         raise UserError(
-            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; set "
-            "another output_dir, "
-            "or remove the later checkpoints"
+            f"resume_from_checkpoint: {path}: the run has continued from here to step {later[-1]}; set another "
+            "output_dir, or remove the later checkpoints"
         )
     return path
 

@@ -203,9 +203,8 @@ def refuse_small_disk(
     if needed > free:
         fewer = "lower save_total_limit, " if keys.save_total_limit != 1 and kept > 1 else ""
         raise UserError(
-            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} "
-            "and an export of "
-            f"{disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but "
+            f"{run_folder}: the run will write {counted(new, 'checkpoint')} of {disk_size(checkpoint_bytes)} and an "
+            f"export of {disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but "
             f"{disk_size(free)} are free here; {fewer}free space, or set another output_dir"
         )
 

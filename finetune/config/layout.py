@@ -175,9 +175,8 @@ class Sharding:
         if size == 1:
             return None
         return (
-            f"sequence parallelism (Ulysses, for cp_size and sp_size alike): {size} ranks divide the tokens "
-            "of a row, in "
-            f"attention the heads; rows go to {counted(ranks // self.ranks_per_batch, 'group')}"
+            f"sequence parallelism (Ulysses, for cp_size and sp_size alike): {size} ranks divide the tokens of a row, "
+            f"in attention the heads; rows go to {counted(ranks // self.ranks_per_batch, 'group')}"
         )
 
     @property

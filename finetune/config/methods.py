@@ -21,17 +21,15 @@ class Method:
     method: Annotated[
         Literal["sft", "dpo", "orpo", "simpo", "kto", "distill"],
         SameOnResume,
-        "sft: supervised fine-tuning; dpo, orpo, simpo: on pairs of a chosen and a rejected answer; kto: on "
-        "answers rated "
-        "good or bad; distill: from a teacher's probabilities.",
+        "sft: supervised fine-tuning; dpo, orpo, simpo: on pairs of a chosen and a rejected answer; kto: on answers "
+        "rated good or bad; distill: from a teacher's probabilities.",
     ] = "sft"
     beta: Annotated[
         float,
         Gt(0),
         SameOnResume,
-        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; "
-        "simpo: the scale of "
-        "the rewards.",
+        "dpo, kto: how strongly the model is held to the reference; orpo: the weight of the odds ratio; simpo: the "
+        "scale of the rewards.",
     ] = 0.1
     loss_type: Annotated[
         Literal["sigmoid", "hinge", "ipo"], SameOnResume, "dpo: the loss of a pair; sigmoid is the paper's."

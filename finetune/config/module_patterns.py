@@ -68,9 +68,8 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model) -> set[str]:
         frozen = [name for name in names if is_within(name, model.frozen_modules)]
         if model.trainable_modules and chosen and frozen and not set(chosen) & set(frozen):
             raise UserError(
-                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules names: they are "
-                "one tensor; "
-                "remove one of the two"
+                f"trainable_modules: {chosen[0]} is tied to {frozen[0]}, which frozen_modules names: they are one "
+                "tensor; remove one of the two"
             )
         if chosen and not frozen:
             trained.add(names[0])
@@ -116,9 +115,8 @@ def refuse_other_parameters(targets: Iterable[str], experts: Sequence[str], para
         named = [name for name in parameters if is_parameter_named(name, [target])]
         if not experts:
             raise UserError(
-                f"lora_target_parameters: {target}: the model has no parameters that hold a layer's experts; "
-                "leave the key out, and "
-                "name linear layers in lora_target_modules"
+                f"lora_target_parameters: {target}: the model has no parameters that hold a layer's experts; leave "
+                "the key out, and name linear layers in lora_target_modules"
             )
         if not named:
             raise UserError(
@@ -126,9 +124,8 @@ def refuse_other_parameters(targets: Iterable[str], experts: Sequence[str], para
             )
         if others := [name for name in named if name not in experts]:
             raise UserError(
-                f"lora_target_parameters: {target}: {others[0]} does not hold a layer's experts, as {known} "
-                "do; adapt linear "
-                "layers with lora_target_modules, and train others whole with modules_to_save"
+                f"lora_target_parameters: {target}: {others[0]} does not hold a layer's experts, as {known} do; adapt "
+                "linear layers with lora_target_modules, and train others whole with modules_to_save"
             )
 
 

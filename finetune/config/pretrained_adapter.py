@@ -61,16 +61,14 @@ def refuse_other_path(path: Path) -> None:
     """Raises `UserError` if `path`, which is named as a model, holds an adapter, a run or a GGUF file instead."""
     if path.suffix.lower() == ".gguf" and path.is_file():
         raise UserError(
-            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, "
-            "a folder or hub name "
-            "with safetensors"
+            f"{path}: a GGUF file, which inference engines read and nothing trains; name the original model, a folder "
+            "or hub name with safetensors"
         )
     if (path / ADAPTER_CONFIG).is_file():
         base = read_json_object(path / ADAPTER_CONFIG).get("base_model_name_or_path") or "ITS_BASE"
         raise UserError(
-            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, "
-            "use_peft: true and "
-            f"adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} "
+            f"{path}: holds an adapter, not a model; to train it further set model_name_or_path: {base}, use_peft: "
+            f"true and adapter_name_or_path: {path}; to train the merged model, make it with `finetune export {path} "
             "--output FOLDER`"
         )
     if (path / "checkpoints").is_dir():

@@ -57,9 +57,8 @@ class Optimization:
             "warmup_stable_decay",
         ],
         ReadAs("wsd", "warmup_stable_decay"),
-        "What follows the linear warm-up, by Transformers' names, and wsd for the last. constant warms up "
-        "too: warmup_steps: 0 "
-        "leaves that out.",
+        "What follows the linear warm-up, by Transformers' names, and wsd for the last. constant warms up too: "
+        "warmup_steps: 0 leaves that out.",
     ] = "cosine"
     lr_scheduler_kwargs: Annotated[
         dict[str, float | str] | None,
@@ -74,25 +73,21 @@ class Optimization:
     warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
     optim: Annotated[
         Literal["adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit", "adafactor", "sgd"],
-        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; "
-        "adamw_8bit in 8 bits: 2 "
-        "bytes, by torchao, which has to be installed; not under FSDP1. adafactor keeps a number for each "
-        "row and column, at "
-        "the fixed learning rate, as Transformers' Trainer has it; not under FSDP1. sgd keeps nothing.",
+        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; adamw_8bit "
+        "in 8 bits: 2 bytes, by torchao, which has to be installed; not under FSDP1. adafactor keeps a number for "
+        "each row and column, at the fixed learning rate, as Transformers' Trainer has it; not under FSDP1. sgd "
+        "keeps nothing.",
     ] = "adamw_torch_fused"
     optim_offload: Annotated[
         Literal["none", "nvme"],
         "Where the optimizer's state is: none: in memory; nvme: its moments, and fp32 master weights where "
-        "mixed_precision is on, in "
-        "files under offload_dir, of which every step reads and writes one decoder layer after another. "
-        "Under FSDP2, with "
-        "adamw_torch_fused, adamw_torch or adamw_bf16_moments.",
+        "mixed_precision is on, in files under offload_dir, of which every step reads and writes one decoder layer "
+        "after another. Under FSDP2, with adamw_torch_fused, adamw_torch or adamw_bf16_moments.",
     ] = "none"
     offload_dir: Annotated[
         str | None,
-        "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the "
-        "run; a checkpoint needs "
-        "none of them.",
+        "A folder on the NVMe disk of each node, for the files of optim_offload: nvme. They end with the run; a "
+        "checkpoint needs none of them.",
     ] = None
     weight_decay: Annotated[
         float, Ge(0), "Weight decay, on matrices only (not on norms and biases); decoupled, but for sgd."
@@ -104,9 +99,8 @@ class Optimization:
         float | None,
         Gt(0),
         SameOnResume,
-        "NEFTune: uniform noise on the embeddings while training, at most this over the root of the "
-        "document's tokens times "
-        "the hidden size.",
+        "NEFTune: uniform noise on the embeddings while training, at most this over the root of the document's "
+        "tokens times the hidden size.",
     ] = None
     label_smoothing: Annotated[
         float,
@@ -114,16 +108,13 @@ class Optimization:
         Lt(1),
         SameOnResume,
         "Train on this share of an even distribution over the vocabulary beside each label, as torch's "
-        "cross_entropy; the "
-        "held-out loss is without it.",
+        "cross_entropy; the held-out loss is without it.",
     ] = 0.0
     optim_in_backward: Annotated[
         bool,
-        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: "
-        "the gradients of "
-        "the whole model are never in memory together. For steps of one micro-batch, with max_grad_norm: "
-        "null, in one process "
-        "or under FSDP2.",
+        "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: the "
+        "gradients of the whole model are never in memory together. For steps of one micro-batch, with "
+        "max_grad_norm: null, in one process or under FSDP2.",
     ] = False
     max_grad_norm: Annotated[float | None, Gt(0), "The gradient is scaled down to this norm; null: no clipping."] = 1.0
     on_nonfinite: Annotated[
@@ -144,9 +135,8 @@ class Lora:
         str | None,
         FileOrName,
         SameOnResume,
-        "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, targets and the "
-        "rest are taken from its "
-        "adapter_config.json; what the recipe sets as well must agree.",
+        "A LoRA adapter to train further: a PEFT folder, a run or a hub name. Rank, alpha, targets and the rest are "
+        "taken from its adapter_config.json; what the recipe sets as well must agree.",
     ] = None
     lora_r: Annotated[Positive, SameOnResume, "The rank of the adapters."] = 16
     lora_alpha: Annotated[Positive, SameOnResume, "The adapters are scaled by lora_alpha / lora_r."] = 32
@@ -197,9 +187,8 @@ class Quantization:
     load_in_4bit: Annotated[
         bool,
         SameOnResume,
-        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the "
-        "compute dtype. "
-        "Needs the bitsandbytes package; not under FSDP1.",
+        "Keep the linear layers of LoRA's frozen base in 4 bits; embeddings, norms and the head stay in the compute "
+        "dtype. Needs the bitsandbytes package; not under FSDP1.",
     ] = False
     load_in_8bit: Annotated[
         bool,
@@ -240,9 +229,8 @@ class DatasetSource:
     ] = 1.0
     max_samples: Annotated[
         Positive | None,
-        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw "
-        "them it would "
-        "have to be read to its end.",
+        "Read this many of the rows, drawn by the seed; null: all. Of a stream the first ones, since to draw them it "
+        "would have to be read to its end.",
     ] = None
     messages_column: Annotated[str | None, "The column that holds the messages, where it is not named as usual."] = None
     prompt_column: Annotated[str | None, "The column that holds the prompt or question."] = None
@@ -257,9 +245,8 @@ class DatasetSource:
     ] = None
     alpaca_prompt: Annotated[
         bool,
-        "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction "
-        "...), inside the "
-        "user's turn; chat_template: alpaca writes that wording without turns.",
+        "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), "
+        "inside the user's turn; chat_template: alpaca writes that wording without turns.",
     ] = False
 
 
@@ -279,16 +266,14 @@ class Data:
         str | None,
         FileOrName,
         SameOnResume,
-        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, "
-        "qwen3 or alpaca "
-        "(all are in docs/data.md), a file, or inline Jinja.",
+        "null: the tokenizer's own; or the name of a model family's, such as chatml, llama3.1, mistral-v3, qwen3 or "
+        "alpaca (all are in docs/data.md), a file, or inline Jinja.",
     ] = None
     chat_template_date: Annotated[
         str | None,
         SameOnResume,
         "The day, as 2026-01-31, that a chat template writes which asks for today's (Llama 3.2's, SmolLM3's, "
-        "Granite's do); "
-        "null: the day on which the run begins, for all of its ranks and restarts.",
+        "Granite's do); null: the day on which the run begins, for all of its ranks and restarts.",
     ] = None
     max_length: Annotated[
         int,
@@ -307,12 +292,10 @@ class Data:
     turns: Annotated[
         Turns,
         SameOnResume,
-        "How the turns of a conversation become documents. whole: one document, as the chat template writes "
-        "the conversation. "
-        "split: a document for each of the assistant's turns, with the prompt that the model has when it is "
-        "asked for that turn. "
-        "auto: whole where each turn has that prompt anyway, else as few documents as give it. last: the "
-        "last turn alone.",
+        "How the turns of a conversation become documents. whole: one document, as the chat template writes the "
+        "conversation. split: a document for each of the assistant's turns, with the prompt that the model has when "
+        "it is asked for that turn. auto: whole where each turn has that prompt anyway, else as few documents as "
+        "give it. last: the last turn alone.",
     ] = "auto"
     on_bad_row: Annotated[
         Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
@@ -344,16 +327,14 @@ class Model:
     added_tokens: Annotated[
         tuple[str, ...],
         SameOnResume,
-        "Tokens added to the tokenizer, such as [TOOL]. Their rows in embedding and head start at the mean "
-        "of the others and are "
-        "trained; LoRA then trains both whole, as if modules_to_save named them.",
+        "Tokens added to the tokenizer, such as [TOOL]. Their rows in embedding and head start at the mean of the "
+        "others and are trained; LoRA then trains both whole, as if modules_to_save named them.",
     ] = ()
     special_tokens: Annotated[
         dict[Literal["bos_token", "eos_token", "pad_token", "unk_token"], str] | None,
         SameOnResume,
-        "The tokenizer's bos_token, eos_token, pad_token or unk_token, where others than its own are wanted; "
-        "a token that it "
-        "lacks is added.",
+        "The tokenizer's bos_token, eos_token, pad_token or unk_token, where others than its own are wanted; a token "
+        "that it lacks is added.",
     ] = None
     eot_tokens: Annotated[
         tuple[str, ...],
@@ -391,11 +372,9 @@ class Model:
         Literal[
             "auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
         ],
-        "auto: varlen attention on CUDA, or torch's flex_attention where a model caps its scores, has sinks "
-        "or wide heads; "
-        "causal SDPA per document on CPU; no flash-attn build is needed. flash_attention_3 "
-        "and _4: the same with the kernels of the installed package, on Hopper and Blackwell; _3 without it takes the "
-        "hub's kernels.",
+        "auto: varlen attention on CUDA, or torch's flex_attention where a model caps its scores, has sinks or wide "
+        "heads; causal SDPA per document on CPU; no flash-attn build is needed. flash_attention_3 and _4: the same "
+        "with the kernels of the installed package, on Hopper and Blackwell; _3 without it takes the hub's kernels.",
     ] = "auto"
     torch_compile: Annotated[
         bool,
@@ -405,9 +384,8 @@ class Model:
     tf32: Annotated[
         bool,
         SameOnResume,
-        "On a GPU, multiply float32 matrices in TensorFloat-32: several times faster, with 10 bits of the "
-        "mantissa. bf16 "
-        "computation does not need it.",
+        "On a GPU, multiply float32 matrices in TensorFloat-32: several times faster, with 10 bits of the mantissa. "
+        "bf16 computation does not need it.",
     ] = False
     use_liger_kernel: Annotated[
         bool, "Liger's fused norms, rotary embeddings and MLPs on CUDA; needs the liger-kernel package."
@@ -417,27 +395,23 @@ class Model:
     ] = 1
     activation_checkpointing_keeps: Annotated[
         Literal["nothing", "attention", "attention_and_projections"],
-        "What a checkpointed layer keeps beside its input, instead of computing it again: the output of "
-        "attention, whose "
-        "computation grows with the length of documents; with the products round it (query, key, value, output). More "
-        "memory, less time. Not with torch_compile.",
+        "What a checkpointed layer keeps beside its input, instead of computing it again: the output of attention, "
+        "whose computation grows with the length of documents; with the products round it (query, key, value, "
+        "output). More memory, less time. Not with torch_compile.",
     ] = "nothing"
     activation_offload: Annotated[
         bool,
-        "Keep what checkpointed layers keep (their inputs, and what activation_checkpointing_keeps names) in "
-        "host memory until "
-        "the backward, copied beside the computation; on CUDA, where the Accelerate config turns activation "
-        "checkpointing on. "
-        "Not with torch_compile.",
+        "Keep what checkpointed layers keep (their inputs, and what activation_checkpointing_keeps names) in host "
+        "memory until the backward, copied beside the computation; on CUDA, where the Accelerate config turns "
+        "activation checkpointing on. Not with torch_compile.",
     ] = False
     attention_dropout: Annotated[
         float | None,
         Ge(0),
         Lt(1),
         SameOnResume,
-        "Overrides the model's own attention dropout. With dropout, attention runs document by document on "
-        "CUDA too, and scores that "
-        "are capped, or have sinks, are materialized.",
+        "Overrides the model's own attention dropout. With dropout, attention runs document by document on CUDA too, "
+        "and scores that are capped, or have sinks, are materialized.",
     ] = None
     router_aux_loss_coef: Annotated[
         float | None,

@@ -125,9 +125,8 @@ class MetricsLog:
         except OSError as error:
             if is_first:
                 self.say(
-                    f"{self._file.name}: cannot be written ({error.strerror}); the run continues, and its "
-                    "lines are added "
-                    "once there is room"
+                    f"{self._file.name}: cannot be written ({error.strerror}); the run continues, and its lines are "
+                    "added once there is room"
                 )
 
     def _call_tracker(self, act: Callable[[Tracker], None]) -> None:
@@ -138,9 +137,8 @@ class MetricsLog:
             except Exception as error:  # whatever its library raises: no reason to end a run
                 self._trackers.remove(tracker)
                 self.say(
-                    f"report_to: {tracker.name}: it failed ({first_line(error)}); the run continues without "
-                    "it, metrics.jsonl "
-                    "has every line"
+                    f"report_to: {tracker.name}: it failed ({first_line(error)}); the run continues without it, "
+                    "metrics.jsonl has every line"
                 )
 
 

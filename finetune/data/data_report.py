@@ -164,8 +164,7 @@ class DataReport:
     def lines(self) -> list[str]:
         totals = (
             f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
-            f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; "
-            f"rows {self.fill:.1%} full"
+            f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; rows {self.fill:.1%} full"
         )
         sources = (*self.sources, *self.eval_sources)
         drawn = [line for source in sources for line in source.sample()]

@@ -52,10 +52,9 @@ CHECKS: dict[str, Check] = {
     "no_end_of_turn": Check(
         "warning",
         "fatal",
-        "no end-of-turn token is trained on, so the model does not learn to stop; use a chat_template that writes one "
-        "after the assistant's content (a named one, such as glm4 or chatml, or your own with it inside {% "
-        "generation %} "
-        "markers), or a tokenizer with an eos_token",
+        "no end-of-turn token is trained on, so the model does not learn to stop; use a chat_template that writes "
+        "one after the assistant's content (a named one, such as glm4 or chatml, or your own with it inside {% "
+        "generation %} markers), or a tokenizer with an eos_token",
     ),
     "stop_not_trained": Check(
         "warning",
@@ -95,9 +94,8 @@ CHECKS: dict[str, Check] = {
     "tools_dropped": Check(
         "warning",
         "warning",
-        "the chat template drops tool schemas, tool results, or calls that are not trained on; use one that "
-        "writes them "
-        "(chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
+        "the chat template drops tool schemas, tool results, or calls that are not trained on; use one that writes "
+        "them (chat_template: chatml, qwen3, llama3.1, mistral-v3, ...)",
     ),
     "reasoning_dropped": Check(
         "warning",
@@ -107,25 +105,21 @@ CHECKS: dict[str, Check] = {
     "unlike_inference": Check(
         "warning",
         "warning",
-        "an answer, or what stands before it, is not what the model sees and writes when it is asked for "
-        "this turn: the chat "
-        "template writes earlier turns differently once others follow; remove turns: whole",
+        "an answer, or what stands before it, is not what the model sees and writes when it is asked for this turn: "
+        "the chat template writes earlier turns differently once others follow; remove turns: whole",
     ),
     "prompt_not_continued": Check(
         "warning",
         "warning",
-        "a trained answer does not follow the prompt that inference gives (one that opens <think>, for an "
-        "answer without "
-        "reasoning): the model is never trained at the place where it is asked; give the answers "
-        "reasoning_content, or use a "
-        "chat_template whose prompt is what its answers begin with",
+        "a trained answer does not follow the prompt that inference gives (one that opens <think>, for an answer "
+        "without reasoning): the model is never trained at the place where it is asked; give the answers "
+        "reasoning_content, or use a chat_template whose prompt is what its answers begin with",
     ),
     "turns_split": Check(
         "notice",
         "notice",
-        "the turns are trained in several documents, each with the prompt that inference gives, because the "
-        "chat template "
-        "writes earlier turns differently once others follow (turns: whole keeps one document)",
+        "the turns are trained in several documents, each with the prompt that inference gives, because the chat "
+        "template writes earlier turns differently once others follow (turns: whole keeps one document)",
     ),
     "empty_answer": Check(
         "warning",
@@ -161,9 +155,8 @@ CHECKS: dict[str, Check] = {
     "prompt_missing": Check(
         "warning",
         "fatal",
-        "no prompt is found: no column with a known name holds one, and the answers do not begin with it, so "
-        "they would be "
-        "trained on without it; name its column (prompt_column), or remove the columns that are not used",
+        "no prompt is found: no column with a known name holds one, and the answers do not begin with it, so they "
+        "would be trained on without it; name its column (prompt_column), or remove the columns that are not used",
         many=0.5,
         names_unused=True,
     ),
@@ -214,9 +207,8 @@ CHECKS: dict[str, Check] = {
     "template_unused": Check(
         "warning",
         "warning",
-        "prompt and completion are plain text and do not use the tokenizer's chat template, in which the "
-        "model will be asked; "
-        "type: messages in the entry of datasets does",
+        "prompt and completion are plain text and do not use the tokenizer's chat template, in which the model will "
+        "be asked; type: messages in the entry of datasets does",
     ),
 }
 
@@ -265,7 +257,6 @@ def check_longest_example(tokens: int, max_position_embeddings: int | None, whos
     if max_position_embeddings is None or tokens <= max_position_embeddings:
         return []
     return [
-        f"warning: examples have up to {tokens:,} tokens, but the {whose} was made for "
-        f"{max_position_embeddings:,} positions "
-        f"(max_position_embeddings of its config); set max_length: {max_position_embeddings}"
+        f"warning: examples have up to {tokens:,} tokens, but the {whose} was made for {max_position_embeddings:,} "
+        f"positions (max_position_embeddings of its config); set max_length: {max_position_embeddings}"
     ]

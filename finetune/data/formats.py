@@ -211,9 +211,8 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
             columns.take(column)
         if rating == "false":
             raise BadRow(
-                f"{column}: false marks a bad answer, which would be trained on like a good one; method: kto "
-                "learns from both; "
-                "else train on the other rows alone"
+                f"{column}: false marks a bad answer, which would be trained on like a good one; method: kto learns "
+                "from both; else train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
     if row.get("rejected") and "chosen" not in named:

@@ -212,9 +212,8 @@ def format_report(report: DataReport, warnings: Sequence[str], color: bool) -> I
     share = report.trained_tokens / max(report.tokens, 1)
     yield (
         f"an epoch: {count_examples(report.examples, report.pairs, report.desirable, report.undesirable)}, "
-        f"{counted(report.tokens, 'token')}, {report.trained_tokens:,} of "
-        f"them trained ({share:.1%}), in {counted(report.rows, 'row')}, {report.fill:.2%} full, "
-        f"{counted(report.steps_per_epoch, 'step')} on one rank"
+        f"{counted(report.tokens, 'token')}, {report.trained_tokens:,} of them trained ({share:.1%}), in "
+        f"{counted(report.rows, 'row')}, {report.fill:.2%} full, {counted(report.steps_per_epoch, 'step')} on one rank"
     )
     if report.held_out_examples:
         yield f"held out: {count_examples(report.held_out_examples, **report.held_out_groups)}"
@@ -231,8 +230,7 @@ def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
         f"{prefix}{source.path}: {counted(source.rows_read, 'row')} read, {source.rows_skipped:,} skipped, "
         f"{source.overlong:,} over max_length, "
         f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
-        f"{counted(source.tokens, 'token')}, "
-        f"{source.trained_tokens:,} trained"
+        f"{counted(source.tokens, 'token')}, {source.trained_tokens:,} trained"
     )
     yield from (f"  {line}" for line in (*source.sample(), *source.loss()))
     if source.unused_columns:

@@ -110,9 +110,8 @@ def _parse_message(turn: Any, number: int) -> tuple[Message, bool]:
     role = _normalize_role(turn)
     if role not in ROLES:
         raise BadRow(
-            f"message {number}: unknown role {describe_value(turn.get('role', turn.get('from')))}; known are "
-            "system, developer, "
-            "user, assistant, tool (human, gpt, function_call and observation too)"
+            f"message {number}: unknown role {describe_value(turn.get('role', turn.get('from')))}; known are system, "
+            "developer, user, assistant, tool (human, gpt, function_call and observation too)"
         )
     content = turn.get("content", turn.get("value"))
     calls = parse_json(turn.get("tool_calls")) or parse_json(turn.get("function_call"))

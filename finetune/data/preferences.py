@@ -122,9 +122,8 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     hint = f"; method: kto learns from answers rated by {rated}" if rated else ""
     missing = " or ".join(named[0] if chosen is None else named[1])
     raise BadRow(
-        f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a "
-        "chosen and a "
-        f"rejected answer (chosen_column and rejected_column name them){hint}"
+        f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a chosen "
+        f"and a rejected answer (chosen_column and rejected_column name them){hint}"
     )
 
 
@@ -295,9 +294,8 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
     label = next((name for name in names if row.get(name) is not None), None)
     if label is None:
         raise BadRow(
-            f"{' or '.join(names)}: nothing that rates the answer: its columns are "
-            f"{list_columns(row) or 'none'} (label_column "
-            "names it); rows with a chosen and a rejected answer are read too"
+            f"{' or '.join(names)}: nothing that rates the answer: its columns are {list_columns(row) or 'none'} "
+            "(label_column names it); rows with a chosen and a rejected answer are read too"
         )
     columns = Columns(row)
     value = columns.take(label)

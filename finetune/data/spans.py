@@ -42,9 +42,8 @@ def render_conversation(
         return text, tuple(spans), turns
     if not turns:
         raise BadRow(
-            f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: "
-            "false` cannot be "
-            "applied to one of them"
+            f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: false` cannot "
+            "be applied to one of them"
         )
     return text, tuple(span for i, span in turns.items() if conversation.trained[i]), turns
 
@@ -282,9 +281,8 @@ def _find_by_prefix(text: str, messages: list[Message], tools: Tools, renderer: 
         found = _find_by_substitution(text, messages, i, tools, renderer)
         if found is None:
             raise BadRow(
-                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the "
-                "assistant's turn "
-                "begins and ends; use a template with {% generation %} markers"
+                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
+                f"turn begins and ends; use a template with {{% generation %}} markers"
             )
         spans.append(found)
     return spans

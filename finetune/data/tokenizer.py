@@ -125,9 +125,8 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     bos = [known[special["bos_token"]]] if "bos_token" in special else None
     if writes_bos and bos is not None and _encode_bos(tokenizer) != bos:
         raise UserError(
-            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} before every "
-            "text, whatever the "
-            "bos_token is; leave it as it is, or change tokenizer.json"
+            f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} before every text, "
+            "whatever the bos_token is; leave it as it is, or change tokenizer.json"
         )
 
 

@@ -152,7 +152,6 @@ def update(optimizer: torch.optim.Optimizer, world: World) -> None:
     scaler.update()
     if before > scaler.get_scale() and before <= LOWEST_SCALE:
         raise UserError(
-            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} either, so no "
-            "update can be "
-            "made; set mixed_precision: bf16, or lower learning_rate"
+            f"mixed_precision: fp16: the gradients are not finite at a loss scale of {before:g} either, so no update "
+            "can be made; set mixed_precision: bf16, or lower learning_rate"
         )

@@ -109,9 +109,8 @@ def _check_plan(model: Any, where: str) -> None:
     if not plan or unplanned or unknown:
         lacks = f"has {unknown[0]}" if unknown else f"lacks {', '.join(unplanned)}" if unplanned else "is empty"
         raise UserError(
-            f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not "
-            "understood; use a version "
-            "that this project is tested with, or set tp_size: 1"
+            f"{where}: the plan of transformers {transformers.__version__} for {kind} {lacks}, and is not understood; "
+            "use a version that this project is tested with, or set tp_size: 1"
         )
     if "grad_placements" not in inspect.signature(DTensor.from_local).parameters:
         raise UserError(f"{where}: tensor parallelism needs a newer torch than {torch.__version__}; 2.13 is tested")

@@ -71,9 +71,8 @@ def _watch(rank: int, peers: Mapping[int, tuple[int, float]], timeout_seconds: f
         dead = [peer for peer, process in peers.items() if not is_alive(*process)]
         if dead and not left.wait(timeout_seconds):
             sys.stderr.write(
-                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run "
-                "cannot continue "
-                "without it; that rank's own error is the cause. Where this one was:\n"
+                f"rank {rank}: rank {dead[0]} ended {timeout_seconds:g} s ago (timeout_seconds), and the run cannot "
+                "continue without it; that rank's own error is the cause. Where this one was:\n"
             )
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()
@@ -290,8 +289,7 @@ def _device(sharding: Sharding) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"rank {os.environ.get('RANK', 0)} is the {local_rank + 1}th on this machine, which has "
-            f"{torch.cuda.device_count()} "
-            "GPUs; launch one process for each GPU (--num_processes)"
+            f"{torch.cuda.device_count()} GPUs; launch one process for each GPU (--num_processes)"
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)

@@ -174,6 +174,5 @@ def _check_equal(tied: str, twin: StoredTensor, source: StoredTensor, where: str
     if not same or not all(torch.equal(one.rows(*block), other.rows(*block)) for block in row_blocks(one.shape)):
         raise UserError(
             f"{where}: {tied} differs from {source.name}, which the config says it is tied to; set "
-            "tie_word_embeddings to "
-            "false in config.json if it was trained on its own"
+            "tie_word_embeddings to false in config.json if it was trained on its own"
         )

@@ -218,9 +218,8 @@ def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 def _unverifiable(model: nn.Module, reason: str) -> UserError:
     return UserError(
-        f"{type(model).__name__}: its export could not be verified ({reason}); this family is not supported: "
-        "name another "
-        "model"
+        f"{type(model).__name__}: its export could not be verified ({reason}); this family is not supported: name "
+        "another model"
     )
 
 

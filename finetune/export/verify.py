@@ -184,9 +184,8 @@ def _compare_logits(expected: torch.Tensor, found: torch.Tensor, bound: float) -
     difference = float((found - expected).norm() / expected.norm().clamp_min(1e-30))
     if not difference <= bound:
         raise UserError(
-            f"not exported: in a separate process the logits differ by {difference:.2g} from the "
-            "checkpoint's; rounding "
-            f"explains at most {bound:g}"
+            f"not exported: in a separate process the logits differ by {difference:.2g} from the checkpoint's; "
+            f"rounding explains at most {bound:g}"
         )
     return difference
 

@@ -192,8 +192,7 @@ def _plan_files(
         ):
             raise UserError(
                 f"{source.path}: {first}: adapted, but {target.class_name} stores it otherwise in its files; "
-                "--adapter-only "
-                "exports the adapter as it is"
+                "--adapter-only exports the adapter as it is"
             )
         else:
             yield boxed_value(name, box, read, planned[first].dtype)

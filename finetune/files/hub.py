@@ -71,8 +71,7 @@ def hub_error(repository: str, error: Exception, what: str = "its files", revisi
         hub.RevisionNotFoundError: f"no revision {revision}; correct model_revision or remove it",
         (hub.LocalEntryNotFoundError, hub.OfflineModeIsEnabled, ConnectionError): (
             f"{what} is not on this machine and {unreachable}; download it while online with `hf download "
-            f"{repository}`, or name "
-            "a local folder"
+            f"{repository}`, or name a local folder"
         ),
         hub.EntryNotFoundError: f"has no {what}; name the repository of a transformers model",
         hub.HfHubHTTPError: f"the hub answered {status} for {what}; "

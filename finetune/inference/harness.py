@@ -59,9 +59,8 @@ def make_task_manager(options: BenchmarkOptions) -> TaskManager:
         unknown = _find_unknown(manager, options.tasks)
     if unknown:
         raise UserError(
-            f"--tasks: {', '.join(unknown)}: no such task of lm-eval {version('lm_eval')}; `lm-eval ls tasks` "
-            "lists them, and "
-            "--include-path names a folder with your own"
+            f"--tasks: {', '.join(unknown)}: no such task of lm-eval {version('lm_eval')}; `lm-eval ls tasks` lists "
+            "them, and --include-path names a folder with your own"
         )
     return manager
 

@@ -145,9 +145,8 @@ def choose_template(
         log(f"{reference.name}: has no chat template and was trained on {rows}; prompts are continued as they are")
         return None
     raise UserError(
-        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a file, "
-        "...), or have prompts "
-        "continued as they are with --no-chat-template"
+        f"{reference.name}: has no chat template; name one with --chat-template (chatml, llama3, a file, ...), or "
+        "have prompts continued as they are with --no-chat-template"
     )
 
 

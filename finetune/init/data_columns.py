@@ -151,8 +151,7 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource, ask: Ask | None)
     if ask is None:
         raise UserError(
             f"{source.path}: its columns are {columns}; say which to read with --prompt-column and "
-            "--completion-column, "
-            "--messages-column or --text-column"
+            "--completion-column, --messages-column or --text-column"
         )
     print(f"{source.path}: its columns are {columns}")
     prompt = _ask_column("Which one holds the prompt or question? (none: plain text)", row, ask)

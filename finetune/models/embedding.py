@@ -140,9 +140,8 @@ def refuse_frozen_tokens(model: Any, vocabulary: Vocabulary | None) -> None:
     for name in _find_ends(model):
         if not model.get_submodule(name).weight.requires_grad:
             raise UserError(
-                f"added_tokens: {name} is frozen (trainable_modules, frozen_modules), so that the new tokens "
-                "would never be "
-                "learned; train it too"
+                f"added_tokens: {name} is frozen (trainable_modules, frozen_modules), so that the new tokens would "
+                "never be learned; train it too"
             )
 
 

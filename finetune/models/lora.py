@@ -151,9 +151,8 @@ def read_adapter(model: nn.Module, folder: Path, start: Values) -> Values:
         one = f"it has no {peft_name(missing[0])}" if missing else f"{extra[0]} has no place there"
         raise UserError(
             f"{where}: does not fit {type(model).__name__} with the recipe's LoRA keys: {one} "
-            f"({counted(len(missing), 'tensor')} missing, "
-            f"{len(extra)} without a place); name the base model it was trained on, and leave the LoRA keys "
-            "to the adapter"
+            f"({counted(len(missing), 'tensor')} missing, {len(extra)} without a place); name the base model it was "
+            "trained on, and leave the LoRA keys to the adapter"
         )
     for name, parameter in trained.values():
         if name in found and found[name].shape != tuple(parameter.shape):

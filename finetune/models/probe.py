@@ -88,9 +88,8 @@ def _compare(own: Forward, trained: Forward, labels: Tensor, dtype: torch.dtype,
     if _difference(repeated, ours[:REPEATED]) > max(LEAK_SHARE[dtype] * leak, 4 * noise, rounding):
         rows, advice = ("packed documents", "set packing: false") if packed else ("padded rows", "name another model")
         raise UserError(
-            f"{name}: a document's outputs change with the documents around it in {rows}: its layers do not "
-            "keep documents "
-            f"apart; {advice}"
+            f"{name}: a document's outputs change with the documents around it in {rows}: its layers do not keep "
+            f"documents apart; {advice}"
         )
     logits = own.result[0].float()
     losses = F.cross_entropy(logits[:DOCUMENT], labels, reduction="none")
@@ -103,8 +102,7 @@ def _compare(own: Forward, trained: Forward, labels: Tensor, dtype: torch.dtype,
         raise UserError(
             f"{name}: the training forward does not compute what the model's own forward does (loss "
             f"{float(trained.result):.4g}, and {float(losses.sum()):.4g} by transformers); this family is not "
-            "supported: "
-            "name another model"
+            "supported: name another model"
         )
 
 

@@ -182,8 +182,7 @@ def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
 def _unsupported(model: nn.Module, where: str, operation: str) -> UserError:
     return UserError(
         f"{where}: the files of {type(model).__name__} arrange its tensors otherwise than its modules do, and "
-        "transformers "
-        f"converts them by {operation}, which is not supported here; name a model of another family"
+        f"transformers converts them by {operation}, which is not supported here; name a model of another family"
     )
 
 
@@ -327,9 +326,8 @@ def refuse_mismatch(
     untied = {name: tensor for name, tensor in stored.items() if name not in tied}
     problems = find_mismatches(model, untied, {name: tuple(tensor.shape) for name, tensor in needed.items()}, where)
     problems += [
-        f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized "
-        "in a way that is not "
-        "supported; name the unquantized model"
+        f"{where}: {name} is stored as {str(stored[name].dtype).removeprefix('torch.')}, which is quantized in a way "
+        "that is not supported; name the unquantized model"
         for name, parameter in needed.items()
         if name in stored
         and name not in quantized

@@ -90,9 +90,8 @@ def _unwritable(folder: Path, error: OSError) -> UserError:
 def _too_small(folder: Path, needed: int, ranks: int) -> UserError:
     free = disk_size(shutil.disk_usage(folder).free)
     return UserError(
-        f"offload_dir: {folder}: the optimizer's state of {counted(ranks, 'rank')} takes {disk_size(needed)}, "
-        f"but {free} are free there; "
-        "make room, name a larger disk, or launch on more nodes"
+        f"offload_dir: {folder}: the optimizer's state of {counted(ranks, 'rank')} takes {disk_size(needed)}, but "
+        f"{free} are free there; make room, name a larger disk, or launch on more nodes"
     )
 
 

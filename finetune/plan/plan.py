@@ -98,8 +98,7 @@ def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
     scaled = "" if kind == "default" else f" with its {kind} RoPE"
     yield (
         f"max_length {max_length:,} is beyond the {positions:,} positions that the model was made for{scaled} "
-        "(max_position_embeddings "
-        "of its config); a document longer than these trains positions that it has not seen"
+        "(max_position_embeddings of its config); a document longer than these trains positions that it has not seen"
     )
 
 

@@ -75,8 +75,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
             f"precision  parameters {parameters}, compute {_name_computation(spec)}, gradients reduced in "
-            f"{spec.reduced_dtype}; "
-            f"activation checkpointing {checkpointing}",
+            f"{spec.reduced_dtype}; activation checkpointing {checkpointing}",
             *(["update     each parameter in the backward, its gradient freed at once"] * in_backward),
             *_describe_method(spec),
             f"batch      {spec.global_batch_size} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
@@ -97,9 +96,8 @@ def _describe_method(spec: RunSpec) -> list[str]:
         return []
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
     lines = [
-        f"method     {spec.recipe.method.method}: a row holds {rows} of up to {spec.recipe.data.max_length:,} "
-        "tokens each; "
-        "log-probabilities by document"
+        f"method     {spec.recipe.method.method}: a row holds {rows} of up to {spec.recipe.data.max_length:,} tokens "
+        "each; log-probabilities by document"
     ]
     if spec.reference == "adapters off":
         lines.append(
@@ -119,8 +117,7 @@ def _describe_teacher(spec: RunSpec) -> list[str]:
     stored = f", {describe_quantization(quantization)} in linear layers" if quantization.bits else ""
     return [
         f"teacher    {spec.recipe.method.teacher_model_name_or_path}: {a.model_type}, {count(a.parameters)} "
-        "parameters, frozen in "
-        f"{spec.compute_dtype}{stored}"
+        f"parameters, frozen in {spec.compute_dtype}{stored}"
     ]
 
 
@@ -192,9 +189,8 @@ def format_speed(found: Speed, ranks: int) -> str:
 def _describe_speed(found: Speed, ranks: int, steps: str, epoch: str) -> str:
     return (
         f"time       {format_duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
-        f"{counted(ranks, 'rank')}{steps}; {epoch}\n"
-        f"           at {found.mfu:.0%} of {found.peak_flops / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
-        f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu"
+        f"{counted(ranks, 'rank')}{steps}; {epoch}\n           at {found.mfu:.0%} of {found.peak_flops / 1e12:.0f} "
+        f"TFLOP/s ({ASSUMED_DEVICE}), {found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu"
         + (
             f"\n           of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)"
             if found.reference_share
@@ -207,17 +203,15 @@ def _describe_speed(found: Speed, ranks: int, steps: str, epoch: str) -> str:
             else ""
         )
         + (
-            f"\n           of a step, {format_duration(found.offload_seconds)} are offload: state and "
-            "gradients over PCIe at "
-            f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
+            f"\n           of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over "
+            f"PCIe at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
             f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
             if found.offload_seconds
             else ""
         )
         + (
-            f"\n           of a step, {format_duration(found.files_seconds)} are the state in offload_dir, "
-            "read and written at "
-            f"{NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
+            f"\n           of a step, {format_duration(found.files_seconds)} are the state in offload_dir, read and "
+            f"written at {NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
             if found.files_seconds
             else ""
         )

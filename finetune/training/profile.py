@@ -40,9 +40,8 @@ class Compilation:
         self._graphs = graphs
         where = f", in {os.environ[CACHE_VARIABLE]}" if CACHE_VARIABLE in os.environ else ""
         return (
-            f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts {compiled} "
-            f"were compiled and {cached} were in "
-            f"the cache{where}"
+            f"compile {self.seconds():.0f} s so far: {counted(graphs, 'graph')}, of whose parts {compiled} were "
+            f"compiled and {cached} were in the cache{where}"
         )
 
 

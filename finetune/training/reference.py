@@ -137,10 +137,9 @@ def _load_or_compute(
     batches = {"training": data.train, "held_out": data.evaluation}
     if not isinstance(data.train, StoredBatches):
         raise UserError(
-            f"{recipe.place_of('streaming')}: streaming: {recipe.method.method} compares with the model "
-            "before training, whose log-probabilities of "
-            "all the data are computed first where more than adapters is trained; remove streaming, or train "
-            "adapters alone"
+            f"{recipe.place_of('streaming')}: streaming: {recipe.method.method} compares with the model before "
+            "training, whose log-probabilities of all the data are computed first where more than adapters is "
+            "trained; remove streaming, or train adapters alone"
         )
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
     key: str = RankGroup(world).main(lambda: _hash_inputs(recipe, stored, weights, world))

@@ -190,10 +190,9 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
         if not (p.requires_grad or n.endswith((f".{CODES}", f".{SCALES}")))
     )
     return [
-        f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: "
-        f"{disk_size(held)} on this rank, "
-        f"{disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters in "
-        f"{SHORT[dtype]}"
+        f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: {disk_size(held)} "
+        f"on this rank, {disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters "
+        f"in {SHORT[dtype]}"
     ]
 
 

@@ -67,9 +67,8 @@ class Watchdog:
             if self._ended.is_set() or self._since != since or time.monotonic() < since + self._timeout:
                 continue
             sys.stderr.write(
-                f"rank {self._rank}: no progress for {self._timeout:g} s (timeout_seconds) while "
-                f"{self._doing}; the run "
-                "is ended. Where this rank was:\n"
+                f"rank {self._rank}: no progress for {self._timeout:g} s (timeout_seconds) while {self._doing}; the "
+                "run is ended. Where this rank was:\n"
             )
             faulthandler.dump_traceback(all_threads=True)
             sys.stderr.flush()

@@ -134,9 +134,8 @@ def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         raise UserError(
-            f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, "
-            "and cannot be "
-            "trained here; name another model"
+            f"{type(model).__name__}: its output head is a {type(head).__name__}, not a plain linear layer, and "
+            "cannot be trained here; name another model"
         )
     head.__class__ = CrossEntropyHead
     head.logits = LogitTransform.from_config(model.config)  # type: ignore[assignment]

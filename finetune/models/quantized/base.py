@@ -207,9 +207,8 @@ def quantize_layers(
         added |= {f"{name}.{CODES}", f"{name}.{SCALES}"}
     if left:
         raise UserError(
-            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers other than the "
-            "output head are "
-            "kept quantized here; name the unquantized model"
+            f"{min(left)} is stored in {quantization.bits} bits, but only frozen linear layers other than the output "
+            "head are kept quantized here; name the unquantized model"
         )
     return frozenset(added)
 
