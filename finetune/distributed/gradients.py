@@ -1,6 +1,7 @@
-"""What is done with the gradients of all ranks, in order: synchronized, unscaled, clipped, and the optimizer's step.
-The order is binding: an optimizer with its state in files updates a part of the model before it reads the next, by
-gradients that are final.
+"""What happens to gradients across ranks, in order: synchronize, unscale, clip, update.
+
+The order is fixed. An optimizer with its state in files updates one part of the model after another, so all gradients
+must be final before its step begins.
 
 Only fp16 has a loss scale (Micikevicius et al. 2018, section 3.2). Its scaler skips a step whose gradients overflow and
 lowers the scale: that is how it finds the right scale, not an error.
@@ -28,10 +29,10 @@ LOWEST_SCALE = 1.0  # a gradient that overflows fp16 without any scaling does no
 
 @contextmanager
 def without_gradient_sync(model: nn.Module) -> Iterator[None]:
-    """For the micro-batches before the last of a step: no replica's gradients are summed with another's.
+    """Accumulates gradients without an all-reduce between replicas: for all micro-batches of a step but the last.
 
-    DDP does not reduce them. FSDP does at every micro-batch, since unsharded gradients would take the memory that it
-    saves; hybrid FSDP2 within the shards of a replica only.
+    DDP skips the reduction. FSDP still reduce-scatters in every micro-batch, because unsharded gradients would take the
+    memory that it saves. Hybrid FSDP2 reduces within a replica only.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         with model.no_sync():
@@ -58,9 +59,16 @@ def unscale(optimizer: torch.optim.Optimizer, world: World) -> None:
 
 
 def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
-    """The 2-norm of all gradients over every shard (0-dim fp32, on the device), after scaling them down to `max_norm`.
+    """Clips gradients to a global 2-norm of `max_norm` and returns the norm before clipping.
 
-    Source: Pascanu et al. 2013, algorithm 1.
+    The norm is global: it includes every shard on every rank (Pascanu et al. 2013, algorithm 1).
+
+    Args:
+        model: The model as it trains, wrapped or sharded.
+        max_norm: Upper bound of the 2-norm; None measures without clipping.
+
+    Returns:
+        0-dim fp32 tensor on the device. Reading it synchronizes with the device.
     """
     bound = float("inf") if max_norm is None else max_norm
     if isinstance(model, Fsdp1):
@@ -74,13 +82,15 @@ def clip_gradients(model: nn.Module, max_norm: float | None) -> torch.Tensor:
 
 
 def whole_norm(norm: torch.Tensor) -> torch.Tensor:
-    """A norm over all shards of one mesh. All ranks call it."""
+    """Reduces a norm over the shards of its mesh to one number on every rank. All ranks call it."""
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def _norm_over_meshes(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """The 2-norm of gradients that are sharded over different meshes: one sum over all ranks of each one's shards, in
-    which a shard that several ranks have counts once."""
+    """The 2-norm of gradients that are sharded over different meshes.
+
+    All-reduces the squares of each rank's shards. A shard that several ranks hold counts once.
+    """
     by_copies: dict[int, list[torch.Tensor]] = {}
     for gradient in gradients:
         assert isinstance(gradient, DTensor)
@@ -93,8 +103,7 @@ def _norm_over_meshes(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]]:
-    """The parameters in groups that are sharded over the same ranks: one operation on several tensors takes no
-    others."""
+    """Groups parameters by the mesh that they are sharded over, since a foreach operation accepts one mesh only."""
     groups: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
         groups.setdefault(parameter.device_mesh if isinstance(parameter, DTensor) else None, []).append(parameter)
@@ -102,8 +111,10 @@ def group_by_mesh(parameters: Iterable[nn.Parameter]) -> list[list[nn.Parameter]
 
 
 def sum_partial_gradients(model: nn.Module, world: World) -> None:
-    """Sums over each tensor parallel group the gradients of which every rank of it knows a part: of norms that are
-    whole on every rank, but work on a part of the heads. For after the last micro-batch of a step."""
+    """All-reduces the gradients of replicated norms within each tensor-parallel group.
+
+    Each rank has computed them from its own heads only. Called after the last micro-batch of a step.
+    """
     if world.mesh is None or world.sharding.tensor_parallel_size == 1:
         return
     parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
@@ -124,8 +135,11 @@ def _total_norm(gradients: list[torch.Tensor]) -> torch.Tensor:
 
 
 def measure_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The 2-norm of one gradient, 0-dim; of a sharded one a DTensor of the shards' norms. On a CPU in fp64: torch's own
-    sums fp32 one by one there, which is 1e-4 too low for millions of numbers, and another error for each sharding."""
+    """The 2-norm of one gradient (0-dim); for a sharded gradient a DTensor of the shards' norms.
+
+    On a CPU it is computed in fp64. torch adds fp32 numbers one by one there, which is 1e-4 too low for millions of
+    numbers and differs with the sharding.
+    """
     dtype = torch.float64 if gradient.device.type == "cpu" else torch.float32
     norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=dtype)
     return norm
@@ -138,10 +152,10 @@ def combine_norms(norms: list[torch.Tensor]) -> torch.Tensor:
 
 
 def update(optimizer: torch.optim.Optimizer, world: World) -> None:
-    """The optimizer's step; under a scale only where no gradient overflowed, and the scale is set for the next.
+    """Steps the optimizer. Under fp16 it skips the step if a gradient overflowed, and adjusts the loss scale.
 
-    Raises `UserError`, on all ranks, where a gradient overflows at `LOWEST_SCALE` too: the scale would be halved
-    without end.
+    Raises:
+        UserError: On all ranks, if a gradient overflows at `LOWEST_SCALE`: the scale would be halved forever.
     """
     scaler = world.accelerator.scaler
     if scaler is None:

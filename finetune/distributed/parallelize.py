@@ -25,11 +25,19 @@ Values = Callable[[str, Slices], torch.Tensor]
 
 
 def parallelize(model: nn.Module, values: Values, world: World, unfilled: frozenset[str] = frozenset()) -> nn.Module:
-    """Distributes `model`, which is on meta, over the ranks, and fills every rank's own shards from `values`.
+    """Shards or replicates a model over the ranks and fills every rank's shards.
 
-    `unfilled`: the names of parameters that only get memory (not under FSDP1). Returns the model to train: the same
-    object under FSDP2 and single, its wrapper under FSDP1 and DDP. Raises `UserError` where the layout names a class
-    that the model does not have.
+    Args:
+        model: On the meta device.
+        values: Reads a named parameter within given slices.
+        world: The ranks and their layout.
+        unfilled: Names of parameters that get memory but no values (not under FSDP1).
+
+    Returns:
+        The model to train: the same object under FSDP2 and single, its wrapper under FSDP1 and DDP.
+
+    Raises:
+        UserError: The layout names a class that the model does not have.
     """
     classes = find_wrap_classes(model, world.sharding)
     if world.sharding.layout == "fsdp2":
@@ -71,8 +79,10 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
 
 def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
-    """The classes of modules with at least so many parameters, but for lists of modules, which have no forward, and for
-    what holds the embedding, which is a unit of its own."""
+    """The classes of modules with at least `min_num_params` parameters.
+
+    Leaves out lists of modules, which have no forward, and what holds the embedding, which is a unit of its own.
+    """
     embedding = model.get_input_embeddings()
     large = {
         type(module).__name__
@@ -98,7 +108,7 @@ def unwrap(model: nn.Module) -> Any:
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[None]:
-    """Within it, the parameters of `module`'s unit under FSDP2 are whole, in the compute dtype. All ranks enter it."""
+    """Gathers the parameters of `module`'s FSDP2 unit, in the compute dtype, for the block. All ranks enter it."""
     if not isinstance(module, FSDPModule):
         yield
         return
@@ -110,7 +120,7 @@ def gathered(module: nn.Module) -> Iterator[None]:
 
 
 def reshard(model: nn.Module) -> None:
-    """Frees what a forward without a backward has left gathered under FSDP2: the root's parameters."""
+    """Frees the root's parameters, which a forward without a backward leaves gathered under FSDP2."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -148,7 +158,7 @@ def count_wrapped_units(model: nn.Module, world: World) -> dict[str, int]:
 
 
 def find_local_slices(tensor: torch.Tensor) -> Slices:
-    """Which part of the whole tensor this rank holds; all of it where the tensor is not sharded."""
+    """The slices of the whole tensor that this rank holds; all of it if the tensor is not sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -156,16 +166,20 @@ def find_local_slices(tensor: torch.Tensor) -> Slices:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor that may be sharded. A weight that FSDP gathers in 8 bits lies inside a tensor of
-    torchao's own (fsdp_utils.py), which the state and the update have nothing to do with."""
+    """This rank's part of a tensor that may be sharded.
+
+    Unwraps torchao's tensor around a weight that FSDP gathers in 8 bits: state and update work on the weight itself.
+    """
     local: torch.Tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(local, "_tensor", local)
 
 
 @contextmanager
 def _keep_recipe_dtype(world: World) -> Iterator[None]:
-    """Where FSDP computes in mixed precision, Accelerate raises trained parameters to fp32. The recipe's `dtype`
-    decides here, as it does under DDP; the compute dtype is in the plugin's policy."""
+    """Keeps Accelerate from converting trained parameters to fp32 under FSDP's mixed precision.
+
+    The recipe's `dtype` decides here, as it does under DDP. The compute dtype is in the plugin's policy.
+    """
     state = world.accelerator.state
     before, state._mixed_precision = state._mixed_precision, "no"
     try:
@@ -193,8 +207,7 @@ def _fsdp2(
 
 
 def _overlap_collectives(model: Any, world: World) -> None:
-    """Lets gathers and reductions run at the same time, each in a process group of its own, and begins the gather of a
-    layer before the forward of the one before it, not after."""
+    """Overlaps communication: reductions get a process group of their own, and gathers begin one layer earlier."""
     has_own_group = hasattr(model, "set_separate_reduce_scatter_group")  # since torch 2.13
     if has_own_group and world.shard_group_size > 1 and has_trained(model):
         model.set_separate_reduce_scatter_group()
@@ -218,8 +231,7 @@ def _materialize(
     buffers_on: torch.device,
     unfilled: frozenset[str],
 ) -> None:
-    """Gives meta parameters memory, and fills each but the `unfilled` from `values`: of a sharded one, only this rank's
-    slices are read."""
+    """Gives meta parameters memory and fills each but the `unfilled` from `values`, reading only this rank's slices."""
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}  # real: rotary frequencies are computed
     tied = tied_names(model)
     model.to_empty(device=parameters_on)

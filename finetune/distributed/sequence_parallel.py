@@ -1,5 +1,4 @@
-"""Sequence parallelism (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): ranks of a group divide a row's
-tokens.
+"""Sequence parallelism (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv:2309.14509): ranks share the tokens of a row.
 
 A decoder layer works on this rank's tokens. Before attention an all-to-all trades them for heads: a rank gets every
 token of its heads, among which it attends as one rank alone would, and after attention a second one trades back. The
@@ -60,14 +59,18 @@ def trade_heads_for_tokens(output: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def take_heads(of_heads: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """This rank's heads of [heads], of all of which it holds a number each."""
+    """This rank's part of a tensor [heads] that holds one number for every head."""
     return of_heads.chunk(group.size())[group.rank()]
 
 
 def sum_over_group(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum of `tensor` over the ranks of a sequence, each of which computes the same from it; with gradients.
+    """Sums `tensor` over the ranks of a sequence, with gradients.
 
-    What they compute is one loss: each must count a share of it, 1 / ranks. None: `tensor`.
+    Every rank computes the same loss from the sum, so each must count 1 / ranks of that loss.
+
+    Args:
+        tensor: This rank's part of the sum.
+        group: The ranks that share a sequence; None returns `tensor`.
     """
     if group is None:
         return tensor
@@ -83,12 +86,12 @@ def gather_tokens(states: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _repeat_heads(states: Tensor, ranks: int) -> Tensor:
-    """Key-value heads [rows, heads, ...], each repeated as often as is needed for the ranks to divide them."""
+    """Repeats key-value heads [rows, heads, ...] until their number is a multiple of `ranks`."""
     return states.repeat_interleave(math.lcm(states.shape[1], ranks) // states.shape[1], dim=1)
 
 
 def _all_to_all(sent: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The i-th part along the first dimension goes to the i-th rank; the parts received, in order of rank."""
+    """Sends the i-th part along the first dimension to the i-th rank; returns the parts received, in order of rank."""
     received: Tensor = _AllToAll.apply(sent.contiguous(), group)  # type: ignore[no-untyped-call]
     return received
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism: the matrices of each layer divided over a group of ranks, by the plan in transformers' config.
+"""Tensor parallelism: the matrices of each layer sharded over a group of ranks, by the plan in transformers' config.
 
 A column-wise layer computes a part of its outputs on each rank, a row-wise one reads such parts and sums over the group
 (Shoeybi et al. 2019, arXiv:1909.08053, section 3). So attention computes a part of its heads, the MLP a part of its
@@ -29,8 +29,11 @@ PARTIAL = "gradient_is_partial"  # the attribute of a module whose parameters' g
 
 
 class _Columns(ColwiseParallel):
-    """torch's, but for the gradient of the input, of which each rank has a part: it is summed once for all layers that
-    read the input, where it enters their module (`_SumOfGradients`), and torch's style would sum it for each."""
+    """torch's style without its all-reduce of the input's gradient.
+
+    Several layers read the same input. `_SumOfGradients` sums its gradient once, where the input enters their module;
+    torch's style would sum it once for each layer.
+    """
 
     @staticmethod
     def _prepare_input_fn(
@@ -40,7 +43,7 @@ class _Columns(ColwiseParallel):
 
 
 class _SumOfGradients(torch.autograd.Function):
-    """Its input, whose gradient is summed over `group`."""
+    """The identity, whose gradient is all-reduced over `group`."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -57,7 +60,7 @@ class _SumOfGradients(torch.autograd.Function):
 def _enter(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What enters attention or MLP: by its place, or as `hidden_states`."""
+    """Wraps the input of attention or MLP, given by position or as `hidden_states`."""
     if args:
         return (_SumOfGradients.apply(args[0], group), *args[1:]), kwargs  # type: ignore[no-untyped-call]
     return args, kwargs | {"hidden_states": _SumOfGradients.apply(kwargs["hidden_states"], group)}  # type: ignore[no-untyped-call]
@@ -72,8 +75,7 @@ STYLES: dict[str, Callable[[], ParallelStyle]] = {
 
 
 def divide_matrices(model: Any, world: World) -> None:
-    """Divides the matrices of `model`, which is on meta and may have adapters, over the ranks of each tensor parallel
-    group.
+    """Shards the matrices of `model` over each tensor-parallel group. The model is on meta and may have adapters.
 
     Call it before FSDP shards the model. Raises `UserError` where transformers has no plan for the model that is
     understood here.
@@ -117,7 +119,7 @@ def _check_plan(model: Any, where: str) -> None:
 
 
 class _VocabularyParallel(RowwiseParallel):
-    """An embedding whose rows are divided: each rank looks up the ids that it has, and the group sums."""
+    """An embedding with sharded rows: each rank looks up the ids that it holds, and the group adds up the results."""
 
     @staticmethod
     def _prepare_output_fn(

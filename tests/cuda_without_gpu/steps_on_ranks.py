@@ -23,7 +23,7 @@ from finetune.data.batches import MicroBatch, StepBatch, make_filler
 from finetune.data.examples import Prompt
 from finetune.distributed.world import World, join, leave
 from finetune.models import load
-from finetune.models.attention.documents import kernels as document_attention
+from finetune.models.attention import kernels as document_attention
 from finetune.models.checkpointing import compile_layers
 from finetune.optim.build import build_optimizer
 from finetune.training.evaluate import answer, measure_held_out

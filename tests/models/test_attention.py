@@ -11,9 +11,9 @@ import torch
 from torch import library
 
 from finetune.errors import UserError
+from finetune.models.attention import documents as attention
+from finetune.models.attention import kernels as document_attention
 from finetune.models.attention.documents import NAME, install_attention
-from finetune.models.attention.documents import documents as attention
-from finetune.models.attention.documents import kernels as document_attention
 from finetune.models.attention.kernels import RowDocuments
 from finetune.models.checkpointing import decoder_layers
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen

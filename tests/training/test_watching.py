@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from finetune.config.compatibility import TRACKERS
 from finetune.config.layout import Sharding
 from finetune.config.reader import read_recipe
-from finetune.console.trackers import PACKAGES
 from finetune.constants import read_versions
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -72,7 +72,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(tiny_recipe: Callable[...,
 def test_a_tracker_that_is_not_installed_is_one_sentence_before_anything_is_loaded(
     tiny_recipe: Callable[..., Path],
 ) -> None:
-    missing = next((name for name, package in PACKAGES.items() if find_spec(package) is None), None)
+    missing = next((name for name, package in TRACKERS.items() if find_spec(package) is None), None)
     if missing is None:
         pytest.skip("every tracker is installed")
     for options in ([], ["--dry-run"]):

@@ -1,5 +1,4 @@
-"""What training minimizes: `Objective`, all that a step, an evaluation and the metrics know of a method, and that of
-sft."""
+"""What training minimizes: the `Objective` protocol, which is all that a step knows of a method, and fine-tuning's."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +14,7 @@ from finetune.distributed.world import World
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What an objective found in one or more micro-batches of this rank. To read a tensor is to wait for the device."""
+    """What an objective measured in one or more micro-batches of this rank. Reading a tensor waits for the device."""
 
     loss_sum: Tensor  # fp32, 0-dim
     # By the name of a metric, fp32[2]: a sum, and what it is divided by. The same names on every rank.
@@ -30,40 +29,57 @@ class Measured:
         return Measured(self.loss_sum.detach(), {name: pair.detach() for name, pair in self.metrics.items()})
 
     def average(self, count: int, world: World) -> tuple[float, dict[str, float]]:
-        """The loss, which is the sum over `count` (nan where that is 0), and the metrics that anything counts for; over
-        all ranks, which all call it."""
+        """Averages over all ranks. All ranks call it.
+
+        Args:
+            count: What the loss is divided by, over all ranks.
+            world: The ranks of the run.
+
+        Returns:
+            The loss (nan if `count` is 0), and each metric whose divisor is not 0.
+        """
         total, *pairs = world.sum_over_groups(torch.cat([self.loss_sum[None], *self.metrics.values()])).tolist()
         means = {name: pairs[2 * i] / pairs[2 * i + 1] for i, name in enumerate(self.metrics) if pairs[2 * i + 1]}
         return total / count if count else float("nan"), means
 
 
 class Objective(Protocol):
-    """A method of training: its loss, and what it shows of it."""
+    """A method of training: its loss and its metrics."""
 
     def prepare(self, model: nn.Module, micro_batches: Callable[[], Iterable[MicroBatch]], world: World) -> "Objective":
-        """The objective with what it must know of all of this rank's micro-batches (those of a step, or of an
-        evaluation) before the first of them is measured; itself where that is nothing. All ranks call it."""
+        """Prepares for all micro-batches of a step or an evaluation before the first is measured. All ranks call it.
+
+        Args:
+            model: The model that is trained.
+            micro_batches: Returns this rank's micro-batches.
+            world: The ranks of the run.
+
+        Returns:
+            The objective to measure with. Returns self if there is nothing to prepare.
+        """
         return self
 
     @abstractmethod
     def count(self, batch: StepBatch) -> int:
-        """What the step's loss is averaged over, of all ranks: its trained tokens, its pairs."""
+        """What the step's loss is divided by, over all ranks: its trained tokens, or its pairs."""
 
     @abstractmethod
     def measure(
         self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
     ) -> Measured:
-        """The loss summed over `micro_batch`, which is on the device and may hold no document, in the graph.
+        """Computes the loss summed over one micro-batch, with its graph.
 
-        The last forward of `model` (in whatever mode it is) is the trained one: experts' auxiliary loss reads it.
+        The last forward of `model` must be the trained one, because the experts' auxiliary loss reads it.
 
         Args:
-            inputs: the model's keyword arguments for the micro-batch.
-            batch: the step that it is part of.
+            model: The model that is trained, in whatever mode it is.
+            micro_batch: On the device. It may hold no document.
+            inputs: The model's keyword arguments for the micro-batch.
+            batch: The step that it is part of.
         """
 
     def complete(self, means: dict[str, float]) -> dict[str, float]:
-        """The averaged metrics, with those that follow from others."""
+        """Adds metrics that follow from the averaged ones."""
         return means
 
 
