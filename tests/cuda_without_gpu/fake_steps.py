@@ -25,7 +25,6 @@ from finetune.data.batches import StepBatch
 from finetune.distributed.accelerator import make_accelerator, make_sequence_group
 from finetune.distributed.world import World
 from finetune.models import load
-from finetune.models import load as teacher
 from finetune.models.head import chunks as head_chunks
 from finetune.models.load import build_on_meta, load_model
 from finetune.models.quantized import linear as quantize
@@ -142,11 +141,11 @@ def run(case: Case) -> dict[str, Any]:
 if __name__ == "__main__":
     pretend_device(before=("bitsandbytes", "peft", "torchao.optim"))
     pretend_groups()
-    for loader in (load, teacher):
-        loader.build_on_meta = build_fake  # type: ignore[assignment]
-        loader.read_base_values = lambda *_: (random_values, {})
-        loader.fill_quantized_layers = lambda *_: None
-    teacher.load_config = lambda _: load_config(Model(model_config=config_of(Case(name="teacher"))))
+    load.build_on_meta = build_fake  # type: ignore[assignment]
+    load.read_base_values = lambda *_: (random_values, {})
+    load.fill_quantized_layers = lambda *_: None
+    of_teacher = Model(model_config=config_of(Case(name="teacher")))  # which a recipe names by a folder
+    load.load_config = lambda model, *rest: load_config(model if model.model_config else of_teacher, *rest)
     chosen = set(sys.argv[2:])
     results: dict[str, Any] = {"waits": find_waits()}
     for case in CASES:
