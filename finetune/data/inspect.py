@@ -97,7 +97,6 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
 
     A line that begins with `fatal:` would stop it.
     """
-
     try:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     except UserError as error:
@@ -107,7 +106,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
         facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
         refuse_problems(find_problems(recipe, facts=facts))
     except UserError as error:
-        lines.append(f"fatal: {error}")
+        lines += [f"fatal: {problem}" for problem in str(error).splitlines()]
     return lines
 
 

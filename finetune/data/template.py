@@ -55,7 +55,7 @@ class Renderer:
 def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None, turns: Turns = "auto") -> Renderer:
     """`date`: the day, as 2026-01-31, for a template that asks for today's; None: today.
 
-    Raises `UserError` if the tokenizer's chat template is not valid Jinja, or exceeds the limits of the sandbox.
+    Raises `UserError` if the tokenizer's chat template is not valid Jinja.
     """
     template = tokenizer.chat_template or PLAIN
     if isinstance(template, dict):  # several, by name

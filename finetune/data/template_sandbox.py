@@ -25,7 +25,7 @@ from transformers.utils import chat_template_utils
 from finetune.errors import UserError
 
 MAX_CHARACTERS = 2**26  # of a text that a template makes; also elements of a list
-MAX_STEPS = 5_000_000  # of one rendering: elements of all loops, and ten for a call
+MAX_STEPS = 5_000_000  # of one rendering: elements of all loops, and ten for a call or a filter
 MAX_DIGITS = 1000  # of an integer
 MAX_PARTS = 100_000  # in a list or mapping that a template builds, those inside of it counted
 WIDE_FORMAT = re.compile(r"[%:.<>=^+ 0-]\d{7,}")  # in "%10000000d" and "{:10000000}"
@@ -33,7 +33,7 @@ DICT_ATTRIBUTES = frozenset(dir(dict))
 
 
 def _refuse(what: str) -> None:
-    raise UserError(f"chat_template: {what}; use another chat template")
+    raise jinja2.TemplateRuntimeError(f"it {what}; use another chat template")
 
 
 def _limit(size: float) -> None:
@@ -81,6 +81,23 @@ def _limit_join(separator: Any, parts: Any) -> None:
     _limit(sum(len(part) if isinstance(part, str) else 1 for part in parts) + len(parts) * len(str(separator)))
 
 
+def _limit_translate(text: str, table: Any) -> None:
+    values = table.values() if isinstance(table, dict) else table if isinstance(table, list | tuple) else ()
+    _limit(len(text) * max((len(value) for value in values if isinstance(value, str)), default=0))
+
+
+def _limit_urls(text: Any, *options: Any, **named: Any) -> None:
+    text, options = str(text), (*options, *named.values())
+    size = sum(len(option) for option in options if isinstance(option, Sized))
+    _limit(len(text) + sum(map(text.count, ".:@")) * size)
+
+
+def _limit_split(text: str, separator: Any = None, *_: Any, **__: Any) -> None:
+    parts = text.count(separator) if isinstance(separator, str) and separator else sum(map(text.count, " \t\r\n"))
+    if parts > MAX_STEPS:
+        _refuse(f"makes a list of more than {MAX_STEPS:,} elements")
+
+
 def _limit_indent(value: Any, *_: Any, indent: Any = None, **__: Any) -> None:
     _limit(indent * MAX_PARTS if isinstance(indent, int) else 0)
 
@@ -90,7 +107,9 @@ METHODS: dict[str, Callable[..., None]] = {
     "replace": _limit_replace,
     "join": _limit_join,
     "expandtabs": _limit_lines,
-    **dict.fromkeys(("center", "ljust", "rjust", "zfill"), _limit_width),
+    "translate": _limit_translate,
+    **dict.fromkeys(("split", "rsplit", "splitlines"), _limit_split),
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes"), _limit_width),
     **dict.fromkeys(("format", "format_map"), _limit_format),
 }
 FILTERS: dict[str, Callable[..., None]] = {
@@ -100,8 +119,12 @@ FILTERS: dict[str, Callable[..., None]] = {
     "wordwrap": _limit_words,
     "format": _limit_format,
     "tojson": _limit_indent,
+    "urlize": _limit_urls,
     **dict.fromkeys(("center", "batch", "slice"), _limit_width),
 }
+
+AT_ONCE = frozenset(("length", "count", "first", "last", "default", "d"))  # filters whose time no value lengthens
+BY_CHARACTER = frozenset(("list", "map", "select", "reject", "sort", "unique", "batch", "slice", "urlize", "wordwrap"))
 
 
 class _Code(CodeGenerator):
@@ -178,9 +201,10 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
-        __self.add_steps(__context, 10 + (len(args[0]) if isinstance(__obj, LoopContext) else 0))
         own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # the sandbox wraps `format`
-        if isinstance(own, str) and (limit := METHODS.get(__obj.__name__)) is not None:
+        steps = len(args[0]) if isinstance(__obj, LoopContext) else _count_parts(own)
+        __self.add_steps(__context, 10 + steps)
+        if isinstance(own, str | bytes | int) and (limit := METHODS.get(__obj.__name__)) is not None:
             limit(own, *map(_hold, args), **{name: value for name, value in kwargs.items() if name[0] != "_"})
         result = super().call(__context, __obj, *args, **kwargs)
         return __self.limit_parts(result) if isinstance(result, dict) else result
@@ -229,16 +253,36 @@ def _count_steps(context: Context, values: Any) -> Any:
     return held
 
 
-def _guard(function: Callable[..., Any], limit: Callable[..., None]) -> Callable[..., Any]:
-    given = 1 if hasattr(function, "jinja_pass_arg") else 0  # the environment, before the value
+def _count_parts(value: Any, by_character: bool = False) -> int:
+    """The steps that count for a filter or a method that reads the whole of `value`."""
+    if isinstance(value, str | bytes):
+        return len(value) // (1 if by_character else 256)
+    return len(value) // 10 if isinstance(value, list | tuple | dict | range) else 0
 
+
+def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """The filter `function`, with its steps counted and its arguments limited."""
+    limit, wanted = FILTERS.get(name), getattr(function, "jinja_pass_arg", None)
+
+    @jinja2.pass_context
     @wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        args = (*args[:given], _hold(args[given]), *args[given + 1 :])
-        limit(*args[given:], **kwargs)
-        return function(*args, **kwargs)
+    def guarded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        environment: Any = context.environment
+        if name not in AT_ONCE:
+            environment.add_steps(context, 10 + _count_parts(value, name in BY_CHARACTER))
+        if limit is not None:
+            limit(value := _hold(value), *args, **kwargs)
+        given = {"context": context, "eval_context": context.eval_ctx, "environment": environment}
+        result = function(*([given[wanted.name]] if wanted else []), value, *args, **kwargs)
+        return _count_each(context, result) if isinstance(result, Iterator) else result
 
     return guarded
+
+
+def _count_each(context: Context, values: Iterator[Any]) -> Iterator[Any]:
+    for value in values:
+        context.environment.add_steps(context, 2)  # type: ignore[attr-defined]
+        yield value
 
 
 _compile_unlimited = inspect.unwrap(chat_template_utils._compile_jinja_template)
@@ -249,10 +293,9 @@ def compile_template(template: str) -> jinja2.Template:
     """The template in transformers' environment, with limits. Raises `UserError` where it is not valid Jinja."""
     environment = _compile_unlimited("").environment  # one of its own: it keeps track of what it renders
     environment.__class__ = _LimitedEnvironment
-    environment.filters["count_steps"] = _count_steps
     del environment.globals["lipsum"]
-    for name, limit in FILTERS.items():
-        environment.filters[name] = _guard(environment.filters[name], limit)
+    environment.filters = {name: _guard(name, function) for name, function in environment.filters.items()}
+    environment.filters["count_steps"] = _count_steps
     try:
         compiled: jinja2.Template = environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:

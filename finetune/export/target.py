@@ -102,10 +102,10 @@ def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > LAYERS_LIMIT:
-            raise UserError(f"{path}: num_hidden_layers: {layers} is not a number of layers")
+            raise UserError(f"num_hidden_layers: {layers} is not a number of layers")
         return build_on_meta(config, torch.float32, trust_remote_code).eval()
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except Exception as error:  # a config can be wrong in any way
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: describes no causal language model that transformers can build: {reason}") from None

@@ -143,6 +143,10 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
+    if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(
+            f"{config.model_type}: transformers has no causal language model of this type; name another model"
+        )
     try:
         with init_empty_weights(include_buffers=False):
             # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs the one that is used.

@@ -237,6 +237,7 @@ def test_templates_run_in_a_sandbox(attack: str) -> None:
 
 
 DOUBLED = "{%% set all = namespace(s='ab') %%}{%% for i in range(60) %%}{%% set all.s = %s %%}{%% endfor %%}{{ all.s }}"
+FILTERED = "{%% for i in range(99999) %%}{%% set all = %s %%}{%% endfor %%}"
 LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
 
 
@@ -254,12 +255,17 @@ LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
         (DOUBLED % "[all.s, all.s]", "builds a list of more than"),
         ("{% for a in range(99999) %}{% generation %}{{ 'a' * 10**6 }}{% endgeneration %}{% endfor %}", "makes a text"),
         (LOOPS, "takes more than"),
+        (FILTERED % "range(99999)|list", "takes more than"),
+        (FILTERED % "range(99999)|map('string')|map('length')|list", "takes more than"),
+        ("{{ ('a.com ' * 10**5)|urlize(rel='a' * 10**5) }}", "makes a text of more than"),
+        ("{{ ('a' * 10**5).translate({97: 'a' * 10**5}) }}", "makes a text of more than"),
+        ("{{ (1).to_bytes(10**10, 'big') }}", "makes a text of more than"),
         ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
     ],
 )
 def test_a_template_that_would_take_all_time_or_memory_is_refused(endless: str, message: str) -> None:
-    with pytest.raises(UserError, match=f"chat_template: {message}"):
-        render(conversation("Q", "A"), make_renderer(tokenizer_with(endless), True))
+    with pytest.raises((BadRow, UserError), match=message):
+        apply_template(make_renderer(tokenizer_with(endless), True), [{"role": "user", "content": "Q"}])
 
 
 def test_the_work_for_a_conversation_grows_with_its_length_alone() -> None:

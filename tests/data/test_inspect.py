@@ -190,7 +190,9 @@ def test_what_launch_would_report_about_the_model_is_shown(recipe: Path, capsys:
     assert "no problems found" not in out
     recipe.write_text(text.replace("model_type: llama", "model_type: llama, vocab_size: 100"))
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
-    assert "fatal: model_config: its embedding has 100 rows, but the tokenizer has " in capsys.readouterr().out
+    (fatal,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("fatal: ")]
+    assert fatal.startswith(f"fatal: {recipe}:")
+    assert "model_config: its embedding has 100 rows, but the tokenizer has " in fatal
 
 
 @pytest.mark.parametrize(

@@ -122,7 +122,10 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], objec
         lambda c, _: c.update(num_hidden_layers=10**9),
         "num_hidden_layers: 1000000000 is not a number of layers",
     ),
-    "no model": (lambda c, _: c.update(model_type="t5"), "config.json: describes no causal language model"),
+    "no model": (
+        lambda c, _: c.update(model_type="t5"),
+        "config.json: t5: transformers has no causal language model of this type; name another model",
+    ),
     "infinite": (
         lambda _, t: t["model.norm.weight"].fill_(float("nan")),
         "the checkpoint's logits are not finite: the training has diverged",
