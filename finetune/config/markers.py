@@ -4,8 +4,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from annotated_types import Gt, Lt
+from pydantic import Field
 
 Positive = Annotated[int, Gt(0)]
+FileName = Annotated[str, Field(pattern=r"^[^\x00]+$")]
 StepsOrShare = Positive | Annotated[float, Gt(0), Lt(1)]  # a share of the run's steps; see constants.count_steps
 
 

@@ -27,6 +27,7 @@ EXPECTED = {
     "finite_number": "a finite number",
     "bool_type": "true or false",
     "string_type": "text",
+    "string_pattern_mismatch": "a file's name",
     "tuple_type": "a list",
     "dict_type": "a mapping of keys to values",
     "none_required": "null",

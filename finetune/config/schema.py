@@ -13,7 +13,16 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.config.markers import NO_IN_YAML, FileOrName, ModulePatterns, Positive, ReadAs, SameOnResume, StepsOrShare
+from finetune.config.markers import (
+    NO_IN_YAML,
+    FileName,
+    FileOrName,
+    ModulePatterns,
+    Positive,
+    ReadAs,
+    SameOnResume,
+    StepsOrShare,
+)
 from finetune.config.methods import METHODS, MethodFacts
 from finetune.config.methods import Method as Method
 
@@ -225,6 +234,7 @@ class DatasetSource:
     weight: Annotated[
         float,
         Gt(0),
+        Le(100_000),
         "How often the rows of this source are read in an epoch: 0.5 reads half of them, 2 reads each twice.",
     ] = 1.0
     max_samples: Annotated[
@@ -278,6 +288,7 @@ class Data:
     max_length: Annotated[
         int,
         Gt(1),
+        Le(1_000_000_000),
         SameOnResume,
         "Tokens in a row, and at most in an example; of a pair at most in each side, and a row holds twice as many.",
     ] = 2048
@@ -448,8 +459,8 @@ class Batch:
 class Run:
     """Where it goes, how often it is looked at, how it is kept."""
 
-    run_name: Annotated[str | None, "The run's name; null: the recipe's file name."] = None
-    output_dir: Annotated[str | None, "The run's folder; null: runs/<run_name>."] = None
+    run_name: Annotated[FileName | None, "The run's name; null: the recipe's file name."] = None
+    output_dir: Annotated[FileName | None, "The run's folder; null: runs/<run_name>."] = None
     accelerate_config: Annotated[str | None, FileOrName, "The Accelerate config where the command names none."] = None
     seed: Annotated[int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."] = 42
     logging_steps: Annotated[StepsOrShare, "Steps between two lines of metrics; below 1 a share of the run."] = 10

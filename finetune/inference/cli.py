@@ -3,8 +3,10 @@
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,8 +69,9 @@ def evaluate_command(options: argparse.Namespace) -> int:
         _check_output(Path(options.output))
     reference = find_model(options.source)
     other = _find_base(options, reference)
-    if find_spec("lm_eval") is None:
+    if (spec := find_spec("lm_eval")) is None or spec.origin is None:
         raise UserError('finetune evaluate needs lm-eval; pip install "finetune[evaluate]"')
+    _refuse_unknown_tasks(tasks, [options.include_path, Path(spec.origin).parent / "tasks"])
 
     from finetune.inference.harness import BenchmarkOptions, evaluate_models
     from finetune.inference.inference_model import LoadOptions
@@ -92,6 +95,20 @@ def evaluate_command(options: argparse.Namespace) -> int:
     for path in keep_results(results, reference, options.output):
         print(path)
     return 0
+
+
+def _refuse_unknown_tasks(tasks: Sequence[str], folders: Sequence[str | Path | None]) -> None:
+    """Raises `UserError` for a plain name that is in no task file: lm-eval itself takes 20 seconds to start."""
+    left = {task for task in tasks if re.fullmatch(r"[\w.+-]+", task) and not Path(task).is_file()}
+    for path in (file for folder in folders if folder is not None for file in Path(folder).rglob("*.yaml")):
+        if not left:
+            return
+        left -= set(re.findall(r"[\w.+-]+", path.read_text(encoding="utf-8", errors="replace")))
+    if left:
+        raise UserError(
+            f"--tasks: {', '.join(sorted(left))}: no such task of lm-eval {version('lm_eval')}; `lm-eval ls tasks` "
+            "lists them, and --include-path names a folder with your own"
+        )
 
 
 def _find_base(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:

@@ -163,10 +163,15 @@ MISTAKES = {
         "F:4: mixed_precision: Accelerate's key; it belongs in the Accelerate file that accelerate_config or --config names"
     ],
     "seed: 1\nseed: 2": ["F:5: seed: given twice, first at line 4; keep one"],
+    "max_length: 1000000000000": ["F:4: max_length: 1000000000000 does not fit; a number of at most 1e+09 is expected"],
+    'run_name: "a\\0b"': ['F:4: run_name: "a\\u0000b" does not fit; a file\'s name is expected'],
     'max_steps: "8"': ['F:4: max_steps: "8" does not fit; a whole number is expected; in quotes it is text: write 8'],
     "max_steps: 0": ["F:4: max_steps: 0 does not fit; a number above 0, or -1, is expected"],
     "max_steps: 1e9": ["F:4: max_steps: 1000000000.0 does not fit; a whole number is expected; write 1000000000"],
     "max_steps: 1.5": ["F:4: max_steps: 1.5 does not fit; a whole number is expected"],
+    "eval_datasets: [{path: a/b, weight: 1e300}]": [
+        "F:4: weight: 1e+300 does not fit; a number of at most 100000 is expected"
+    ],
     "learning_rate: fast": ['F:4: learning_rate: "fast" does not fit; a number is expected'],
     "learning_rate: nan": ["F:4: learning_rate: nan does not fit; a finite number is expected"],
     "learning_rate: .nan": ["F:4: learning_rate: NaN does not fit; a finite number is expected"],

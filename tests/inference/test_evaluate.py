@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from finetune.export.card import add_evaluation
 from finetune.files.run_json import BenchmarkResult, benchmark_table, merge_results, read_benchmarks, write_benchmarks
 from finetune.inference.cli import keep_results
 from finetune.inference.find_model import ModelReference
+from tests.ranks import ROOT, environment
 
 PROMPTS = ["What is 3 plus 3?", "What is 4 plus 4?", "And 5?", "One more"]
 
@@ -98,6 +100,16 @@ def test_base_beside_trained_in_run_report_and_card(
     (tmp_path / "tasks" / "rows.jsonl").unlink()
     assert main(["evaluate", str(run), *options, "--no-compare"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("copied: lm-eval cannot measure it: ")
+
+
+def test_a_mistyped_task_is_answered_without_starting_lm_eval(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("task: my_own\n")
+    command = ["evaluate", str(tiny_llama()), "--tasks", "my_own,hellaswag,hellaswga", "--include-path"]
+    command += [str(tmp_path), "--no-compare"]
+    code = f"import sys; from finetune.cli import main; print(main({command!r}), 'torch' in sys.modules)"
+    ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment(), text=True, capture_output=True)
+    assert ended.stdout.split() == ["2", "False"]
+    assert ended.stderr.startswith("--tasks: hellaswga: no such task of lm-eval ") and ended.stderr.count("\n") == 1
 
 
 def test_a_mistake_is_one_sentence(
