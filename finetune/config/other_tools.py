@@ -16,7 +16,7 @@ Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
     "names", "parameters", "module-patterns", "bits", "quantizer", "schedule-argument",
-    "by-code",
+    "flag", "by-code",
 ]  # fmt: skip
 
 
@@ -141,6 +141,7 @@ TOKEN = "a mapping of the four names; a pad_token is left out beside adapters, w
 TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
 OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
 RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_dir to start over"
+OFFLOADED = "to host memory, where the Accelerate file turns activation checkpointing on"
 ONE_LOSS = "one chunked loss is built in"
 LAUNCHER = "the launcher starts the ranks"
 LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "mixture_of_depths")
@@ -227,7 +228,7 @@ AXOLOTL = (
     Counterpart("chat_template", "chat_template", TEMPLATE, "template"),
     Counterpart("chat_template_jinja", "chat_template"),
     Counterpart("sequence_len", "max_length"),
-    Counterpart("excess_length_strategy", "overlength", "", "overlength"),
+    Counterpart("excess_length_strategy", "overlength", "dropped where it is not given", "overlength"),
     Counterpart("sample_packing", "packing"),
     Counterpart("train_on_inputs", "assistant_only_loss", "the opposite value", "not"),
     Counterpart("adapter", "use_peft", "lora and qlora are use_peft: true; qlora is load_in_4bit: true as well", "adapter"),
@@ -276,7 +277,8 @@ AXOLOTL = (
     Counterpart("lora_model_dir", "adapter_name_or_path", "a LoRA adapter to train further"),
     *unsupported("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
     *unsupported("LoRA on some layers", "peft_layers_to_transform"),
-    *ignored("memory and speed only; the loss is the same", "activation_offloading", "experimental_skip_move_to_device"),
+    Counterpart("activation_offloading", "activation_offload", OFFLOADED, "flag"),
+    *ignored("memory and speed only; the loss is the same", "experimental_skip_move_to_device"),
     *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
     *ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
                "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),

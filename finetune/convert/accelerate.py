@@ -27,6 +27,7 @@ class Layout:
     precision: Precision
     checkpointing: bool
     pure_bf16: bool = False  # parameters in bf16 too
+    keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
     tensors: int = 1  # ranks that divide a layer's matrices
     sequences: int = 1  # ranks that divide a row's tokens
 
@@ -80,11 +81,14 @@ def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
     )
     if theirs.get("disable_gradient_checkpointing"):
         checkpointing = False
-    pure = bool(theirs.get("pure_bf16")) or (tool == "Axolotl" and bool(half) and sharding == "none")
+    pure = theirs.get("pure_bf16") is True or (
+        tool == "Axolotl" and bool(half) and (sharding == "none" or theirs.get("bf16") == "full")
+    )
     tensors, sequences = (_size(theirs.get(f"{kind}_parallel_size")) for kind in ("tensor", "context"))
     sequences = max(sequences, _size(theirs.get("sequence_parallel_degree")))  # Axolotl's older name
     precision: Precision = "bf16" if half else "fp16" if asks_fp16 else "no"
-    return Layout(sharding, precision, checkpointing, pure, tensors, sequences)
+    keeps_fp32 = sharding != "none" and precision != "no" and not pure
+    return Layout(sharding, precision, checkpointing, pure, keeps_fp32, tensors, sequences)
 
 
 def _sharding(fsdp: Any, config: Any, deepspeed: Any) -> Sharding:
@@ -120,7 +124,7 @@ def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
     precision: Precision = "bf16" if dtype == "bf16" else "fp16" if dtype == "fp16" else "no"
     tensors, sequences = (_size(theirs.get(f"{kind}_parallel_dim")) for kind in ("tensor", "context"))
     checkpointing = bool(theirs.get("enable_activation_checkpointing"))
-    return Layout(sharding, precision, checkpointing, precision == "bf16", tensors, sequences)
+    return Layout(sharding, precision, checkpointing, precision == "bf16", tensors=tensors, sequences=sequences)
 
 
 def _automodel(theirs: Mapping[str, Any]) -> Layout:
@@ -137,7 +141,7 @@ def _automodel(theirs: Mapping[str, Any]) -> Layout:
         sharding = "grad_op"
     tensors, sequences = (_size(distributed.get(f"{kind}_size")) for kind in ("tp", "cp"))
     checkpointing = bool(distributed.get("activation_checkpointing"))
-    return Layout(sharding, "bf16", checkpointing, "32" not in dtype, tensors, sequences)
+    return Layout(sharding, "bf16", checkpointing, "32" not in dtype, tensors=tensors, sequences=sequences)
 
 
 def _plain(config: Mapping[Any, Any]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,9 @@ from finetune.errors import UserError
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 10  # references to references; a cycle ends here
 FROZEN_ONLY = ("load_in_4bit", "load_in_8bit")
+MASTER_WEIGHTS = (
+    "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as is the default here"
+)
 RATES = ("learning_rate", "lr")  # other keys become shares of it
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 
@@ -211,6 +215,9 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
         given |= LORA_DEFAULTS[tool]
     if recipe.get("load_in_4bit"):
         given |= FOUR_BIT_DEFAULTS[tool]
+    if tool == "Axolotl" and any(entry.get("type") != "text" for entry in recipe.get("datasets", ())):
+        given["overlength"] = "drop"  # plain text is split, there as here
+    _add_saves(theirs, found, given)
     for key, value in given.items():
         if key not in recipe and ours[key].default != value:
             recipe[key] = value
@@ -220,8 +227,24 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
         recipe.pop(key, None)
 
 
+def _add_saves(theirs: Mapping[str, Any], found: Conversion, given: dict[str, Any]) -> None:
+    """When a tool saves, and how many it keeps, where the file does not say: all but Trainer save every epoch."""
+    recipe = found.recipe
+    is_said = {"save_steps", "save_strategy", "keep_best_checkpoint"} & recipe.keys()
+    if is_said:
+        given.pop("save_steps", None)
+    epochs = recipe.get("num_train_epochs", given.get("num_train_epochs", 1))
+    once = theirs.get("saves_per_epoch") or theirs.get("save_last_epoch_only") or recipe.get("streaming")
+    if not is_said and "save_steps" not in given and not once and isinstance(epochs, int | float) and epochs > 1:
+        recipe["save_strategy"] = "epoch"
+    if not {"save_steps", "save_strategy"} & (recipe.keys() | given.keys()) or recipe.get("save_strategy") == "no":
+        given.pop("save_total_limit", None)  # one checkpoint, at the end
+
+
 def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     layout = read_layout(found.tool, theirs, text)
+    if found.recipe.get("optim_in_backward") and layout.sharding == "none":
+        layout = replace(layout, sharding="full")  # the same in one process, and DDP keeps its gradients
     if layout.file is not None:
         found.recipe["accelerate_config"] = layout.file
     if layout.precision == "fp16":
@@ -229,6 +252,14 @@ def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None
     found.differences += layout.differences()
     if layout.pure_bf16 and not found.recipe.get("use_peft"):
         found.recipe.setdefault("dtype", "bfloat16")
+    elif layout.keeps_fp32 and not found.recipe.get("use_peft") and found.recipe.pop("dtype", None) == "bfloat16":
+        found.remarks.append(f"dtype: bfloat16   ({MASTER_WEIGHTS})")
+    if found.recipe.get("activation_offload") and (layout.file is None or not layout.checkpointing):
+        del found.recipe["activation_offload"]
+        found.remarks.append("activation offloading is dropped: without activation checkpointing there is none here")
+    if found.recipe.get("optim_in_backward") and layout.sharding == "offload":
+        del found.recipe["optim_in_backward"]
+        found.remarks.append("optimizer_in_bwd is dropped: under CPU offload gradients are in host memory already")
     if layout.file not in (None, "ddp", "ddp_checkpointing") and not layout.checkpointing:
         found.remarks.append(f"activation checkpointing is on in {layout.file}.yaml: less memory, the same loss")
 

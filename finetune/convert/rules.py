@@ -198,6 +198,8 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return "all-linear" if value else LEAVE
         case "on-if-true":
             return convert_number(value) if value else LEAVE
+        case "flag":
+            return True if value else LEAVE
         case "targets":
             return convert_targets(value)
         case "schedule":

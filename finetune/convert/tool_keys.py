@@ -14,6 +14,7 @@ from finetune.config.other_tools import (
     FP8,
     INT8,
     LLAMA_FACTORY,
+    OFFLOADED,
     ONE_LOSS,
     OPTIMIZER_NAMES,
     TRL,
@@ -54,17 +55,19 @@ TORCHTUNE = (
     Counterpart("model.use_dora", "use_dora"),
     Counterpart("model.quantize_base", "load_in_4bit", NF4_OF_TORCHAO, "on-if-true", inexact=True),
     Counterpart("metric_logger._component_", "report_to", "one tracker", "tracker"),
+    Counterpart("checkpointer.keep_last_n_checkpoints", "save_total_limit"),
+    Counterpart("optimizer_in_bwd", "optim_in_backward", "", "flag"),
+    Counterpart("enable_activation_offloading", "activation_offload", OFFLOADED, "flag"),
     *unsupported("LoRA on the head", "model.apply_lora_to_output"),
     *in_accelerate_file(SIZES, "tensor_parallel_dim", "context_parallel_dim"),
     *unsupported("early exit", "early_exit_loss", "layer_dropout"),
     *unsupported("FP8", "enable_fp8_training", "fp8_recipe_name", note=FP8),
     *ignored("the tokenizer of model_name_or_path is used", "tokenizer.path", "tokenizer.merges_file", "tokenizer._component_"),
     *ignored("read from the model itself", "model._component_", "checkpointer._component_", "checkpointer.model_type",
-               "checkpointer.checkpoint_files", "checkpointer.adapter_checkpoint", "checkpointer.keep_last_n_checkpoints"),
+               "checkpointer.checkpoint_files", "checkpointer.adapter_checkpoint"),
     *ignored(ONE_LOSS, "loss", "loss._component_", "loss.num_output_chunks"),
     *ignored(OWN_FOLDER, "checkpointer.output_dir", "metric_logger.log_dir", "metric_logger.project"),
-    *ignored("memory and speed only; the loss is the same", "optimizer.fused", "optimizer_in_bwd",
-               "enable_activation_offloading", "custom_sharded_layers", "tensor_parallel_plan", "low_cpu_ram",
+    *ignored("memory and speed only; the loss is the same", "optimizer.fused", "custom_sharded_layers", "tensor_parallel_plan", "low_cpu_ram",
                "ac_mode", "ac_option", "optimizer.foreach", "activation_offloading_use_streams"),
     *ignored("always the case here", "shuffle", "log_peak_memory_stats", "checkpointer.recipe_checkpoint", "log_level",
                "save_adapter_weights_only", "save_last_epoch_only", "epochs_to_save", "enable_async_checkpointing"),
@@ -143,15 +146,17 @@ TRAINER = {
     "per_device_train_batch_size": 8,
     "lr_scheduler_type": "linear",
     "warmup_ratio": 0.0,
+    "save_steps": 500,
+    "save_total_limit": None,
 }
-COMPONENTS = {"packing": False, "lr_scheduler_type": "constant", "warmup_steps": 0}
+COMPONENTS = {"packing": False, "lr_scheduler_type": "constant", "warmup_steps": 0, "save_total_limit": None}
 UNLIMITED = {"max_length": 8192, "overlength": "error"}
 UNLIMITED_NOTE = (
     "no limit of length there: a row of over 8192 tokens stops the run here; raise max_length for longer ones"
 )
 DEFAULTS: Mapping[Tool, Mapping[str, Any]] = {
     "TRL": TRAINER | {"max_length": 1024, "packing": False, "assistant_only_loss": False},
-    "Axolotl": {"max_length": 512, "packing": False, "warmup_ratio": 0.03},
+    "Axolotl": {"max_length": 512, "packing": False, "warmup_ratio": 0.03, "save_total_limit": 4},
     "LLaMA-Factory": TRAINER | {"packing": False, "learning_rate": 5e-5, "use_peft": True},
     "torchtune": COMPONENTS | {"max_grad_norm": None},
     "Automodel": COMPONENTS | {"num_train_epochs": 10.0},

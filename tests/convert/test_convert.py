@@ -723,3 +723,40 @@ def test_tokens_of_other_tools(converted: Convert) -> None:
     assert factory["added_tokens"] == ["<a>", "<b>", "<c>"]
     trl, _, _ = converted(TRL + "eos_token: <|im_end|>\n")
     assert trl["special_tokens"] == {"eos_token": "<|im_end|>"}
+
+
+def test_saves_are_kept_and_made_as_the_tool_does(converted: Convert) -> None:
+    """Axolotl keeps 4 and saves every epoch, torchtune every epoch and all of them, Trainer every 500 steps and all."""
+    keys = ("save_strategy", "save_steps", "save_total_limit")
+    epochs = TORCHTUNE.replace("epochs: 1", "epochs: 3")
+    for theirs, expected in (
+        (AXOLOTL, ("epoch", None, 4)),
+        (AXOLOTL + "saves_per_epoch: 2\n", (None, pytest.approx(1 / 6), 4)),
+        (epochs, ("epoch", None, None)),
+        (TORCHTUNE, (None, None, "ours")),
+        (TRL + "save_total_limit: 3\n", (None, 500, 3)),
+        (TRL + "save_strategy: 'no'\n", (None, None, "ours")),
+    ):
+        ours, _, path = converted(theirs)
+        assert tuple(ours.get(key, "ours" if key == keys[2] else None) for key in keys) == expected
+        read_recipe(str(path))
+
+
+def test_plain_text_of_axolotl_is_split_and_not_dropped(converted: Convert) -> None:
+    assert converted(_datasets("[{path: a/b, type: completion}]"))[0].get("overlength") is None
+    assert converted(_datasets("[{path: a/b, type: chat_template}]"))[0]["overlength"] == "drop"
+    said = _datasets("[{path: a/b, type: chat_template}]") + "excess_length_strategy: truncate\n"
+    assert converted(said)[0]["overlength"] == "truncate"
+
+
+def test_weights_in_bfloat16_are_trained_in_the_precision_of_the_launch(converted: Convert) -> None:
+    """alignment-handbook's torch_dtype is of the weights as they are loaded; ZeRO-3 trains a copy in float32."""
+    full = TRL.replace("use_peft: true\n", "torch_dtype: bfloat16\n")
+    ours, _, path = converted(full)
+    assert "dtype" not in ours and "train a copy in float32 there" in path.read_text()
+    assert (
+        converted(TORCHTUNE.replace("lora_rank: 8", "").replace("lora_attn_modules: [q_proj, output_proj]", ""))[0][
+            "dtype"
+        ]
+        == "bfloat16"
+    )  # torchtune's dtype is that of the parameters

@@ -71,7 +71,12 @@ def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
         "assistant_only_loss": not file["dataset"].get("train_on_input", "alpaca" in file["dataset"]["_component_"]),
         "precision": file["dtype"],
         "layout": "ddp" if "single_device" in command else "offload" if file.get("fsdp_cpu_offload") else "FULL_SHARD",
+        "optim_in_backward": bool(file.get("optimizer_in_bwd")),
+        "activation_offload": bool(file.get("enable_activation_offloading")),
+        "save_strategy": "epoch" if file["epochs"] > 1 else "steps",
     }
+    if meaning["optim_in_backward"] and meaning["layout"] == "ddp":
+        meaning["layout"] = "FULL_SHARD"  # DDP keeps every gradient; in one process there is nothing to shard
     length = file["tokenizer"].get("max_seq_len")
     meaning |= {"max_length": length} if length else {"overlength": "error"}  # nothing is cut where there is no limit
     model = file["model"]
@@ -106,7 +111,11 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         "load_in_8bit": bool(file.get("load_in_8bit")),
         "bnb_4bit_use_double_quant": bool(file.get("load_in_4bit")),
         "precision": "bf16" if file.get("bf16") or file.get("bfloat16") else "no",
+        "overlength": "drop",  # rows that are too long, but for plain text, of which no file here is made
+        "activation_offload": bool(file.get("activation_offloading")),
     }
+    if file.get("save_steps") or (file.get("saves_per_epoch") or 0) * (file.get("num_epochs") or 1) > 1:
+        meaning["save_total_limit"] = file.get("save_total_limit") or 4
     if not file.get("batch_size"):
         meaning["gradient_accumulation_steps"] = file.get("gradient_accumulation_steps", 1)
     if file.get("num_epochs"):
@@ -120,11 +129,8 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         meaning["warmup_ratio"] = warmup or file.get("warmup_ratio", 0.03)
     if meaning["use_peft"]:
         meaning |= {"lora_r": file.get("lora_r"), "lora_alpha": file.get("lora_alpha")}
-    if file.get(
-        "rl"
-    ):  # by TRL's trainers: without dropout; pairs that are too long are dropped; orpo_alpha is its beta
+    if file.get("rl"):  # by TRL's trainers: without dropout; orpo_alpha is its beta
         meaning |= {"method": file["rl"], "beta": file.get("orpo_alpha", file.get("rl_beta", 0.1)), "lora_dropout": 0.0}
-        meaning |= {"overlength": "drop"}
     if not file.get("fsdp") and not file.get("fsdp_config") and not file.get("deepspeed"):
         meaning["layout"] = "ddp"
     elif file.get("fsdp_config", {}).get("fsdp_offload_params") is False:
@@ -143,7 +149,12 @@ def trainer(file: Mapping[str, Any]) -> Meaning:
         "gradient_accumulation_steps": file.get("gradient_accumulation_steps", 1),
         "num_train_epochs": float(file.get("num_train_epochs", 3)),
         "precision": "bf16" if file.get("bf16") else "no",
-    }
+        "dtype": "float32",  # of what is trained, under ZeRO-3 and by LLaMA-Factory's upcasting
+    } | (
+        {}
+        if file.get("save_strategy", "steps") != "steps"
+        else {"save_steps": file.get("save_steps", 500), "save_total_limit": file.get("save_total_limit")}
+    )
 
 
 def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
