@@ -146,6 +146,9 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
             "bits": f"{value}-bit base",
             "quantizer": "another quantization",
         }.get(pair.carry)
+        if pair.carry == "template" and found.tool != "Axolotl":
+            found.add_difference(key, value, "its turns are not known here; name a file for chat_template")
+            return
         if pair.carry == "template":
             found.remarks.append(
                 f"{key}: {shorten(value)}   (the tokenizer's own template is used; name a file for another)"
@@ -167,6 +170,8 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         found.recipe["use_peft"] = True
     if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
         found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
+    if (pair.theirs, ours) == ("template", "qwen3"):
+        found.add_difference(key, value, "an empty thought in every turn there, in the last one here")
     if pair.carry == "optimizer":
         found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in _optimizer_notes(str(value))]
     if value == "qlora" and pair.carry == "adapter":

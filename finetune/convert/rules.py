@@ -98,6 +98,7 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     if "qlora_" in str(model.get("_component_")):
         found.recipe |= {"use_peft": True, "load_in_4bit": True}
         found.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NF4_OF_TORCHAO})")
+    _add_turns(theirs, found)
     if read_section(theirs, "optimizer"):
         found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
     per_epoch = theirs.get("max_steps_per_epoch")
@@ -106,6 +107,19 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     alpha = found.recipe.get("lora_alpha")
     if isinstance(alpha, float) and alpha.is_integer():
         found.recipe["lora_alpha"] = int(alpha)
+
+
+def _add_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """The chat format, which torchtune's tokenizers have built in whatever the model's files say."""
+    tokenizer, data = read_section(theirs, "tokenizer"), str(read_section(theirs, "dataset").get("_component_"))
+    name = TOKENIZERS.get(str(tokenizer.get("_component_")).rsplit(".", 1)[-1])
+    if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
+        return
+    found.recipe["chat_template"] = name
+    if name == "phi3":
+        found.add_difference("tokenizer._component_", tokenizer["_component_"], "the BOS token begins each turn there")
+    if name in ("llama3", "chatml", "phi3") and found.recipe.get("assistant_only_loss") is not False:
+        found.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
 
 
 def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -140,15 +154,18 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe["report_to"] = "wandb"
 
 
-# Names of Axolotl and LLaMA-Factory for templates that write the same turns. Their alpaca, vicuna, zephyr and llama2 do
-# not.
+# Names of Axolotl and LLaMA-Factory for templates that write the same turns. Their alpaca, vicuna, and zephyr do not.
 TEMPLATES = {
     "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml",
     "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
     "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "mistral": "mistral",
     "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
     "phi_3": "phi3", "phi_35": "phi3", "phi": "phi3", "phi4": "phi4", "deepseek3": "deepseek-v3",
-    "deepseek_v3": "deepseek-v3", "cohere": "command-r", "granite3": "granite",
+    "deepseek_v3": "deepseek-v3", "cohere": "command-r", "granite3": "granite", "llama2": "inst",
+}  # fmt: skip
+TOKENIZERS = {
+    "llama2_tokenizer": "inst", "mistral_tokenizer": "inst", "gemma_tokenizer": "joined", "llama3_tokenizer": "llama3",
+    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3",
 }  # fmt: skip
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 SCHEDULES = {
@@ -216,7 +233,8 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return LEAVE if name == "auto" else DTYPES.get(name)
         case "template":
             name = str(value)
-            return LEAVE if name in OWN_TEMPLATE else TEMPLATES.get(name.lower())
+            is_own = name in OWN_TEMPLATE and pair.theirs != "template"  # LLaMA-Factory's default writes `Human:`
+            return LEAVE if is_own else TEMPLATES.get(name.lower())
         case "resume":
             return "auto" if value is True else LEAVE if value in (False, "false") else str(value)
         case "overlength":

@@ -760,3 +760,32 @@ def test_weights_in_bfloat16_are_trained_in_the_precision_of_the_launch(converte
         ]
         == "bfloat16"
     )  # torchtune's dtype is that of the parameters
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "ours"),
+    [
+        ("llama2.llama2_tokenizer", "inst"),
+        ("mistral.mistral_tokenizer", "inst"),
+        ("gemma.gemma_tokenizer", "joined"),
+        ("llama3.llama3_tokenizer", "llama3"),
+        ("qwen2_5.qwen2_5_tokenizer", "chatml"),
+        ("qwen3.qwen3_tokenizer", "chatml"),
+        ("custom.my_tokenizer", None),
+    ],
+)
+def test_torchtunes_tokenizers_have_their_chat_format_built_in(
+    converted: Convert, tokenizer: str, ours: str | None
+) -> None:
+    theirs = TORCHTUNE.replace("llama3.llama3_tokenizer", tokenizer)
+    recipe, _, _ = converted(theirs)
+    assert recipe.get("chat_template") == ours
+    assert ours is None or ours in NAMED
+    assert "chat_template" not in converted(theirs.replace("instruct_dataset", "text_completion_dataset"))[0]
+
+
+def test_templates_of_llama_factory_that_write_other_turns_are_differences(converted: Convert) -> None:
+    assert converted(LLAMA_FACTORY.replace("template: llama3", "template: llama2"))[0]["chat_template"] == "inst"
+    for name, line in (("default", "its turns are not known here"), ("qwen3", "an empty thought in every turn there")):
+        _, said, _ = converted(LLAMA_FACTORY.replace("template: llama3", f"template: {name}"))
+        assert f'template: "{name}"   ({line}' in said
