@@ -110,6 +110,7 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
 }  # fmt: skip
 
 # Values that ask for the behavior here.
+SAME_ROLES = {"user": ("human",), "assistant": ("gpt",), "tool": ("observation",)}
 USUAL: Mapping[str, tuple[Any, ...]] = {
     "roles_to_train": ("assistant", ["assistant"], ["gpt"]),
     "train_on_eos": ("turn",),
@@ -175,10 +176,16 @@ class TheirEntry:
             note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
             if key.split(".")[0] in NO_EFFECT:
                 continue
+            if key.startswith("roles.") and set(_as_list(value)) <= {key[6:], *SAME_ROLES.get(key[6:], ())}:
+                continue  # as they are read anyway
             if value in (None, "", [], {}) or value in USUAL.get(key, ()) or (value is False and note is not None):
                 continue
             lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
         return lines
+
+
+def _as_list(value: Any) -> list[str]:
+    return [str(name) for name in (value if isinstance(value, list) else [value])]
 
 
 Sources = list[dict[str, Any]]

@@ -46,9 +46,12 @@ def shorten(value: Any) -> str:
 def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
     _adapt_tokens(theirs, found)
+    is_decayed = found.tool in ("torchtune", "Automodel") and not found.recipe.get("use_peft")
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
+    if is_decayed and not found.recipe.get("use_peft") and found.recipe.get("weight_decay"):
+        found.remarks.append("weight_decay: norms and biases are decayed too there, matrices alone here")
 
 
 def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
@@ -104,6 +107,8 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     per_epoch = theirs.get("max_steps_per_epoch")
     if isinstance(per_epoch, int) and isinstance(theirs.get("epochs", 1), int):
         found.recipe["max_steps"] = per_epoch * theirs.get("epochs", 1)
+    if theirs.get("shuffle") is False:
+        found.add_difference("shuffle", False, IN_ORDER)
     alpha = found.recipe.get("lora_alpha")
     if isinstance(alpha, float) and alpha.is_integer():
         found.recipe["lora_alpha"] = int(alpha)
@@ -136,12 +141,15 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         if "lr_warmup_steps" not in schedule:
             recipe["warmup_ratio"] = 0.1
             found.remarks.append("lr_scheduler.lr_warmup_steps: null   (a tenth of the steps, but at most 1000 there)")
+        found.remarks.append("warm-up: from a tenth of the rate there, from 0 here")
         recipe.setdefault("min_lr_ratio", 0.01)
         min_lr = convert_number(schedule.get("min_lr"))
         if (
             isinstance(min_lr, float | int) and isinstance(recipe["learning_rate"], float) and recipe["learning_rate"]
         ):  # the schedule may come before the rate in the file
             recipe["min_lr_ratio"] = round(min(1.0, min_lr / recipe["learning_rate"]), 9)
+    if read_section(theirs, "dataloader").get("shuffle") is False:
+        found.add_difference("dataloader.shuffle", False, IN_ORDER)
     size = read_section(theirs, "packed_sequence").get("packed_sequence_size") or 0
     if size:
         recipe |= {"packing": True, "max_length": size}
@@ -163,6 +171,7 @@ TEMPLATES = {
     "phi_3": "phi3", "phi_35": "phi3", "phi": "phi3", "phi4": "phi4", "deepseek3": "deepseek-v3",
     "deepseek_v3": "deepseek-v3", "cohere": "command-r", "granite3": "granite", "llama2": "inst",
 }  # fmt: skip
+IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 TOKENIZERS = {
     "llama2_tokenizer": "inst", "mistral_tokenizer": "inst", "gemma_tokenizer": "joined", "llama3_tokenizer": "llama3",
     "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3",
@@ -352,6 +361,8 @@ def _convert_optimizer(name: str) -> str | None:
 def _convert_attention(value: Any) -> Any:
     if isinstance(value, bool):
         return "sdpa" if value else LEAVE
+    if value == "xformers":
+        return LEAVE  # exact attention, as every one here
     name = ATTENTION.get(str(value), str(value))
     return name if name in KNOWN_ATTENTION else None
 

@@ -789,3 +789,24 @@ def test_templates_of_llama_factory_that_write_other_turns_are_differences(conve
     for name, line in (("default", "its turns are not known here"), ("qwen3", "an empty thought in every turn there")):
         _, said, _ = converted(LLAMA_FACTORY.replace("template: llama3", f"template: {name}"))
         assert f'template: "{name}"   ({line}' in said
+
+
+def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(converted: Convert) -> None:
+    roles = "roles: {user: [user, human], assistant: [gpt]}"
+    _, said, _ = converted(
+        _datasets(f"[{{path: a/b, type: chat_template, {roles}}}]") + "attn_implementation: xformers\n"
+    )
+    assert "roles" not in said and "xformers" not in said
+    _, said, _ = converted(_datasets("[{path: a/b, type: chat_template, roles: {user: [client]}}]"))
+    assert "datasets[0].roles.user" in said
+    automodel = AUTOMODEL + "dataloader: {shuffle: false}\n"
+    for theirs, line in (
+        (AXOLOTL + "lisa_n_layers: 4\n", "LISA: not supported"),
+        (LLAMA_FACTORY + "use_kt: true\n", "KTransformers: not supported"),
+        (LLAMA_FACTORY + "fp8: true\n", "FP8 is not converted"),
+        (automodel + "distributed: {pipeline: {pp_schedule: 1f1b}, cpu_offload: false}\n", "pipeline parallelism: not"),
+        (automodel, "rows are trained on in their order there"),
+        (TORCHTUNE + "shuffle: false\n", "rows are trained on in their order there"),
+    ):
+        _, said, _ = converted(theirs)
+        assert line in said and "not known here" not in said, said
