@@ -257,6 +257,14 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: (f"assistant_only_loss: false has no effect with method: {c.recipe.method.method}, which compares answers to one prompt"),
         advice="remove it",
     ),
+    no_effect(
+        "turns", "on answers that are compared (method: dpo, orpo, simpo, kto): each has one prompt",
+        lambda c: c.recipe.method_facts.rows != "answers", "method",
+    ),
+    no_effect(
+        "turns", "with assistant_only_loss: false, which trains on all of a conversation as one document",
+        lambda c: not c.recipe.data.assistant_only_loss, "assistant_only_loss",
+    ),
     # LoRA and a quantized base
     *(
         no_effect(key.name, "without use_peft: true", lambda c: not c.recipe.lora.use_peft, "use_peft")

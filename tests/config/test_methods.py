@@ -57,6 +57,8 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["temperature=2"], "temperature has no effect with method: sft; it is for distill"),
         (["method=dpo", "overlength=split"], "overlength: split takes answers apart, which method: dpo compares"),
         (["method=kto", "assistant_only_loss=false"], "assistant_only_loss: false has no effect with method: kto"),
+        (["method=dpo", "turns=split"], "turns has no effect on answers that are compared"),
+        (["turns=last", "assistant_only_loss=false"], "turns has no effect with assistant_only_loss: false"),
         (["method=ppo"], 'method: "ppo" does not fit; one of sft, dpo, orpo, simpo, kto, distill is expected'),
         (["method=distill", "teacher_model_name_or_path=./nowhere"], "teacher_model_name_or_path: ./nowhere: no such"),
         (["method=dpo", "beta=0"], "beta: 0 does not fit; a number above 0 is expected"),
