@@ -273,6 +273,9 @@ def _add_evaluate(subcommands: "Subcommands") -> None:
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
+        "--chat-template-kwargs", metavar="JSON", help="what the template also reads: '{\"enable_thinking\": false}'"
+    )
+    parser.add_argument(
         "--base-model", metavar="MODEL", help="the base model, where it is not named or has moved: a folder or hub name"
     )
     parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")

@@ -258,6 +258,11 @@ class DatasetSource:
         "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), "
         "inside the user's turn; chat_template: alpaca writes that wording without turns.",
     ] = False
+    chat_template_kwargs: Annotated[
+        dict[str, Any] | None,
+        "What the chat template reads beside the messages, as enable_thinking: false. A row's own "
+        "chat_template_kwargs come before these.",
+    ] = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

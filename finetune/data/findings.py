@@ -113,7 +113,8 @@ CHECKS: dict[str, Check] = {
         "warning",
         "a trained answer does not follow the prompt that inference gives (one that opens <think>, for an answer "
         "without reasoning): the model is never trained at the place where it is asked; give the answers "
-        "reasoning_content, or use a chat_template whose prompt is what its answers begin with",
+        "reasoning_content, ask without it (chat_template_kwargs: {enable_thinking: false} in the entry of datasets, "
+        "and in chat), or use a chat_template whose prompt is what its answers begin with",
     ),
     "turns_split": Check(
         "notice",

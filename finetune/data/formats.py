@@ -34,6 +34,7 @@ COMMON_PAIRS = (
     ("instruction", "response"),
     ("instruction", "output"),
 )
+VARIABLES = "chat_template_kwargs"  # the column of what a row's chat template reads beside its messages
 QUESTIONS = {question for question, _ in COMMON_PAIRS} | {"context", "query", "problem", "text", "messages"}
 ANSWERS = {answer for _, answer in COMMON_PAIRS} | {"completion", "solution"}
 
@@ -46,6 +47,7 @@ class Conversation:
     messages: tuple[Message, ...]
     trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
     tools: tuple[Tool, ...] = ()
+    variables: Mapping[str, Any] = field(default_factory=dict)  # the row's own chat_template_kwargs
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,4 +342,8 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
         columns.take("system")
         if system and messages[0] != make_message("system", system):
             messages, trained = (make_message("system", system), *messages), (False, *trained)
-    return Conversation(messages, trained, parse_tools(columns.take("tools")))
+    variables = parse_json(columns.take(VARIABLES)) or {}
+    if not isinstance(variables, dict):
+        raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
+    given = {name: value for name, value in variables.items() if value is not None}  # Parquet fills with nulls
+    return Conversation(messages, trained, parse_tools(columns.take("tools")), given)

@@ -31,6 +31,8 @@ ROLES = {
     "tool_call": "assistant",
 }
 CALL_ROLES = ("function_call", "tool_call")  # the content is the calls, as JSON text
+# What rendering gives a chat template itself, so that chat_template_kwargs cannot.
+OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 KNOWN_KEYS = frozenset({"role", "from", "content", "value", "train", "weight", "tool_calls", "function_call"})
 
 

@@ -10,7 +10,7 @@ from itertools import zip_longest
 from finetune.data.formats import Completion, Conversation, Document, Text
 from finetune.data.messages import BadRow, Message
 from finetune.data.spans import AskedTurn, ask_turn, is_as_asked, read_messages, render_conversation
-from finetune.data.template import Renderer, Span
+from finetune.data.template import Renderer, Span, add_variables
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]")
@@ -41,6 +41,7 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     """
     if not isinstance(document, Conversation) or not renderer.assistant_only:
         return (render(document, renderer),)
+    renderer, document = add_variables(renderer, document.variables), replace(document, variables={})
     if renderer.turns == "last":
         document = _keep_turns(document, [i for i, trained in enumerate(document.trained) if trained][-1:])
     whole = None
@@ -161,6 +162,7 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             findings = tuple(_check_completion(document, renderer))
             return RenderedText(whole, ((len(prompt), len(whole)),), True, findings)
         case Conversation():
+            renderer = add_variables(renderer, document.variables)
             text, spans, turns = render_conversation(document, renderer)
             findings = (*_check_turns(document, text, spans, renderer), *_find_dropped(document, text, turns))
             return RenderedText(text, spans, False, findings)

@@ -1,15 +1,18 @@
 """A tokenizer's chat template, compiled once and applied to many conversations."""
 
+import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime
+from functools import lru_cache
 from typing import Any
 
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.schema import Turns
-from finetune.data.messages import BadRow, Message, Tool
+from finetune.data.messages import OWN_VARIABLES, BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
 from finetune.data.tokenizer import PLAIN, find_stop_tokens
 
@@ -37,7 +40,7 @@ class Renderer:
 
     template: str
     compiled: jinja2.Template  # the same, by transformers' sandboxed environment
-    variables: dict[str, Any]  # the special tokens, under the names that templates use
+    variables: dict[str, Any]  # the special tokens, under the names that templates use; chat_template_kwargs
     special_tokens: re.Pattern[str]  # matches any of the tokenizer's special tokens
     up_to_stop: re.Pattern[str]  # matches special tokens up to the first at which generation stops
     bos: str  # what the tokenizer itself writes before plain text; may be empty
@@ -81,6 +84,23 @@ def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None,
         turns=turns,
         backend=tokenizer.backend_tokenizer,
     )
+    prompt, end = _probe_turn(renderer)
+    return replace(renderer, generation_prompt=prompt, end_of_turn=end)
+
+
+def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Renderer:
+    """`renderer`, with chat_template_kwargs. Raises `BadRow` for a name that rendering itself sets."""
+    if not variables:
+        return renderer
+    own = sorted(OWN_VARIABLES & variables.keys())
+    if own:
+        raise BadRow(f"chat_template_kwargs: {own[0]} is set by rendering itself; remove it")
+    return _add_variables(renderer, json.dumps(dict(variables), sort_keys=True, default=str))
+
+
+@lru_cache(maxsize=64)
+def _add_variables(renderer: Renderer, variables: str) -> Renderer:
+    renderer = replace(renderer, variables=renderer.variables | json.loads(variables))
     prompt, end = _probe_turn(renderer)
     return replace(renderer, generation_prompt=prompt, end_of_turn=end)
 

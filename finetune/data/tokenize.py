@@ -24,7 +24,7 @@ from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
 from finetune.data.render import COMPARED, RenderedText, render, render_turns
 from finetune.data.sources import RowBatch
-from finetune.data.template import Renderer, make_renderer
+from finetune.data.template import Renderer, add_variables, make_renderer
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import Encoder, make_encoder
 from finetune.errors import UserError
@@ -259,7 +259,8 @@ def _render_batch(
         try:
             if isinstance(parsed, BadRow):
                 raise parsed
-            rendered = [render_group(group, renderer) for group in parsed.groups]
+            of_source = add_variables(renderer, source.chat_template_kwargs)
+            rendered = [render_group(group, of_source) for group in parsed.groups]
         except BadRow as problem:
             bad[where] = str(problem)
         else:

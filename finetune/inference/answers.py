@@ -97,7 +97,11 @@ def encode_messages(model: InferenceModel, messages: Sequence[Message]) -> list[
         return list(model.tokenizer(text, verbose=False).input_ids)
     try:
         text = model.tokenizer.apply_chat_template(
-            list(messages), chat_template=model.template, add_generation_prompt=True, tokenize=False
+            list(messages),
+            chat_template=model.template,
+            add_generation_prompt=True,
+            tokenize=False,
+            **model.variables,
         )
     except TEMPLATE_ERRORS as error:
         raise UserError(f"{model.name}: its chat template rejects the conversation: {error}") from None

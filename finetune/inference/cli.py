@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.constants import ADAPTER, EXPORT
-from finetune.data.messages import Message
+from finetune.data.messages import OWN_VARIABLES, Message
 from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.files.run_json import (
@@ -85,6 +85,7 @@ def evaluate_command(options: argparse.Namespace) -> int:
         apply_chat_template=options.apply_chat_template,
     )
     load_options = LoadOptions(
+        chat_template_kwargs=_read_variables(options),
         use_chat_template=options.apply_chat_template,
         base_model=options.base_model,
         trust_remote_code=options.trust_remote_code,
@@ -173,8 +174,25 @@ def _check_numbers(options: argparse.Namespace) -> None:
         raise UserError(f"--temperature {options.temperature}: 0 (greedy) or above is expected")
     if options.top_p is not None and not 0 < options.top_p <= 1:
         raise UserError(f"--top-p {options.top_p}: above 0 and at most 1 is expected")
+    if options.chat_template_kwargs is not None and not options.use_chat_template:
+        raise UserError("--chat-template-kwargs: is read by the chat template, which --no-chat-template turns off")
     if options.system is not None and not options.use_chat_template:
         raise UserError("--system: goes through the chat template, which --no-chat-template turns off")
+
+
+def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
+    """The value of --chat-template-kwargs. Raises `UserError` where it cannot be used."""
+    text = options.chat_template_kwargs
+    try:
+        variables = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        variables = None
+    if not isinstance(variables, dict):
+        raise UserError(f'--chat-template-kwargs {text}: a JSON object, as {{"enable_thinking": false}}, is expected')
+    own = sorted(OWN_VARIABLES & variables.keys())
+    if own:
+        raise UserError(f"--chat-template-kwargs: {own[0]} is set by rendering itself; remove it")
+    return variables
 
 
 def _find_other(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
@@ -218,6 +236,7 @@ def _load_speakers(
         torch.manual_seed(options.seed)
     load_options = LoadOptions(
         chat_template=options.chat_template,
+        chat_template_kwargs=_read_variables(options),
         use_chat_template=options.use_chat_template,
         base_model=options.base_model,
         trust_remote_code=options.trust_remote_code,

@@ -79,7 +79,12 @@ def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManag
     try:
         with model.computing():
             results = simple_evaluate(
-                model=HFLM(pretrained=model.model, tokenizer=tokenizer, batch_size=options.batch_size),
+                model=HFLM(
+                    pretrained=model.model,
+                    tokenizer=tokenizer,
+                    batch_size=options.batch_size,
+                    chat_template_args=dict(model.variables),
+                ),
                 tasks=list(options.tasks),
                 num_fewshot=options.num_fewshot,
                 limit=options.limit,

@@ -3,9 +3,9 @@ weights."""
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -42,6 +42,7 @@ class InferenceModel:
     model: Any  # of transformers, in evaluation mode on its device; a PeftModel for an adapter
     tokenizer: Any
     template: str | None  # the chat template; None: prompts are continued as they are
+    variables: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
     has_adapter: bool = False
     without_adapter: bool = False  # answer with the base under the adapter
 
@@ -55,6 +56,7 @@ class LoadOptions:
     """How models are loaded, as the command asks for it."""
 
     chat_template: str | None = None  # a name, a file or Jinja text; None: the tokenizer's own
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     use_chat_template: bool = True
     base_model: str | None = None  # where an adapter or a checkpoint does not name it, or it has moved
     trust_remote_code: bool = False
@@ -89,7 +91,8 @@ def load_model(
         tokenizer = _load_tokenizer(folder, reference, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     template = choose_template(tokenizer, reference, options, default_template, log)
-    return InferenceModel(reference.name, model.eval(), tokenizer, template, has_adapter)
+    variables = options.chat_template_kwargs
+    return InferenceModel(reference.name, model.eval(), tokenizer, template, variables, has_adapter)
 
 
 def load_base(

@@ -4,6 +4,7 @@ The published templates are those that TRL ships; a test of one is skipped where
 there. The conversations are generated from a schema: no data set at hand has reasoning or tool calls.
 """
 
+import json
 import os
 import re
 from collections.abc import Callable
@@ -21,8 +22,13 @@ from finetune.data.formats import Conversation, parse_row
 from finetune.data.messages import BadRow
 from finetune.data.render import render_turns
 from finetune.data.template import make_renderer
+from finetune.data.token_store import Tokens
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import TEMPLATES, make_encoder
+from finetune.errors import UserError
+from finetune.inference.answers import encode_messages
+from finetune.inference.inference_model import InferenceModel
+from finetune.inference.prompts import read_prompts
 from tests.data.conftest import Prepare
 from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines
@@ -113,6 +119,17 @@ def find_turns(conversation: Conversation, tokenizer: Any) -> list[list[int]]:
     return prompts
 
 
+def find_trained_prompts(tokens: Tokens) -> list[list[int]]:
+    """The tokens before each trained turn, of all documents."""
+    found, start = [], 0
+    for length in tokens.lengths:
+        ids, labels = (each[start : start + length] for each in (tokens.input_ids, tokens.labels))
+        trained = np.append(False, labels[:-1] != IGNORE_INDEX)
+        found += [ids[:at].tolist() for at in np.flatnonzero(trained[1:] & ~trained[:-1]) + 1]
+        start += length
+    return found
+
+
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_before_each_trained_turn_stand_the_tokens_that_inference_gives(
     name: str, shared_tokenizer: Any, record_property: Callable[[str, object], None]
@@ -131,13 +148,7 @@ def test_before_each_trained_turn_stand_the_tokens_that_inference_gives(
             continue  # said to the user: no document of this row can have what inference gives
         prompts = find_turns(conversation, tokenizer)
         tokens = tokenize(texts, [(0, 1)] * len(texts), encoder)
-        found, start = [], 0
-        for length in tokens.lengths:
-            ids, labels = (each[start : start + length] for each in (tokens.input_ids, tokens.labels))
-            trained = np.append(False, labels[:-1] != IGNORE_INDEX)
-            found += [ids[:at].tolist() for at in np.flatnonzero(trained[1:] & ~trained[:-1]) + 1]
-            start += length
-        assert sorted(found) == sorted(prompts)
+        assert sorted(find_trained_prompts(tokens)) == sorted(prompts)
         compared += 1
     record_property("rows_compared", compared)
     assert (compared == 0) == (name in NEVER_CONTINUED)
@@ -199,3 +210,67 @@ def test_turns_become_documents(
     first = len(data.tokenizer.apply_chat_template(ASKED["messages"][:2], return_dict=False))  # trained once more
     more = [re.findall(r"; (\d+) more tokens", str(finding)) for finding in data.report.findings]
     assert [count for found in more for count in found] == ([str(first)] if len(trained) == 2 else [])
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
+@pytest.mark.parametrize("name", ["qwen3", "smollm3", "glm4moe", "qwen3_5_think", "qwen3_8", "nemotron_3_nano"])
+def test_chat_asks_with_the_tokens_that_were_trained(
+    name: str, kwargs: dict[str, Any], shared: Path, shared_tokenizer: Any, tmp_path: Path
+) -> None:
+    """GSM8K's worked solutions are the reasoning, as no data set at hand has its own; two of its rows are two turns."""
+    template = TEMPLATES.get(name) or read_published(name)
+    tokenizer = use_template(shared_tokenizer, template)
+    if "enable_thinking" in template and kwargs != {"enable_thinking": True}:  # where thinking is the default
+        asked = [[{"role": "user", "content": "?"}]] * 2
+        one, other = (
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, tokenize=False, **given)
+            for each, given in zip(asked, ({"enable_thinking": False}, {"enable_thinking": True}), strict=True)
+        )
+        assert one != other
+    lines = (shared / "data" / "gsm8k_test.jsonl").read_text().splitlines()[:8]
+    solved = [json.loads(line) for line in lines]
+    without = kwargs == {"enable_thinking": False}  # such answers have no reasoning
+    turns = []
+    for row in solved:
+        reasoning, _, content = row["answer"].partition("\n#### ")
+        more = {} if without else {"reasoning_content": reasoning}
+        turns.append([{"role": "user", "content": row["question"]}, {"role": "assistant", "content": content, **more}])
+    rows = [[*turns[i], *turns[i + 1]] for i in range(0, len(turns), 2)]
+    renderer, encoder = make_renderer(tokenizer, True), make_encoder(tokenizer)
+    texts = [
+        text for row in rows for text in render_turns(read({"messages": row, "chat_template_kwargs": kwargs}), renderer)
+    ]
+    assert not any("prompt_not_continued" in text.findings for text in texts)
+    trained = find_trained_prompts(tokenize(texts, [(0, 1)] * len(texts), encoder))
+    asked_rows = [{"messages": row[:end]} for row in rows for end in (1, 3)]
+    prompts = list(read_prompts(str(write_lines(tmp_path / "asked.jsonl", asked_rows)), None))
+    model = InferenceModel(name, None, tokenizer, template, kwargs)
+    assert sorted(trained) == sorted(encode_messages(model, messages) for messages in prompts)
+    expected = (
+        tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False, **kwargs)
+        for row in asked_rows
+    )
+    assert sorted(trained) == sorted(expected)
+
+
+def test_what_a_template_reads_is_set_for_a_data_set_and_for_a_row(prepare: Prepare, tmp_path: Path) -> None:
+    template = TEMPLATES["qwen3"]
+    asked = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "one"}]
+    rows = [{"messages": asked}, {"messages": asked, "chat_template_kwargs": {"enable_thinking": True, "unset": None}}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    keys = {"added_tokens": ["<|im_start|>", "<|im_end|>"], "eot_tokens": ["<|im_end|>"], "chat_template": template}
+    for kwargs in ({"enable_thinking": False}, None):  # the tokens of one are not taken for those of the other
+        data = prepare([{"path": str(path), "chat_template_kwargs": kwargs}], max_length=128, **keys)
+        examples: Any = data.train.examples  # type: ignore[attr-defined]
+        expected = [
+            data.tokenizer.apply_chat_template(
+                asked[:1], add_generation_prompt=True, tokenize=False, **{**(kwargs or {}), **own}
+            )
+            for own in ({}, {"enable_thinking": True})
+        ]
+        texts = [data.tokenizer.decode(examples[i].input_ids) for i in range(2)]
+        assert [text.startswith(prompt) for text, prompt in zip(texts, expected, strict=True)] == [True, True]
+        assert (expected[0] != expected[1]) == (kwargs is not None)
+    bad = {"messages": asked, "chat_template_kwargs": {"messages": []}}
+    with pytest.raises(UserError, match="chat_template_kwargs: messages is set by rendering itself"):
+        prepare([{"path": str(write_lines(tmp_path / "bad.jsonl", [bad]))}], max_length=128, **keys)
