@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from transformers import AutoTokenizer
 
 from finetune.config.schema import DatasetSource
@@ -32,6 +33,7 @@ from finetune.inference.prompts import read_prompts
 from tests.data.conftest import Prepare
 from tests.data.test_chat import tokenizer_with
 from tests.data.test_prepare import write_lines
+from tests.models.families import build, gradients, ours, plain_loss, relative_error
 
 PUBLISHED = (
     "cohere", "cohere2", "deepseek_r1_distill_training", "gemma", "gemma3", "gemma4", "gemma4_v5", "glm4moe", "gptoss", "lfm2",
@@ -274,3 +276,27 @@ def test_what_a_template_reads_is_set_for_a_data_set_and_for_a_row(prepare: Prep
     bad = {"messages": asked, "chat_template_kwargs": {"messages": []}}
     with pytest.raises(UserError, match="chat_template_kwargs: messages is set by rendering itself"):
         prepare([{"path": str(write_lines(tmp_path / "bad.jsonl", [bad]))}], max_length=128, **keys)
+
+
+def test_split_turns_packed_train_as_separate_rows(prepare: Prepare, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rows.jsonl", [ASKED, {"messages": ASKED["messages"][2:] + ASKED["messages"]}])
+    keys = {"added_tokens": ["<|im_start|>", "<|im_end|>"], "eot_tokens": ["<|im_end|>"], "chat_template": CAPITALS}
+    data = prepare([{"path": str(path)}], turns="split", max_length=1024, global_batch_size=1, max_steps=1, **keys)
+    (micro_batch,) = next(data.train.batches()).micro_batches
+    assert len(micro_batch.document_lengths) == 5  # in one row
+    tokenizer, separate = data.tokenizer, []  # rows as transformers' own template writes them, a row for each turn
+    for messages in (json.loads(line)["messages"] for line in path.read_text().splitlines()):
+        for end in range(2, len(messages) + 1, 2):
+            prompt = tokenizer.apply_chat_template(messages[: end - 1], add_generation_prompt=True, return_dict=False)
+            ids = tokenizer.apply_chat_template(messages[:end], return_dict=False)
+            labels = [*[IGNORE_INDEX] * (len(prompt) - 1), *ids[len(prompt) :], IGNORE_INDEX]
+            last = len(ids) - 1 - ids[::-1].index(tokenizer.convert_tokens_to_ids("<|im_end|>"))
+            labels[last:] = [IGNORE_INDEX] * (len(ids) - last)  # the line break after the end of turn
+            separate.append((torch.tensor(ids), torch.tensor(labels)))
+    plain = build("llama", vocab_size=len(tokenizer))
+    packed = ours(build("llama", vocab_size=len(tokenizer)))
+    expected, found = plain_loss(plain, separate), packed(**micro_batch.inputs)
+    assert relative_error(found, expected) < 1e-5
+    truth, gradient = gradients(plain, expected), gradients(packed, found)
+    assert truth.keys() == gradient.keys()
+    assert max(relative_error(gradient[name], truth[name]) for name in truth) < 1e-5
