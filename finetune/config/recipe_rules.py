@@ -258,12 +258,8 @@ RULES: tuple[Rule, ...] = (
         advice="remove it",
     ),
     no_effect(
-        "turns", "on answers that are compared (method: dpo, orpo, simpo, kto): each has one prompt",
-        lambda c: c.recipe.method_facts.rows != "answers", "method",
-    ),
-    no_effect(
-        "turns", "with assistant_only_loss: false, which trains on all of a conversation as one document",
-        lambda c: not c.recipe.data.assistant_only_loss, "assistant_only_loss",
+        "turns", "where answers are compared (dpo, orpo, simpo, kto), or with assistant_only_loss: false: a row is whole",
+        lambda c: c.recipe.method_facts.rows != "answers" or not c.recipe.data.assistant_only_loss, "method",
     ),
     # LoRA and a quantized base
     *(
