@@ -32,7 +32,9 @@ def import_all() -> None:
     import finetune.run
     import finetune.training.dry_run
     import finetune.training.finish
-    import finetune.training.objectives.preference  # noqa: F401
+    import finetune.training.objectives.preference
+    import finetune.training.start
+    import finetune.training.step  # noqa: F401
 
     gc.collect()
     gc.freeze()

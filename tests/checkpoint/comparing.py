@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,9 @@ def exported(run_folder: Path) -> dict[str, str]:
     """Every file of the export and of the adapter -> a digest; the title of the model card is the run's folder."""
     found = {}
     for path in sorted(path for name in (EXPORT, ADAPTER) for path in (run_folder / name).rglob("*") if path.is_file()):
-        content = path.read_bytes().replace(f"# {run_folder.name}\n".encode(), b"# run\n")
+        content = path.read_bytes()
+        if path.name == "README.md":
+            content = re.sub(rb"^# .*$", b"#", content, count=1, flags=re.MULTILINE)
         found[str(path.relative_to(run_folder))] = xxhash.xxh3_128_hexdigest(content)
     return found
 
@@ -141,8 +143,12 @@ def first_difference(expected: Mapping[str, Any], found: Mapping[str, Any]) -> s
     return f"{names[0]}: {found.get(names[0])}, not {expected.get(names[0])}" if names else ""
 
 
-def judge_image(image: Path, reference: Reference, before: set[int], damaged: set[int], has_samples: bool) -> set[int]:
-    """Starts the run in `image` as far as its files are concerned, by the functions that a start calls; returns the sound steps."""
+def judge_image(
+    image: Path, reference: Reference, before: set[int], damaged: set[int], names: Sequence[str]
+) -> set[int]:
+    """Starts the run in `image` as far as its files are concerned, by the functions that a start calls; returns the sound steps.
+
+    `names`: of the files whose lines are compared as they are; those of METRICS are once more, after their repair."""
     retention.lock_run(image)
     restore_exports(image)
     sound = compare_checkpoints(image, reference, before, damaged)
@@ -155,10 +161,9 @@ def judge_image(image: Path, reference: Reference, before: set[int], damaged: se
     resumed = max(sound, default=0)
     if resumed and found != retention.step_folder(image, resumed):
         raise Lost(f"resumes from {found}, but step {resumed} is sound")
-    names = (METRICS, SAMPLES) if has_samples else (METRICS,)
     for name in names:
         compare_lines(image, name, reference, 0)
-        drop_later_lines(image / name, resumed)
+    drop_later_lines(image / METRICS, resumed)
     compare_lines(image, METRICS, reference, resumed)
     compare_export(image, reference, is_whole=(image / FINISHED).exists())
     return sound
@@ -200,13 +205,13 @@ class Images:
         shutil.copytree(self._run_folder, image, symlinks=True)
         self.taken.append(image)
 
-    def judge(self, reference: Reference, before: set[int], damaged: set[int], has_samples: bool) -> Counter[str]:
-        """What the images show, by phase. Raises `Lost`."""
+    def judge(self, reference: Reference, before: set[int], damaged: set[int], names: Sequence[str]) -> Counter[str]:
+        """What the images show, by phase. `names`: of the files of lines that were not damaged. Raises `Lost`."""
         counts, known = Counter[str](), set(before)
         for image in self.taken:
             phase = name_phase(image)
             try:
-                known = judge_image(image, reference, known, damaged, has_samples)
+                known = judge_image(image, reference, known, damaged, names)
             except Lost as what:
                 raise type(what)(f"{image}, {phase}: {what}") from None
             counts[f"killed in an image: {phase}"] += 1

@@ -13,6 +13,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import with_expert_parallelism
 from finetune.config.reader import read_recipe
+from finetune.errors import UserError
 from finetune.plan.architecture import find_local_facts
 from tests.checkpoint.comparing import STEPS
 from tests.conftest import CHAT_TEMPLATE, make_chat, make_model
@@ -114,7 +115,10 @@ class Setup:
         """Whether the rulebook allows it; the setup's files are there."""
         path = self.root / "possible.yaml"
         path.write_text(yaml.safe_dump(self.recipe("run", self.limit)))
-        recipe = read_recipe(str(path))
+        try:
+            recipe = read_recipe(str(path))
+        except UserError:
+            return False
         sharding = with_expert_parallelism(read_sharding(str(self.config), None, {}), recipe)
         problems = find_problems(recipe, sharding, find_local_facts(recipe.model), self.ranks)
         return not any(not problem.is_note for problem in problems)
@@ -239,11 +243,24 @@ def damage_file(path: Path, chance: random.Random) -> str:
     return kind
 
 
-def damage_samples(path: Path, chance: random.Random) -> str:
-    """Leaves samples.jsonl or metrics.jsonl as a kill in the middle of a line would."""
+def damage_lines(path: Path, chance: random.Random) -> str:
+    """Leaves samples.jsonl or metrics.jsonl as a kill in the middle of a line would, or with a line too many."""
+    lines = path.read_bytes().splitlines(keepends=True)
     if path.name == "samples.jsonl" and chance.random() < 0.5:
-        path.write_bytes(path.read_bytes()[: -chance.randint(1, 20)])
+        path.write_bytes(b"".join(lines)[: -chance.randint(1, 20)])
         return "cut"
-    with path.open("ab") as file:
-        file.write('{"step": 3, "prompt": "A\u2028'.encode()[: chance.randint(1, 26)])
-    return "half a line"
+    where = chance.randint(0, len(lines)) if path.name == "metrics.jsonl" else len(lines)
+    kind = chance.choice(("doubled", "junk")) if 0 < where < len(lines) else "half a line"
+    half = b'{"step": 3, "prompt": "A'[: chance.randint(1, 24)]
+    added = {"half a line": half, "doubled": b"".join(lines[:where][-1:]), "junk": b"\xff\n"}[kind]
+    lines.insert(len(lines) if kind == "half a line" else where, added)
+    path.write_bytes(b"".join(lines))
+    return kind
+
+
+def remove_line(path: Path, step: int, chance: random.Random) -> None:
+    """Removes one of metrics.jsonl's training lines up to `step`."""
+    lines = path.read_text().splitlines(keepends=True)
+    victims = [line for line in lines if json.loads(line)["step"] <= step and "loss" in json.loads(line)]
+    lines.remove(chance.choice(victims))
+    path.write_text("".join(lines))

@@ -24,9 +24,12 @@ from tests.checkpoint import comparing, faults
 from tests.checkpoint.comparing import METRICS, SAMPLES, STEPS, Images, Lost, Reference, Silent
 from tests.checkpoint.lives import Ended, Life, Moment
 
-STORIES = 2  # of one setup, against one reference
-LIVES = 20  # of one story that are disturbed; in the next it must come to its end
-IMAGES = 40  # of one life, at most
+LIVES = 12  # of one story that are disturbed; in the next it must come to its end
+IMAGES = 100  # of one life, at most
+ASIDE = (
+    "held-out data",
+    "metrics.jsonl, a line missing",
+)  # what is said, while the run continues: done to a copy of it
 
 
 @dataclass(slots=True)
@@ -40,6 +43,7 @@ class Story:
     counts: Counter[str]
     launcher_share: float
     has_samples: bool = True  # samples.jsonl was never damaged
+    is_unrepaired: bool = False  # metrics.jsonl was damaged, and no life has begun since
     damaged: set[int] = field(default_factory=set)  # steps whose checkpoint was damaged and not written again since
     sound: set[int] = field(default_factory=set)  # steps whose checkpoint must be there, or a later one
 
@@ -61,7 +65,9 @@ class Story:
         newest = max(self.sound, default=0)
         moment = self._moment(newest) if is_disturbed and not edit else None
         by_launcher = self.chance.random() < self.launcher_share
-        name = self._aside() if edit == "held-out data" and not self.reference.keeps_best else self.name
+        name = (
+            self._aside(edit) if edit in ASIDE and not (edit == ASIDE[0] and self.reference.keeps_best) else self.name
+        )
         life = Life(self.setup, name, by_launcher)
         wants_images = is_disturbed and not edit and not by_launcher
         images = Images(self.run_folder, self.setup.root / "images", IMAGES) if wants_images else None
@@ -75,26 +81,25 @@ class Story:
         self.counts.update(done)
         self.counts["lives by the launcher" if by_launcher else "lives"] += 1
         if edit:
-            self._check_edit(ended, edit, name)
+            self._check_edit(ended, edit, newest if name != self.name else None)
             self.counts[f"edited: {edit}"] += 1
             return False
         if ended.met:
             self.counts[ended.met] += 1
-        before, damaged = set(self.sound), set(self.damaged)
-        is_over = self._look(ended, newest)
+        before, damaged, is_unrepaired = set(self.sound), set(self.damaged), self.is_unrepaired
+        is_over = self._look(ended, newest, bool({f"{METRICS}: doubled", f"{METRICS}: junk"} & set(done)))
         if images and images.taken:
-            return self._look_at_images(images, before, damaged) and is_over
+            return self._look_at_images(images, before, damaged, is_unrepaired) and is_over
         return is_over
 
-    def _look_at_images(self, images: Images, before: set[int], damaged: set[int]) -> bool:
+    def _look_at_images(self, images: Images, before: set[int], damaged: set[int], is_unrepaired: bool) -> bool:
         """Judges the images in a child, whose locks end with it. Often the story continues from one of them; returns whether not."""
-        chosen = self.chance.choice(images.taken) if self.chance.random() < 0.5 else None
+        chosen = self.chance.choice(images.taken) if self.chance.random() < 0.7 else None
         copy = self.setup.root / "chosen"
         if chosen:
             shutil.copytree(chosen, copy)
-        found = in_child(
-            lambda: images.judge(self.reference, before, damaged, self.has_samples), copy.with_suffix(".json")
-        )
+        names = ([] if is_unrepaired else [METRICS]) + ([SAMPLES] if self.has_samples else [])
+        found = in_child(lambda: images.judge(self.reference, before, damaged, names), copy.with_suffix(".json"))
         self.counts.update(found)
         shutil.rmtree(images.taken[0].parent)
         if chosen is None:
@@ -102,14 +107,16 @@ class Story:
         shutil.rmtree(self.run_folder)
         copy.rename(self.run_folder)
         self.sound = comparing.compare_checkpoints(self.run_folder, self.reference, before, damaged)
-        self.damaged = damaged
+        self.damaged, self.is_unrepaired = damaged, is_unrepaired
         self.counts["lives from an image"] += 1
         return False
 
-    def _aside(self) -> str:
-        """A copy of the run, for a life that goes another way."""
+    def _aside(self, edit: str) -> str:
+        """A copy of the run, for a life after `edit`."""
         shutil.rmtree(self.setup.root / "aside", ignore_errors=True)
         shutil.copytree(self.run_folder, self.setup.root / "aside")
+        if edit != ASIDE[0]:
+            faults.remove_line(self.setup.root / "aside" / METRICS, max(self.sound), self.chance)
         return "aside"
 
     def _done_before(self) -> list[str]:
@@ -129,20 +136,23 @@ class Story:
             victim = self.chance.choice(files)
             what = "reference" if victim.name.startswith("reference-") else "token cache"
             done.append(f"{what}: {faults.damage_file(victim, self.chance)}")
-        for name, share in ((SAMPLES, 0.2), (METRICS, 0.2)):
-            if (self.run_folder / name).exists() and self.chance.random() < share:
-                done.append(f"{name}: {faults.damage_samples(self.run_folder / name, self.chance)}")
+        for name in (SAMPLES, METRICS):
+            if (self.run_folder / name).exists() and self.chance.random() < 0.2:
+                done.append(f"{name}: {faults.damage_lines(self.run_folder / name, self.chance)}")
                 self.has_samples = self.has_samples and name != SAMPLES
+                self.is_unrepaired = self.is_unrepaired or name == METRICS
         return done
 
     def _edit(self) -> str:
-        kind = self.chance.choice(faults.find_edits(self.setup))
-        faults.edit(self.setup, kind)
+        can_miss_line = max(self.sound) > 2 and not self.is_unrepaired  # of fewer lines none is surely missing
+        kind = self.chance.choice(faults.find_edits(self.setup) + [ASIDE[1]] * can_miss_line)
+        if kind != ASIDE[1]:
+            faults.edit(self.setup, kind)
         return kind
 
     def _moment(self, newest: int) -> Moment | None:
         """When and how this life is disturbed; None where it may come to its end."""
-        if self.chance.random() < 0.05 or (newest == STEPS and self.chance.random() < 0.3):
+        if self.chance.random() < 0.2 or (newest == STEPS and self.chance.random() < 0.3):
             return None
         number = signal.SIGKILL if self.chance.random() < 0.6 else signal.SIGTERM
         everyone = self.chance.random() < 0.7 or self.setup.ranks == 1
@@ -152,25 +162,24 @@ class Story:
         phase, pattern = self.chance.choice(faults.phases(self.setup, self.name, newest, self.chance))
         return Moment(number, victim, phase, pattern, self.chance.choice((0.0, 0.1 * self.chance.random())))
 
-    def _check_edit(self, ended: Ended, edit: str, name: str) -> None:
-        """The start was refused with a sentence; held-out data that choose nothing are said in one, in the copy of the run."""
-        is_said = name != self.name
-        is_right = (
-            "eval_datasets: the same files are named" in ended.log and set(ended.codes) == {0}
-            if is_said
-            else 2 in ended.codes
-        )
+    def _check_edit(self, ended: Ended, edit: str, newest: int | None) -> None:
+        """The start was refused with a sentence; what decides nothing is said in one, in the copy that resumes at `newest`."""
+        sentence = "eval_datasets: the same files are named" if edit == ASIDE[0] else f"{METRICS}: no line"
+        is_right = 2 in ended.codes if newest is None else sentence in ended.log and set(ended.codes) == {0}
         if "Traceback" in ended.log or not is_right:
-            raise Silent(f"{edit} was edited, and the run ended with {ended.codes}\n{ended.log[-3000:]}")
+            raise Silent(f"{edit}: edited, and the run ended with {ended.codes}\n{ended.log[-3000:]}")
         self._compare(ended)
 
-    def _look(self, ended: Ended, newest: int) -> bool:
+    def _look(self, ended: Ended, newest: int, is_to_be_said: bool) -> bool:
         if "Traceback" in ended.log and "another rank ended" not in ended.log:
             raise Lost(f"a traceback; codes {ended.codes}\n{ended.log[-4000:]}")
         resumed = comparing.resumed_step(ended.log)
         begun = re.search(r"^layout  ", ended.log, re.M) is not None
         if begun and resumed != newest:
             raise Lost(f"resumed at step {resumed}, but step {newest} was sound\n{ended.log[-3000:]}")
+        if begun and newest and is_to_be_said and not re.search(f"{METRICS}: .* removed", ended.log):
+            raise Silent(f"{METRICS} was damaged, and nothing was said\n{ended.log[-3000:]}")
+        self.is_unrepaired = self.is_unrepaired and not begun
         if not self.sound and self.damaged and not begun and 2 in ended.codes:
             if "none of its checkpoints verif" not in ended.log:
                 raise Lost(f"every checkpoint was damaged, and this was said:\n{ended.log[-3000:]}")
@@ -196,7 +205,8 @@ class Story:
         """Every checkpoint, line and export that is there is the reference's, and what was sound is there still, or a later one."""
         try:
             self.sound = comparing.compare_checkpoints(self.run_folder, self.reference, self.sound, self.damaged)
-            comparing.compare_lines(self.run_folder, METRICS, self.reference, max(self.sound, default=0))
+            if not self.is_unrepaired:
+                comparing.compare_lines(self.run_folder, METRICS, self.reference, max(self.sound, default=0))
             if self.has_samples:
                 comparing.compare_lines(self.run_folder, SAMPLES, self.reference, 0)
             comparing.compare_export(self.run_folder, self.reference)
@@ -228,6 +238,7 @@ def in_child(function: Callable[[], Counter[str]], results: Path) -> Counter[str
     """The counts that `function` returns in a forked process. Raises the `Lost` that it raises."""
     process = os.fork()
     if not process:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         try:
             found: dict[str, Any] = {"counts": function()}
         except Lost as what:
@@ -261,9 +272,8 @@ def soak(
                 shutil.rmtree(setup.root)
                 continue
             reference = make_reference(setup)
-            for story in range(STORIES):
-                run = Story(setup, f"run{story}", reference, chance, counts, launcher_share)
-                run.to_its_end(lambda: is_enough(faults_in(total + counts)))  # noqa: B023
+            story = Story(setup, "run", reference, chance, counts, launcher_share)
+            story.to_its_end(lambda: is_enough(faults_in(total + counts)))  # noqa: B023
         except Lost as what:
             (silent if isinstance(what, Silent) else lost).append(f"{setup.label}, {setup.root}: {what}")
         else:
