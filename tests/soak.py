@@ -1,11 +1,12 @@
 """Random faults, one line of counts: `python tests/soak.py [--faults 1000] [--seed 0] [--workers 2] [--minutes 60]`.
 
-Kills, preemptions, damaged checkpoints, token caches, references, samples and metrics, edited inputs, in every layout with
-every kind of recipe; see tests/checkpoint/soaking.py. Ends with 1 where anything was lost, or differed and was not said, and
-keeps that run's folder. Runs are many times faster in memory (TMPDIR=/dev/shm); `--scratch` is for optimizer state on a disk.
+Kills, preemptions, damaged checkpoints, token caches, references, samples and metrics, edited inputs, in every layout
+with every kind of recipe; see tests/checkpoint/soaking.py. Ends with 1 where anything was lost, or differed and was not
+said, and keeps that run's folder. Runs are many times faster in memory (TMPDIR=/dev/shm); `--scratch` is for optimizer
+state on a disk.
 
-A long soak is done in parts: `--counts benchmarks/results/soak/soak.json` adds its counts to those of the parts before, under
-the next seed.
+A long soak is done in parts: `--counts benchmarks/results/soak/soak.json` adds its counts to those of the parts before,
+under the next seed.
 """
 
 import argparse
@@ -16,14 +17,17 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from multiprocessing import forkserver
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -60,7 +64,8 @@ def main() -> None:
     del vars(sys.modules["__main__"])["__file__"]  # else each process of the server would run this file's imports
     start_server()
     vars(forkserver._forkserver)["ensure_running"] = lambda: None  # a forked rank uses it, and is not its parent
-    vars(reload_process)["subprocess"] = warm_reload()
+    warm = warm_reload()
+    vars(reload_process)["subprocess"] = SimpleNamespace(**vars(warm) | {"Popen": partial(open_export, warm)})
     done = memoryview(mmap.mmap(-1, 8 * options.workers)).cast("q")  # faults of each worker, seen by all
     workers = [fork_worker(options, root, worker, done) for worker in range(options.workers)]
     ended = [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in workers]
@@ -80,6 +85,15 @@ def main() -> None:
     shutil.rmtree(root, ignore_errors=True)
 
 
+def open_export(warm: Any, *arguments: Any, **options: Any) -> Any:
+    """The process that opens an export: of the fork server, or a fresh one where that is gone: a rank was killed while it
+    spoke with it."""
+    try:
+        return warm.Popen(*arguments, **options)
+    except OSError:
+        return subprocess.Popen(*arguments, **options)
+
+
 def summarize(results: list[dict[str, Any]], seed: int, seconds: float) -> dict[str, Any]:
     """What all workers have counted."""
     tables = {name: sum((Counter(result[name]) for result in results), Counter[str]()) for name in TABLES}
@@ -97,7 +111,7 @@ def summarize(results: list[dict[str, Any]], seed: int, seconds: float) -> dict[
 
 def add(known: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
     """The sum of two `summarize`."""
-    return {
+    return known | {
         key: dict(sorted((Counter(known.get(key, {})) + Counter(value)).items()))
         if isinstance(value, dict)
         else round(known.get(key, 0) + value, 1)
@@ -106,7 +120,7 @@ def add(known: dict[str, Any], part: dict[str, Any]) -> dict[str, Any]:
 
 
 def fork_worker(options: argparse.Namespace, root: Path, worker: int, done: memoryview) -> int:
-    """A process with its share of the stories. Leaves its counts in `root`/worker<N>.json, and how many faults in `done`."""
+    """A process with its share of the stories. Leaves its counts in `root`/worker<N>.json, the number of faults in `done`."""
     process = os.fork()
     if process:
         return process

@@ -1,5 +1,5 @@
-"""What a run leaves, compared with what the same run leaves that nobody disturbed: every checkpoint, every value of every line
-of metrics.jsonl and samples.jsonl, and every file of the export. Clocks and memory alone may differ."""
+"""What a run leaves, compared with what the same run leaves that nobody disturbed: every checkpoint, every value of every
+line of metrics.jsonl and samples.jsonl, and every file of the export. Clocks and memory alone may differ."""
 
 import json
 import os
@@ -69,7 +69,7 @@ def read_reference(run_folder: Path, limit: int | None, keeps_best: bool, second
 
 
 def contents(checkpoint: Path) -> dict[str, Any]:
-    """The checksum of each of a checkpoint's files, and what state.json says but for the recipe, which names the run's folder."""
+    """The checksum of each of a checkpoint's files, and state.json but for the recipe, which names the run's folder."""
     files = {name: entry for name, entry in manifest.read_manifest(checkpoint).files.items() if name != manifest.STATE}
     return files | {manifest.STATE: read_state(checkpoint) | {"recipe": None}}
 
