@@ -2,15 +2,10 @@
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import metadata
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    pass
 
 IGNORE_INDEX = -100  # the label of a position that is not trained on; torch's cross_entropy skips it
 # Packed rows are padded to a multiple of this, and so are the positions that the loss looks at. A new length costs: a
@@ -40,73 +35,9 @@ ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 # brim.
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024
 
-ITEMSIZE: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}  # bytes of a number, in memory and in a file
+FP32 = 4  # bytes
+ITEMSIZE: Mapping[str, int] = {"float32": FP32, "bfloat16": 2, "float16": 2}  # bytes, in memory and in a file
 COMPUTE_DTYPE: Mapping[str, str] = {"no": "float32", "bf16": "bfloat16", "fp16": "float16"}  # of a mixed_precision
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OptimizerFacts:
-    """What the rest of the package asks about an optimizer."""
-
-    # Bytes of a number of its moments, in a checkpoint, and in memory unless quantized; None: as of its parameter.
-    moment_itemsize: int | None = None
-    reads_found_inf: bool = False  # skips its update by the flag of torch's GradScaler
-    reads_betas: bool = True  # whether adam_beta1, adam_beta2 and adam_epsilon are its
-    package: str | None = None  # that has to be installed
-    # What it cannot be combined with (the names of OPTIMIZER_CONFLICTS in config/compatibility.py), and why.
-    conflicts: Mapping[str, str] = field(default_factory=dict)
-
-
-OPTIMIZERS: Mapping[str, OptimizerFacts] = {  # by the names that `optim` takes
-    "adamw_torch_fused": OptimizerFacts(reads_found_inf=True),
-    "adamw_torch": OptimizerFacts(),
-    "adamw_bf16_moments": OptimizerFacts(
-        moment_itemsize=2,
-        reads_found_inf=True,
-        conflicts={"an uneven vocabulary": "it rounds the moments of equal shards alike"},
-    ),
-    "adamw_8bit": OptimizerFacts(
-        moment_itemsize=4,
-        package="torchao",
-        conflicts={
-            "FSDP1": "FSDP1 cannot save its moments",
-            "tp_size": "its blocks of moments cross the shards",
-            "optim_offload: nvme": "its state cannot be kept in files",
-        },
-    ),
-    "adafactor": OptimizerFacts(
-        reads_betas=False,
-        conflicts={
-            "FSDP1": "FSDP1 flattens the rows and columns that it averages over",
-            "tp_size": "it averages over whole rows and columns",
-            "expert_parallel_size": "it averages over whole rows and columns",
-            "optim_offload: nvme": "its state cannot be kept in files",
-            "optim_in_backward": "it averages each update over the ranks",
-            "trained experts": "it keeps averages of rows and columns, and the experts of a layer are a stack of matrices",  # noqa: E501
-        },
-    ),
-    "sgd": OptimizerFacts(reads_betas=False, conflicts={"optim_offload: nvme": "it has no state to keep in files"}),
-}
-
-
-def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tuple[int, ...]:
-    """Bytes of a number of each tensor that `optim_offload: nvme` keeps in files for a parameter of `dtype`: two
-    moments of AdamW, before them a master weight where the model computes in another dtype.
-
-    >>> list_offloaded_itemsizes("adamw_torch", "float32", "bfloat16"), list_offloaded_itemsizes("adamw_bf16_moments", "float32", "float32")
-    ((4, 4, 4), (2, 2))
-    """  # noqa: E501
-    moment = OPTIMIZERS[optim].moment_itemsize or ITEMSIZE[dtype]
-    return (*([ITEMSIZE[dtype]] if dtype != compute_dtype else []), moment, moment)
-
-
-def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
-    """Bytes in a rank's file of tensors of `numel` numbers, each padded to a multiple of OFFLOAD_ALIGNMENT.
-
-    >>> count_offloaded_bytes(1000, (4, 4, 4)), count_offloaded_bytes(2048, (4, 2, 2))
-    (12288, 16384)
-    """
-    return sum(-(-numel * itemsize // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT for itemsize in itemsizes)
 
 
 @cache

@@ -5,6 +5,9 @@ import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from finetune.config.optimizers import OPTIMIZERS
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
@@ -56,3 +59,30 @@ def test_the_design_page_names_files_that_exist() -> None:
     named = set(re.findall(r"`((?:\w+/)*\w+\.py)`", page))
     assert len(named) > 25
     assert sorted(name for name in named if not ((PACKAGE / name).is_file() or (ROOT / name).is_file())) == []
+
+
+def strings(path: Path) -> list[tuple[int, str]]:
+    """The strings of a file, each with its line; docstrings, whose examples may name anything, are left out."""
+    tree = ast.parse(path.read_text())
+    prose = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    constants = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in prose]
+    return [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
+
+
+# What is a row of a table -> its names, and the only files that name one.
+TABLES = {
+    "optimizers": (OPTIMIZERS, ("config/optimizers.py", "optim/build.py")),
+}
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_what_is_a_row_of_a_table_is_named_nowhere_else(table: str) -> None:
+    names, homes = TABLES[table]
+    pattern = re.compile(rf"(?<![\w.-])({'|'.join(map(re.escape, names))})(?![\w-])")
+    named = {
+        f"{path.relative_to(PACKAGE)}:{line}: {text}"
+        for path in PACKAGE.rglob("*.py")
+        for line, text in strings(path)
+        if str(path.relative_to(PACKAGE)) not in homes and pattern.search(text)
+    }
+    assert sorted(named) == []

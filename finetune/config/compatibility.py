@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.config import layout_rules, model_rules, recipe_rules
 from finetune.config.facts import Case, MachineFacts, ModelFacts, Problem, Rule
 from finetune.config.layout_rules import BF16, ON_NVME, has_fp8, is_quantized
+from finetune.config.optimizers import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
 from finetune.config.recipe_rules import is_set
 from finetune.config.schema import SECTIONS, Recipe
-from finetune.constants import OPTIMIZERS
 from finetune.errors import UserError
 
 if TYPE_CHECKING:
@@ -171,7 +171,7 @@ MACHINE: tuple[Rule, ...] = (
     ),
     *(
         _package(f"{facts.package} for {name}", ("optim",), is_set("optim", name), facts.package, f"optim: {name}",
-                 "set optim: adamw_bf16_moments")
+                 f"set optim: {SMALLEST_WITHOUT_PACKAGE}")
         for name, facts in OPTIMIZERS.items() if facts.package is not None
     ),
     _package(

@@ -6,9 +6,9 @@ from typing import Any, Literal
 
 from finetune.config.facts import Case, Rule
 from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
+from finetune.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.overrides import COMMAND_LINE
 from finetune.config.recipe_rules import is_set
-from finetune.constants import OPTIMIZERS
 from finetune.units import counted
 
 DEEPSPEED_NAMES = {  # a recipe's key -> DeepSpeed's name for it, where that is another
@@ -61,7 +61,7 @@ def _optimizer_rule(feature: str) -> Rule:
             f"{OPTIMIZERS[c.recipe.optimization.optim].conflicts[feature]}"
         ),
         advice=advise,
-        fix={"optim": "adamw_torch_fused"},
+        fix={"optim": DEFAULT_OPTIMIZER},
     )
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from finetune.config.methods import Method
 from finetune.config.schema import Quantization
+from finetune.constants import FP32
 from finetune.errors import UserError
 
 BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
 NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant
-FP32 = 4  # bytes
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,8 @@ from typing import Any
 
 from finetune.config.facts import Case, Rule
 from finetune.config.methods import COLUMN_KEYS, METHODS, Method
+from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schema import SCHEDULE_ARGUMENTS, SCHEDULE_KEYS, Lora, Quantization, recipe_keys
-from finetune.constants import OPTIMIZERS
 
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 

@@ -25,6 +25,7 @@ from finetune.config.markers import (
 )
 from finetune.config.methods import METHODS, MethodFacts
 from finetune.config.methods import Method as Method
+from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
 
 # Schedule -> its lr_scheduler_kwargs, by transformers' names; a number above 0, or one of these words.
 SCHEDULE_ARGUMENTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
@@ -80,18 +81,12 @@ class Optimization:
         float, Ge(0), Le(1), "The share of the steps that warm up; ignored where warmup_steps is set."
     ] = 0.03
     warmup_steps: Annotated[int | None, Ge(0), "The steps that warm up."] = None
-    optim: Annotated[
-        Literal["adamw_torch_fused", "adamw_torch", "adamw_bf16_moments", "adamw_8bit", "adafactor", "sgd"],
-        "The optimizer. adamw_bf16_moments keeps its moments in bf16: 4 bytes a parameter instead of 8; adamw_8bit "
-        "in 8 bits: 2 bytes, by torchao, which has to be installed; not under FSDP1. adafactor keeps a number for "
-        "each row and column, at the fixed learning rate, as Transformers' Trainer has it; not under FSDP1. sgd "
-        "keeps nothing.",
-    ] = "adamw_torch_fused"
+    optim: Annotated[OptimizerName, OPTIMIZER_HELP] = DEFAULT_OPTIMIZER
     optim_offload: Annotated[
         Literal["none", "nvme"],
         "Where the optimizer's state is: none: in memory; nvme: its moments, and fp32 master weights where "
         "mixed_precision is on, in files under offload_dir, of which every step reads and writes one decoder layer "
-        "after another. Under FSDP2, with adamw_torch_fused, adamw_torch or adamw_bf16_moments.",
+        f"after another. Under FSDP2, with {KEPT_IN_FILES}.",
     ] = "none"
     offload_dir: Annotated[
         str | None,
@@ -99,7 +94,7 @@ class Optimization:
         "checkpoint needs none of them.",
     ] = None
     weight_decay: Annotated[
-        float, Ge(0), "Weight decay, on matrices only (not on norms and biases); decoupled, but for sgd."
+        float, Ge(0), f"Weight decay, on matrices only (not on norms and biases); decoupled, but for {COUPLED_DECAY}."
     ] = 0.0
     adam_beta1: Annotated[float, Ge(0), Lt(1), "Decay of the first moment."] = 0.9
     adam_beta2: Annotated[float, Ge(0), Lt(1), "Decay of the second moment."] = 0.999

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import fields
 
+from finetune.config.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS
 from finetune.config.other_tools import FLAT_TOOLS
 from finetune.config.schema import SECTIONS, DatasetSource, Key
 
@@ -80,15 +81,7 @@ MEANT: Mapping[str, tuple[str, str]] = {
 
 # Other tools' values of keys that are the same here: key -> their name -> ours.
 OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
-    "optim": {
-        "adamw_hf": "adamw_torch",
-        "adamw_apex_fused": "adamw_torch_fused",
-        "adamw_bnb_8bit": "adamw_8bit",
-        "adamw_torch_8bit": "adamw_8bit",
-        "paged_adamw_8bit": "adamw_8bit",
-        "paged_adamw_32bit": "adamw_torch_fused",
-        "adamw": "adamw_torch_fused",
-    },
+    "optim": {other: ours for ours, facts in OPTIMIZERS.items() for other in facts.other_names},
     "lr_scheduler_type": {"constant_lr": "constant", "1-sqrt": "warmup_stable_decay"},
     "method": {
         "ipo": "method: dpo with loss_type: ipo",
@@ -101,14 +94,9 @@ OTHER_VALUES: Mapping[str, Mapping[str, str]] = {
         "flash_attention": "auto",
     },
 }
-LION = (
-    "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the same "
-    "memory, adamw_8bit less"
-)
 # Key -> their name -> why there is none.
 REFUSED_VALUES: Mapping[str, Mapping[str, str]] = {
-    "optim": dict.fromkeys(("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), LION)
-    | {"adamw_torch_4bit": "not supported; adamw_8bit is the smallest AdamW here"},
+    "optim": REFUSED_OPTIMIZERS,
     "lr_scheduler_type": {
         "cosine_with_restarts": "a rate that jumps back is not supported; cosine, or warmup_stable_decay",
         "reduce_lr_on_plateau": "the rate is a function of the step here; cosine, or warmup_stable_decay",
@@ -196,9 +184,8 @@ def foreign_names() -> dict[str, tuple[str, str]]:
 def keys_without_counterpart() -> dict[str, tuple[str, str]]:
     """Other tools' keys that have no counterpart here: name -> (whose it is, why, or what to do instead).
 
-    >>> keys_without_counterpart()["max_prompt_length"]
-    ("TRL's", 'max_length bounds prompt and answer together here, and cuts the end; a longer prompt loses its beginning
-    there')
+    >>> keys_without_counterpart()["max_prompt_length"][0]
+    "TRL's"
     """
     own = {key.name for section in SECTIONS.values() for key in fields(section)}
     found: dict[str, tuple[str, str]] = {}

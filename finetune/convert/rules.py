@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from finetune.config.optimizers import convert_optimizer
 from finetune.config.other_tools import TOKEN_NAMES, Counterpart
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 
@@ -232,7 +233,7 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             name = str(value).lower().rsplit(".", 1)[-1]
             return SCHEDULES.get(name)
         case "optimizer":
-            return _convert_optimizer(str(value))
+            return convert_optimizer(str(value))
         case "attention":
             return _convert_attention(value)
         case "tracker":
@@ -347,15 +348,6 @@ def _convert_patterns(value: Any) -> list[str] | None:
     if not isinstance(value, list) or any(re.search(r"\[\d*:\d*\]$", str(pattern)) for pattern in value):
         return None
     return [str(pattern).removeprefix("^").removesuffix("$") for pattern in value]
-
-
-def _convert_optimizer(name: str) -> str | None:
-    plain = name.lower().rsplit(".", 1)[-1].replace("_", "")
-    if name.lower() == "adafactor" or plain == "sgd":  # torch.optim.Adafactor scales the rate by the parameters
-        return plain
-    if "4bit" in plain or (plain not in ("adam",) and "adamw" not in plain):
-        return None
-    return "adamw_8bit" if "8bit" in plain else "adamw_torch_fused"
 
 
 def _convert_attention(value: Any) -> Any:

@@ -1,6 +1,7 @@
 """The optimizer of a recipe, and its parameter groups."""
 
 import re
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,8 @@ from finetune.distributed.world import World
 from finetune.optim.adafactor import Adafactor
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
 from finetune.optim.nvme import OffloadedOptimizer
+
+Groups = list[dict[str, Any]]
 
 # Vectors by their role, whatever their shape: norms with a row for each head, biases with one for each expert, and the
 # rates of recurrent layers (Mamba's A_log, RWKV's time_mix_*).
@@ -32,32 +35,36 @@ def build_optimizer(model: nn.Module, optimization: Optimization, world: World |
     groups = make_parameter_groups(model, optimization.weight_decay)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
+    make = CONSTRUCTORS[optimization.optim]
     if optimization.optim_offload == "nvme":
         assert world is not None, "files are those of a rank"
-        return OffloadedOptimizer(model, groups, partial(_make_optimizer, optimization), optimization, world)
-    return _make_optimizer(optimization, groups)
+        return OffloadedOptimizer(model, groups, lambda part: make(part, optimization), optimization, world)
+    return make(groups, optimization)
 
 
-def _make_optimizer(optimization: Optimization, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    if optimization.optim == "adafactor":
-        return Adafactor(groups, lr=optimization.learning_rate)
-    if optimization.optim == "sgd":
-        # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
-        return torch.optim.SGD(groups, lr=optimization.learning_rate, foreach=False)
-    betas = (optimization.adam_beta1, optimization.adam_beta2)
-    if optimization.optim == "adamw_bf16_moments":
-        return AdamWBf16Moments(groups, lr=optimization.learning_rate, betas=betas, eps=optimization.adam_epsilon)
-    if optimization.optim == "adamw_8bit":
-        from finetune.optim.adamw_8bit import AdamW8bitMoments  # imports torchao
+def _make_adamw(
+    make: Callable[..., torch.optim.Optimizer], groups: Groups, keys: Optimization
+) -> torch.optim.Optimizer:
+    betas = (keys.adam_beta1, keys.adam_beta2)
+    return make(groups, lr=keys.learning_rate, betas=betas, eps=keys.adam_epsilon)
 
-        return AdamW8bitMoments(groups, lr=optimization.learning_rate, betas=betas, eps=optimization.adam_epsilon)
-    return torch.optim.AdamW(
-        groups,
-        lr=optimization.learning_rate,
-        betas=betas,
-        eps=optimization.adam_epsilon,
-        fused=optimization.optim == "adamw_torch_fused",
-    )
+
+def _make_adamw_8bit(groups: Groups, keys: Optimization) -> torch.optim.Optimizer:
+    from finetune.optim.adamw_8bit import AdamW8bitMoments  # imports torchao
+
+    return _make_adamw(AdamW8bitMoments, groups, keys)
+
+
+# How each of config/optimizers.py is made.
+CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {
+    "adamw_torch_fused": partial(_make_adamw, partial(torch.optim.AdamW, fused=True)),
+    "adamw_torch": partial(_make_adamw, partial(torch.optim.AdamW, fused=False)),
+    "adamw_bf16_moments": partial(_make_adamw, AdamWBf16Moments),
+    "adamw_8bit": _make_adamw_8bit,
+    "adafactor": lambda groups, keys: Adafactor(groups, lr=keys.learning_rate),
+    # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
+    "sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate, foreach=False),
+}
 
 
 def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

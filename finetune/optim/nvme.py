@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._common_utils import clean_tensor_name
 
+from finetune.config.optimizers import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
-from finetune.constants import COMPUTE_DTYPE, OPTIMIZERS, count_offloaded_bytes
+from finetune.constants import COMPUTE_DTYPE
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import local_part, unwrap
 from finetune.distributed.world import World

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from finetune.config.module_patterns import find_value
 from finetune.config.schema import Lora
-from finetune.constants import BLOCK_TOKENS, LARGEST_FLASH_HEAD
+from finetune.constants import BLOCK_TOKENS, FP32, LARGEST_FLASH_HEAD
 from finetune.plan.architecture import Architecture, LatentAttention, Mixture
-from finetune.plan.state import FP32, is_adapted
+from finetune.plan.state import is_adapted
 
 INT32 = 4
 KINDS = 2  # of layers that need masks: with a sliding window, and without

@@ -7,13 +7,13 @@ from itertools import combinations
 from math import gcd, prod
 from typing import Any
 
+from finetune.config.optimizers import list_smaller
 from finetune.plan.disk import plan_host
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import find_peak
 
 CONFIG_KEY = "accelerate_config="
 A_FOLDER = "A_FOLDER_ON_NVME"  # for the user to fill in
-FP32_MOMENTS = ("adamw_torch_fused", "adamw_torch")
 MIN_ROW_TOKENS = 512  # rows are not halved below this
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # ranks that divide what one rank had
 DIVISIONS = {  # a key of an Accelerate file -> what it is here, and what it divides
@@ -92,9 +92,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
         yield Change(
             f"per_device_train_batch_size=1{keep}", "more micro-batches, the same step", _set_keys("batch", **batch)
         )
-    if recipe.optimization.optim in FP32_MOMENTS:
-        in_bf16 = _set_keys("optimization", optim="adamw_bf16_moments")
-        yield Change("optim=adamw_bf16_moments", "moments rounded to bf16, no more time", in_bf16)
+    yield from _list_optimizers(spec, with_package=False)
     yield from _list_layouts(spec)
     if spec.device == "cuda" and not recipe.model.activation_offload:
         yield Change(
@@ -102,9 +100,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
             "what checkpointed layers keep is copied to the host and back, beside the computation",
             _set_keys("model", activation_offload=True),
         )
-    if recipe.optimization.optim in (*FP32_MOMENTS, "adamw_bf16_moments") and spec.sharding.layout != "fsdp1":
-        in_8_bits = _set_keys("optimization", optim="adamw_8bit")
-        yield Change("optim=adamw_8bit", "moments in 8 bits; needs torchao", in_8_bits)
+    yield from _list_optimizers(spec, with_package=True)
     if not recipe.optimization.optim_in_backward:
         yield Change(
             "optim_in_backward=true max_grad_norm=null",
@@ -229,6 +225,11 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
             "start; needs bitsandbytes",
             lambda spec, quantize=quantize, adapt=adapt: quantize(adapt(spec)),  # type: ignore[misc]
         )
+
+
+def _list_optimizers(spec: RunSpec, *, with_package: bool) -> Iterator[Change]:
+    for name, cost in list_smaller(spec.recipe.optimization.optim, with_package=with_package).items():
+        yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
 
 
 def _offload(spec: RunSpec) -> RunSpec:

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from finetune.config.model_rules import GATHERED_FAMILIES
-from finetune.constants import ITEMSIZE
+from finetune.constants import FP32, ITEMSIZE
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import FP32, StateTensor, split_into_units
+from finetune.plan.state import StateTensor, split_into_units
 
 Kind = Literal["all-gather", "reduce-scatter", "all-reduce", "all-to-all"]
 FIRST_BUCKET, BUCKET = 1 << 20, 25 << 20  # bytes of DDP's (torch.nn.parallel.distributed)

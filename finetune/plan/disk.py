@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from finetune.constants import ITEMSIZE
+from finetune.config.optimizers import count_optimizer_bytes
+from finetune.constants import FP32, ITEMSIZE
 from finetune.plan.activations import offloaded_bytes
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import FP32, count_optimizer_bytes
 from finetune.plan.step_memory import find_peak
 
 PROCESS_BYTES = 2 << 30  # a Python process with torch and CUDA loaded

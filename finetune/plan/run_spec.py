@@ -10,8 +10,9 @@ from finetune.config.compatibility import find_problems
 from finetune.config.facts import Problem
 from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8
 from finetune.config.model_rules import GATHERED_FAMILIES
+from finetune.config.optimizers import count_offloaded_bytes, list_offloaded_itemsizes
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size
-from finetune.constants import ITEMSIZE, ROUND_TOKENS, count_offloaded_bytes, list_offloaded_itemsizes
+from finetune.constants import ITEMSIZE, ROUND_TOKENS
 from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
@@ -144,7 +145,7 @@ class RunSpec:
     @property
     def teacher_bytes(self) -> int:
         """Bytes of the teacher's parameters on rank 0."""
-        return count_state(self.teacher_tensors, self.sharding, self.shards, "sgd").frozen
+        return count_state(self.teacher_tensors, self.sharding, self.shards, optim=None).frozen
 
     @property
     def shards(self) -> int:

@@ -17,15 +17,13 @@ from finetune.config.module_patterns import (
     refuse_unknown_layers,
     refuse_unmatched,
 )
+from finetune.config.optimizers import count_optimizer_bytes
 from finetune.config.quantization import quantized_bytes
 from finetune.config.schema import Lora, Model, Quantization
-from finetune.constants import COMPUTE_DTYPE, ITEMSIZE, OPTIMIZERS
+from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE
 from finetune.plan.architecture import Architecture, TensorShape
 
-FP32 = 4  # bytes
 HEAD = "lm_head.weight"
-MOMENTS = 2  # of AdamW, for each trained number
-QUANTIZED_MIN_NUMEL, QUANTIZED_BLOCK, QUANTIZATION_MAP = 4096, 256, 256  # torchao's (optim/adam.py, subclass_8bit.py)
 FLAT_ALIGNMENT = 16  # bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
 
 
@@ -178,8 +176,11 @@ def _list_expert_adapters(
         yield StateTensor(f"{place}.lora_B.default.weight", (width_out, width), unit, FP32, True)
 
 
-def count_state(tensors: Sequence[StateTensor], sharding: Sharding, shards: int, optim: str, rank: int = 0) -> State:
-    """Bytes that `rank` holds of parameters split into `shards`. Rank 0 holds the most.
+def count_state(
+    tensors: Sequence[StateTensor], sharding: Sharding, shards: int, optim: str | None, rank: int = 0
+) -> State:
+    """Bytes that `rank` holds of parameters split into `shards`. Rank 0 holds the most. `optim`: None where there is
+    no optimizer.
 
     Source: mixed-precision training keeps fp32 parameters, gradients and two Adam moments: 4 + 4 + 4 + 4 bytes a
     parameter (Rajbhandari et al. 2020, section 3.1: K = 12 counts the fp32 copies), here without a bf16 copy.
@@ -197,32 +198,6 @@ def count_state(tensors: Sequence[StateTensor], sharding: Sharding, shards: int,
     )
 
 
-def count_optimizer_bytes(optim: str, shape: tuple[int, ...], itemsize: int, *, on_disk: bool = False) -> int:
-    """Bytes of the optimizer's state of a rank's part, of this `shape`, of one trained tensor.
-
-    >>> count_optimizer_bytes("adamw_torch", (10, 8), 4), count_optimizer_bytes("adafactor", (10, 8), 4), count_optimizer_bytes("sgd", (10, 8), 4)
-    (644, 76, 0)
-    """  # noqa: E501
-    numel = prod(shape)
-    if optim == "sgd":
-        return 0
-    if optim == "adafactor":  # a number for each of its rows, and for each column, which every rank holds
-        return FP32 * (1 + (sum(shape) if len(shape) > 1 else numel))
-    moment = (
-        (OPTIMIZERS[optim].moment_itemsize or itemsize) * numel
-        if on_disk
-        else count_moment_bytes(optim, numel, itemsize)
-    )
-    return MOMENTS * moment + FP32
-
-
-def count_moment_bytes(optim: str, numel: int, itemsize: int) -> int:
-    """Bytes of one moment of a rank's part of a tensor; 8-bit ones have a byte a number, a scale a block, and a map."""
-    if optim == "adamw_8bit" and numel >= QUANTIZED_MIN_NUMEL and numel % QUANTIZED_BLOCK == 0:
-        return numel + FP32 * (numel // QUANTIZED_BLOCK + QUANTIZATION_MAP)
-    return (OPTIMIZERS[optim].moment_itemsize or itemsize) * numel
-
-
 @dataclass(frozen=True, slots=True)
 class _Part:
     """What one rank holds of a tensor, or of a flat parameter."""
@@ -232,7 +207,7 @@ class _Part:
     optimizer: int  # bytes of the optimizer's state, padding not included
 
 
-def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim: str) -> Iterator[_Part]:
+def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim: str | None) -> Iterator[_Part]:
     """FSDP2 splits each tensor as `StateTensor.shard` says, and pads every rank's part to the size of the first."""
     for tensor in tensors:
         real, stored = tensor.shard(shards, rank), prod(tensor.shard(shards, 0))
@@ -241,7 +216,7 @@ def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim
 
 
 def _split_flat(
-    tensors: Iterable[StateTensor], shards: int, rank: int, sharding: Sharding, optim: str
+    tensors: Iterable[StateTensor], shards: int, rank: int, sharding: Sharding, optim: str | None
 ) -> Iterator[_Part]:
     """FSDP1 concatenates the tensors of a unit, aligned for the compute dtype, and splits the whole into equal parts.
 

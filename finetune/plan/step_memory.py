@@ -7,6 +7,7 @@ The points of a training step follow torch's own order of events: the forward wi
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from finetune.constants import FP32
 from finetune.plan.activations import (
     evaluation_bytes,
     kept_bytes,
@@ -17,7 +18,7 @@ from finetune.plan.activations import (
     working_bytes,
 )
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import FP32, HEAD, State
+from finetune.plan.state import HEAD, State
 from finetune.plan.temporary_memory import (
     LayoutMemory,
     Snapshot,

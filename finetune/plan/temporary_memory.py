@@ -11,11 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.config.module_patterns import is_parameter_named
-from finetune.constants import ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
+from finetune.config.optimizers import OPTIMIZERS
+from finetune.constants import FP32, ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.activations import Computation, evaluation_bytes, mask_bytes
 from finetune.plan.architecture import Architecture
 from finetune.plan.run_spec import RunSpec
-from finetune.plan.state import FP32, StateTensor, Unit, count_state, split_into_units
+from finetune.plan.state import StateTensor, Unit, count_state, split_into_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +205,6 @@ def _gathered(spec: RunSpec) -> tuple[int, int]:
     return max(size * u.layer.numel * buffers + (tail if a.tied else 0), tail * buffers), tail * buffers
 
 
-UPDATE_COPIES = {"adafactor": 3, "sgd": 1}  # of the largest tensor's shard, while it is updated
 FP64 = 8  # bytes; on a CPU the norm of a gradient is that of a copy in fp64
 
 
@@ -249,15 +249,12 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
 
 
 def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """The foreach AdamW allocates the root of every second moment that it updates together (`at_once` bytes), the fused
-    one nothing; Adafactor and SGD work on one tensor after another, the first with its square, its update and the moved
-    weights."""
-    optim = spec.recipe.optimization.optim
+    """What the optimizer allocates while it updates these `tensors`, and what their norm does; `at_once`: bytes of
+    those that it updates together, of which the foreach AdamW allocates the roots of the second moments."""
+    facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
-    if optim in UPDATE_COPIES:
-        return max(norm, UPDATE_COPIES[optim] * FP32 * largest)
-    return max(norm, at_once if optim == "adamw_torch" else 0)
+    return max(norm, facts.update_copies * FP32 * largest, at_once if facts.allocates_roots else 0)
 
 
 def _trained(spec: RunSpec, unit: str) -> list[StateTensor]:
@@ -307,7 +304,7 @@ def _plan_units(spec: RunSpec) -> LayoutMemory:
             arriving=whole - size * unshared if is_split else 0,
             unreduced=size * of.trained,
             reducing=reduced * of.trained,
-            shard=count_state(tensors, spec.sharding, spec.shards, "sgd").gradients,
+            shard=count_state(tensors, spec.sharding, spec.shards, optim=None).gradients,
         )
 
     tail_waits, layers = u.embedding.numel == 0, spec.architecture.layers

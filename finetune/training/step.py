@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schema import Optimization, Recipe
-from finetune.constants import OPTIMIZERS
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.distributed.gradients import (
     clip_gradients,

@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from finetune.config.layout import Fp8
 from finetune.config.methods import Method
+from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schema import Lora, Optimization, Quantization, Recipe
-from finetune.constants import OPTIMIZERS, ROUND_TOKENS
+from finetune.constants import ROUND_TOKENS
 from finetune.data.batches import MicroBatch
 from finetune.distributed.world import World
 from finetune.models.load import load_teacher

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schema import Optimization
-from finetune.constants import OPTIMIZERS
 from tests.cuda_without_gpu.fake_cases import CASES, Case
 from tests.cuda_without_gpu.waiting_operators import NOT_WAITING, WAITING
 from tests.ranks import run_python

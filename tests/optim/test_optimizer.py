@@ -12,11 +12,11 @@ import torch
 from torch import nn
 from transformers import Trainer, get_scheduler
 
+from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Optimization, Recipe
-from finetune.constants import OPTIMIZERS
 from finetune.errors import UserError
-from finetune.optim.build import build_optimizer, make_parameter_groups
+from finetune.optim.build import CONSTRUCTORS, build_optimizer, make_parameter_groups
 from finetune.optim.learning_rate import build_schedule, compute_learning_rate, set_learning_rate
 from tests.models.families import build
 from tests.ranks import launch_ranks
@@ -37,8 +37,8 @@ def recipe_of(tmp_path: Path) -> RecipeOf:
     return read
 
 
-def test_what_is_known_of_optimizers_is_known_of_every_one() -> None:
-    assert set(get_args(get_type_hints(Optimization)["optim"])) == OPTIMIZERS.keys()
+def test_every_optimizer_of_the_table_can_be_made() -> None:
+    assert get_args(get_type_hints(Optimization)["optim"]) == tuple(OPTIMIZERS) == tuple(CONSTRUCTORS)
 
 
 def rates_of(recipe: Recipe) -> list[float]:

@@ -15,8 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from finetune.config.quantization import BLOCK, FP32, NESTED_BLOCK, quantized_bytes
+from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantized_bytes
 from finetune.config.schema import Quantization
+from finetune.constants import FP32
 from finetune.errors import UserError
 from finetune.models.lora import base_name, is_adapter
 

@@ -1,0 +1,207 @@
+"""The optimizers by the names that `optim` takes: all that the package asks about one, but how it is made
+(optim/build.py)."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import TYPE_CHECKING, Literal
+
+from finetune.constants import FP32, ITEMSIZE, OFFLOAD_ALIGNMENT
+
+QUANTIZED_MIN_NUMEL, QUANTIZED_BLOCK, QUANTIZATION_MAP = 4096, 256, 256  # torchao's (optim/adam.py, subclass_8bit.py)
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerFacts:
+    """What the rest of the package asks about an optimizer."""
+
+    help: str = ""  # a sentence of the help of `optim`, after its name
+
+    # Memory and disk.
+    # Bytes in memory of its state of a rank's part, of this shape, of a tensor whose numbers have so many bytes each.
+    count_state: Callable[[Shape, int], int]
+    count_saved: Callable[[Shape, int], int] | None = None  # the same in a checkpoint; None: as in memory
+    moment_itemsize: int | None = None  # bytes of a number of its moments in the files of nvme; None: as its parameter
+    update_copies: int = 0  # fp32 copies of a rank's part of the largest tensor, while that is updated
+    allocates_roots: bool = False  # the roots of all second moments that it updates together
+    advice: str | None = None  # what the plan says where it advises this one instead of a larger one; None: never
+
+    # The step.
+    reads_found_inf: bool = False  # skips its update by the flag of torch's GradScaler
+    reads_betas: bool = True  # whether adam_beta1, adam_beta2 and adam_epsilon are its
+    decouples_decay: bool = True  # weight_decay is no part of its gradient
+
+    # What it needs, and what it cannot be combined with (the names of OPTIMIZER_CONFLICTS in layout_rules.py), and why.
+    package: str | None = None
+    conflicts: Mapping[str, str] = field(default_factory=dict)
+
+    # Other tools.
+    other_names: tuple[str, ...] = ()  # their values of `optim`, for a hint
+    converted: str = "(?!)"  # a pattern of the names that `finetune convert` takes for it, in lower case and without _
+
+
+def _adam(shape: Shape, itemsize: int) -> int:
+    """Two moments and a counter."""
+    return 2 * itemsize * prod(shape) + FP32
+
+
+def _adam_bf16(shape: Shape, itemsize: int) -> int:
+    return _adam(shape, ITEMSIZE["bfloat16"])
+
+
+def _adam_fp32(shape: Shape, itemsize: int) -> int:
+    return _adam(shape, FP32)
+
+
+def _adam_8bit(shape: Shape, itemsize: int) -> int:
+    """Moments of a byte a number, with a scale for each block and a map; small tensors and uneven ones in fp32."""
+    numel = prod(shape)
+    if numel < QUANTIZED_MIN_NUMEL or numel % QUANTIZED_BLOCK:
+        return _adam(shape, FP32)
+    return 2 * (numel + FP32 * (numel // QUANTIZED_BLOCK + QUANTIZATION_MAP)) + FP32
+
+
+def _rows_and_columns(shape: Shape, itemsize: int) -> int:
+    """A number for each row and for each column, which every rank holds; of a vector, for each number."""
+    return FP32 * (1 + (sum(shape) if len(shape) > 1 else prod(shape)))
+
+
+DEFAULT_OPTIMIZER = "adamw_torch_fused"
+OPTIMIZERS: Mapping[str, OptimizerFacts] = {
+    "adamw_torch_fused": OptimizerFacts(
+        count_state=_adam,
+        reads_found_inf=True,
+        other_names=("adamw", "adamw_apex_fused", "paged_adamw_32bit"),
+        converted=r"(.*\.)?(adam|(?!.*[48]bit)[^.]*adamw[^.]*)",
+    ),
+    "adamw_torch": OptimizerFacts(count_state=_adam, allocates_roots=True, other_names=("adamw_hf",)),
+    "adamw_bf16_moments": OptimizerFacts(
+        help="keeps its moments in bf16: 4 bytes a parameter instead of 8",
+        count_state=_adam_bf16,
+        moment_itemsize=ITEMSIZE["bfloat16"],
+        advice="moments rounded to bf16, no more time",
+        reads_found_inf=True,
+        conflicts={"an uneven vocabulary": "it rounds the moments of equal shards alike"},
+    ),
+    "adamw_8bit": OptimizerFacts(
+        help="keeps them in 8 bits: 2 bytes, by torchao, which has to be installed; not under FSDP1",
+        count_state=_adam_8bit,
+        count_saved=_adam_fp32,
+        advice="moments in 8 bits; needs torchao",
+        package="torchao",
+        conflicts={
+            "FSDP1": "FSDP1 cannot save its moments",
+            "tp_size": "its blocks of moments cross the shards",
+            "optim_offload: nvme": "its state cannot be kept in files",
+        },
+        other_names=("adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"),
+        converted=r"(.*\.)?(?!.*4bit)(?=.*8bit)[^.]*adamw[^.]*",
+    ),
+    "adafactor": OptimizerFacts(
+        help="keeps a number for each row and column, at the fixed learning rate, as Transformers' Trainer has it; "
+        "not under FSDP1",
+        count_state=_rows_and_columns,
+        update_copies=3,  # the square, the update and the moved weights
+        reads_betas=False,
+        conflicts={
+            "FSDP1": "FSDP1 flattens the rows and columns that it averages over",
+            "tp_size": "it averages over whole rows and columns",
+            "expert_parallel_size": "it averages over whole rows and columns",
+            "optim_offload: nvme": "its state cannot be kept in files",
+            "optim_in_backward": "it averages each update over the ranks",
+            "trained experts": "it keeps averages of rows and columns, and the experts of a layer are a stack of "
+            "matrices",
+        },
+        converted="adafactor",  # not torch.optim.Adafactor, which scales the rate by the parameters
+    ),
+    "sgd": OptimizerFacts(
+        help="keeps nothing",
+        count_state=lambda shape, itemsize: 0,
+        update_copies=1,
+        reads_betas=False,
+        decouples_decay=False,
+        conflicts={"optim_offload: nvme": "it has no state to keep in files"},
+        converted=r"(.*\.)?sgd",
+    ),
+}
+if TYPE_CHECKING:
+    OptimizerName = str
+else:
+    OptimizerName = Literal[tuple(OPTIMIZERS)]
+
+OPTIMIZER_HELP = "The optimizer. " + " ".join(f"{name} {row.help}." for name, row in OPTIMIZERS.items() if row.help)
+KEPT_IN_FILES = " or ".join([name for name, row in OPTIMIZERS.items() if "optim_offload: nvme" not in row.conflicts])
+SMALLEST_WITHOUT_PACKAGE = [name for name, row in OPTIMIZERS.items() if row.advice and row.package is None][-1]
+COUPLED_DECAY = " and ".join(name for name, row in OPTIMIZERS.items() if not row.decouples_decay)
+
+_LION = (
+    "not supported: no kept library has Lion for sharded parameters; adamw_bf16_moments takes the same memory, "
+    "adamw_8bit less"
+)
+REFUSED_OPTIMIZERS: Mapping[str, str] = {  # other tools' values of `optim` -> why there is none
+    **dict.fromkeys(("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), _LION),
+    "adamw_torch_4bit": "not supported; adamw_8bit is the smallest AdamW here",
+}
+
+
+def count_optimizer_bytes(optim: str | None, shape: Shape, itemsize: int, *, on_disk: bool = False) -> int:
+    """Bytes of the optimizer's state of a rank's part, of this `shape`, of one trained tensor; None: no optimizer.
+
+    >>> [count_optimizer_bytes(name, (10, 8), 4) for name in ("adamw_torch", "adafactor", "sgd", None)]
+    [644, 76, 0, 0]
+    """
+    if optim is None:
+        return 0
+    facts = OPTIMIZERS[optim]
+    return ((on_disk and facts.count_saved) or facts.count_state)(shape, itemsize)
+
+
+def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:
+    """The optimizers that the plan advises where `optim` takes too much memory, each with what it costs: those of a
+    package that has to be installed, or the others.
+
+    >>> list_smaller("adamw_bf16_moments", with_package=True)
+    {'adamw_8bit': 'moments in 8 bits; needs torchao'}
+    """
+    matrix, itemsize = (1024, 1024), FP32
+    now = count_optimizer_bytes(optim, matrix, itemsize)
+    return {
+        name: facts.advice
+        for name, facts in OPTIMIZERS.items()
+        if facts.advice and facts.count_state(matrix, itemsize) < now and (facts.package is not None) == with_package
+    }
+
+
+def convert_optimizer(name: str) -> str | None:
+    """Our name for the optimizer that another tool has by this name or path; None: there is none here.
+
+    >>> [convert_optimizer(name) for name in ("torch.optim.AdamW", "bitsandbytes.optim.PagedAdamW8bit", "lion_8bit")]
+    ['adamw_torch_fused', 'adamw_8bit', None]
+    """
+    plain = name.lower().replace("_", "")
+    return next((ours for ours, facts in OPTIMIZERS.items() if re.fullmatch(facts.converted, plain)), None)
+
+
+def list_offloaded_itemsizes(optim: str, dtype: str, compute_dtype: str) -> tuple[int, ...]:
+    """Bytes of a number of each tensor that `optim_offload: nvme` keeps in files for a parameter of `dtype`: two
+    moments of AdamW, before them a master weight where the model computes in another dtype.
+
+    >>> list_offloaded_itemsizes("adamw_torch", "float32", "bfloat16")
+    (4, 4, 4)
+    >>> list_offloaded_itemsizes("adamw_bf16_moments", "float32", "float32")
+    (2, 2)
+    """
+    moment = OPTIMIZERS[optim].moment_itemsize or ITEMSIZE[dtype]
+    return (*([ITEMSIZE[dtype]] if dtype != compute_dtype else []), moment, moment)
+
+
+def count_offloaded_bytes(numel: int, itemsizes: Iterable[int]) -> int:
+    """Bytes in a rank's file of tensors of `numel` numbers, each padded to a multiple of OFFLOAD_ALIGNMENT.
+
+    >>> count_offloaded_bytes(1000, (4, 4, 4)), count_offloaded_bytes(2048, (4, 2, 2))
+    (12288, 16384)
+    """
+    return sum(-(-numel * itemsize // OFFLOAD_ALIGNMENT) * OFFLOAD_ALIGNMENT for itemsize in itemsizes)
