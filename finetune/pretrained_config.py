@@ -53,7 +53,8 @@ def read_facts(config: Any, name: str | None, tokens: int | None = None) -> Mode
 
     `tokens`: the number that the embedding must hold, which is the tokenizer's size.
     """
-    return read_model_facts(config.to_dict(), name or "model_config", tokens)
+    values = config.to_dict() | {"layer_types": getattr(config, "layer_types", None)}  # of some families a property
+    return read_model_facts(values, name or "model_config", tokens)
 
 
 def _pretrained_config(name: str, model: Model) -> Any:
