@@ -345,7 +345,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="empty offload_dir", keys=("offload_dir", "optim_offload"),
-        when=lambda c: is_set("optim_offload", "nvme")(c) and not (c.recipe.optimization.offload_dir or "/").strip(),
+        when=lambda c: is_set("optim_offload", "nvme")(c) and not (c.recipe.optimization.offload_dir or "").strip() and c.recipe.optimization.offload_dir is not None,
         message="offload_dir: empty text is no folder", advice="name one on the NVMe disk of each node",
     ),
     Rule(
