@@ -20,7 +20,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.data import token_cache
 from finetune.run import fine_tune
-from finetune.training import step
+from finetune.training import step as training_step
 from tests.forked_ranks import fork_ranks, import_all, kill, reap
 
 RANKS, FAULTY, STEP = 2, 1, 1
@@ -79,7 +79,7 @@ def fail(case: dict[str, Any], rank: int, *, mark: Path) -> None:
         "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
         "sleeps": lambda: time.sleep(LONGEST_SECONDS),
     }
-    seed_dropout = step.seed_dropout
+    seed_dropout = training_step.seed_dropout
 
     def seed_and_fail(seed: int, step: int, of: int) -> None:
         if step == STEP and rank == FAULTY:
@@ -91,7 +91,7 @@ def fail(case: dict[str, Any], rank: int, *, mark: Path) -> None:
         mark.touch()
         faults["killed"]()
 
-    step.seed_dropout = seed_and_fail
+    training_step.seed_dropout = seed_and_fail
     if case["fault"] == "killed while tokenizing" and rank != FAULTY:  # rank 0, for whose files the other waits
         token_cache.write_store = die_with_tokens
     fine_tune(read_recipe(case["recipe"], case["overrides"]), read_sharding(case["config"], None, os.environ))

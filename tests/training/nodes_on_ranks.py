@@ -20,7 +20,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.errors import end_process, exit_code
 from finetune.run import fine_tune
-from finetune.training import step
+from finetune.training import step as training_step
 from tests.ranks import open_stores
 
 KILLED_RANK, KILLED_AT_STEP = 3, 4
@@ -42,12 +42,12 @@ def main() -> None:
             os.environ.pop("ACCELERATE_USE_FSDP")  # the launcher's file is that of the last run
         seed_dropout = print_timeouts(launched["RANK"] == "0", Path(config).stem)
         fine_tune(read_recipe(recipe, overrides), read_sharding(config, None, os.environ))
-        step.seed_dropout = seed_dropout
+        training_step.seed_dropout = seed_dropout
 
 
 def print_timeouts(is_main: bool, run: str) -> Callable[[int, int, int], None]:
     """Makes the loop print the timeouts of all process groups at its first step. Returns what it called until now."""
-    seed_dropout = step.seed_dropout
+    seed_dropout = training_step.seed_dropout
 
     def seed_and_print(seed: int, step: int, rank: int) -> None:
         if is_main and step == 0:
@@ -57,13 +57,13 @@ def print_timeouts(is_main: bool, run: str) -> Callable[[int, int, int], None]:
             print(f"{run}: timeouts {seconds}", flush=True)
         seed_dropout(seed, step, rank)
 
-    step.seed_dropout = seed_and_print
+    training_step.seed_dropout = seed_and_print
     return seed_dropout
 
 
 def kill_once(rank: int, mark: Path) -> None:
     """Makes the loop kill this process at the beginning of a step, if it is the one and `mark` is not there yet."""
-    seed_dropout = step.seed_dropout
+    seed_dropout = training_step.seed_dropout
 
     def seed_and_die(seed: int, step: int, of: int) -> None:
         if rank == KILLED_RANK and step == KILLED_AT_STEP and not mark.exists():
@@ -71,7 +71,7 @@ def kill_once(rank: int, mark: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         seed_dropout(seed, step, of)
 
-    step.seed_dropout = seed_and_die
+    training_step.seed_dropout = seed_and_die
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ def main() -> None:
 
 def die_in_step(step: int) -> None:
     """Makes the loop kill this process in a step, between its gradients and the update."""
-    clip = step.clip_gradients
+    clip = training_step.clip_gradients
     steps = 0
 
     def clip_or_die(*arguments: Any) -> Any:
@@ -42,7 +42,7 @@ def die_in_step(step: int) -> None:
         steps += 1
         return clip(*arguments)
 
-    step.clip_gradients = clip_or_die
+    training_step.clip_gradients = clip_or_die
 
 
 if __name__ == "__main__":
