@@ -15,6 +15,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.errors import exit_code
 from finetune.run import fine_tune
+from finetune.training import step as training_step
 from tests.ranks import open_stores
 
 
