@@ -53,9 +53,10 @@ def find_due(before: Progress, now: Progress, last_step: int, recipe: Recipe, re
     >>> recipe = Recipe(path="r", run=run, checkpoint=Checkpoint(save_strategy="epoch"))
     >>> steps = [Progress(step=step, epoch=step / 4) for step in range(7)]
     >>> dues = [find_due(steps[i], steps[i + 1], 6, recipe, Requests()) for i in range(6)]
-    >>> [due.log for due in dues], [due.evaluate for due in dues], [due.save for due in dues]
-    ([False, True, False, True, False, True], [False, False, True, False, False, False], [False, False, False, True,
-    False, True])
+    >>> [due.log for due in dues]
+    [False, True, False, True, False, True]
+    >>> [due.evaluate for due in dues], [due.save for due in dues]
+    ([False, False, True, False, False, False], [False, False, False, True, False, True])
     """
     is_last, ends_epoch = now.step == last_step, int(now.epoch) > int(before.epoch)
 
