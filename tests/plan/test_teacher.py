@@ -114,7 +114,7 @@ def test_the_command_shows_it_and_refuses_what_the_run_would(
     assert json.loads(capsys.readouterr().out)["teacher_parameters"] == 8_030_261_248
 
     assert main([*command, f"teacher_model_name_or_path={tmp_path}", "--config", "fsdp1_full_shard"]) == 2
-    assert "method: distill: FSDP1 gathers no single unit" in capsys.readouterr().err
+    assert "method: distill cannot be combined with fsdp_version: 1" in capsys.readouterr().err
     assert main([*command, "teacher_model_name_or_path=runs/quickstart_x/export"]) == 2
     assert (
         "teacher_model_name_or_path: runs/quickstart_x/export: no such folder: runs/quickstart_x has not been"
