@@ -50,7 +50,7 @@ def test_a_link_stays_a_link_and_a_device_is_written_to(tmp_path: Path) -> None:
 def test_what_a_killed_process_left_is_removed_by_the_next_replacement(tmp_path: Path) -> None:
     """Killed by SIGKILL while the file is written; what a process that still runs writes stays, and so do other files."""
     program = (
-        "import os, signal, sys; from pathlib import Path; from finetune import durable\n"
+        "import os, signal, sys; from pathlib import Path; from finetune.files import durable\n"
         "durable.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
         "durable.replace_file(Path(sys.argv[1]), 'half')\n"
     )
