@@ -80,6 +80,8 @@ def test_replicas_round_alike(folder: Path) -> None:
 @pytest.mark.parametrize("name", ["single", "one rank", PRETENDED])
 def test_a_step_allocates_what_is_planned(name: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Within 2%, of which in bf16 most is a CPU's own: what its products allocate, and the state of its generator for each layer."""
+    if name == "one rank" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("without bf16 instructions a CPU's products hold fp32 copies, which no GPU does")
     plain, ours = (torch.load(folder / f"{each}-0.pt") for each in (name, f"{name} in backward"))
     saved, planned = (plain[key] - ours[key] for key in ("measured", "planned"))
     with capsys.disabled():
@@ -147,4 +149,4 @@ def test_keys_that_need_all_gradients_at_once_are_named_where_they_stand(tiny_re
     with pytest.raises(UserError) as error:
         read_recipe(path)
     said = str(error.value)
-    assert "set max_grad_norm: null" in said and "set on_nonfinite: stop" in said and "set another optimizer" in said
+    assert "set max_grad_norm: null" in said and "set on_nonfinite: stop" in said and "set optim to one of " in said
