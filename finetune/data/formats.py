@@ -271,18 +271,8 @@ def take_question(columns: Columns, source: DatasetSource) -> list[Message]:
 def _make_alpaca_prompt(instruction: str, extra: str = "") -> str:
     """The prompt of Alpaca's authors, with a line break after its last heading, as torchtune and others write it.
 
-    >>> print(_make_alpaca_prompt("Add the numbers.", "2 and 3"))
-    Below is an instruction that describes a task, paired with an input that provides further context. Write a response
-    that appropriately completes the request.
-    <BLANKLINE>
-    ### Instruction:
-    Add the numbers.
-    <BLANKLINE>
-    ### Input:
-    2 and 3
-    <BLANKLINE>
-    ### Response:
-    <BLANKLINE>
+    >>> _make_alpaca_prompt("Add the numbers.", "2 and 3").splitlines()[1:]
+    ['', '### Instruction:', 'Add the numbers.', '', '### Input:', '2 and 3', '', '### Response:']
     """
     paired = ", paired with an input that provides further context" if extra else ""
     task = (
