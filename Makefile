@@ -4,7 +4,7 @@ export PATH := $(CURDIR)/.venv/bin:$(PATH)
 
 .PHONY: quickstart test test-slow test-lowest check format clean
 
-quickstart: .venv/installed
+quickstart: .venv/packages
 	accelerate launch finetune/run.py --config fsdp_full_shard.yaml
 
 test: .venv/installed
@@ -33,10 +33,14 @@ format: .venv/installed
 	ruff check --fix .
 	ruff format .
 
-# The mark is made last, so that an install that broke off is done again.
-.venv/installed: pyproject.toml constraints.txt
+# What training needs, then what the tests need. A mark is made last, so that an install that broke off is done again.
+.venv/packages: pyproject.toml constraints.txt
 	rm -rf .venv
 	$(PYTHON) -m venv .venv
+	python -m pip install --quiet --editable . --constraint constraints.txt
+	touch $@
+
+.venv/installed: .venv/packages
 	python -m pip install --quiet --editable ".[dev]" --constraint constraints.txt
 	touch $@
 
