@@ -1,4 +1,4 @@
-"""The rulebook: everything about what works together, and the only function that refuses a combination. Imports no torch."""
+"""The rulebook: what works together, and the only function that refuses a combination. Imports no torch."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields
@@ -34,11 +34,12 @@ def find_problems(
     machine: MachineFacts | None = None,
     steps: int | None = None,
 ) -> list[Problem]:
-    """What does not work together, the most important first, and then the notes. The only function that refuses a combination.
+    """What does not work together, the most important first, and then the notes.
 
     Args:
         recipe: As it was read.
-        layout: With the recipe's expert_parallel_size. None, like `facts` and `machine`: not known, and no rule about it applies.
+        layout: With the recipe's expert_parallel_size. None, like `facts` and `machine`: not known, so that no rule
+            about it applies.
         facts: The model's.
         ranks: Number of ranks of the run.
         teacher: The facts of the recipe's teacher.
@@ -70,7 +71,7 @@ def find_problems(
 def find_recipe_problems(
     values: Mapping[str, Any], places: Mapping[str, str], file: str, unusable: Iterable[str]
 ) -> list[Problem]:
-    """The problems of the `values` of a recipe that has just been read; silent about keys that are `unusable`, wrong in themselves."""
+    """The problems of the `values` of a recipe that has just been read; silent about `unusable` keys."""
     sections = {
         name: section(**{each.name: values[each.name] for each in fields(section) if each.name in values})
         for name, section in SECTIONS.items()
@@ -133,16 +134,17 @@ def _has_old_gpu(case: Case) -> bool:
 
 def _describe_old_gpu(case: Case) -> str:
     (major, minor), needed = case.machine.capability or (0, 0), HIP_FP8 if case.machine.is_hip else CUDA_FP8
-    return f"mixed_precision: fp8: {case.machine.gpu} has compute capability {major}.{minor}, and FP8 needs {needed[0]}.{needed[1]}"
+    has, needs = f"{major}.{minor}", f"{needed[0]}.{needed[1]}"
+    return f"mixed_precision: fp8: {case.machine.gpu} has compute capability {has}, and FP8 needs {needs}"
 
 
 def _lacks_flash_gpu(case: Case) -> bool:
-    needed, found = FLASH_GPUS.get(case.recipe.model.attn_implementation), case.machine.capability
+    needed, found = FLASH_GPUS.get(case["attn_implementation"]), case.machine.capability
     return needed is not None and (found is None or found[0] not in needed)
 
 
 def _describe_flash_gpu(case: Case) -> str:
-    name, found = case.recipe.model.attn_implementation, case.machine.capability
+    name, found = case["attn_implementation"], case.machine.capability
     here = "this is a CPU run" if found is None else f"this GPU has {found[0]}.{found[1]}"
     needed = " or ".join(f"{major}.x" for major in FLASH_GPUS[name])
     return f"attn_implementation: {name} needs a GPU of compute capability {needed}, and {here}"
@@ -153,7 +155,7 @@ MACHINE: tuple[Rule, ...] = (
         _machine_rule(
             f"report_to: {name}", "report_to",
             when=lambda c, name=name, package=package: (
-                name in (c.recipe.run.report_to, *c.recipe.run.report_to) and not c.machine.has_package(package)
+                name in (c["report_to"], *c["report_to"]) and not c.machine.has_package(package)
             ),
             message=f"report_to: {name}: its package is not installed",
             advice=f'pip install "finetune[{name}]", or set report_to: none (metrics.jsonl is always written)',
@@ -176,39 +178,39 @@ MACHINE: tuple[Rule, ...] = (
     ),
     _package(
         "liger-kernel", ("use_liger_kernel",),
-        lambda c: is_set("use_liger_kernel", True)(c) and c.machine.device == "cuda", "liger_kernel",
+        lambda c: c["use_liger_kernel"] and c.machine.device == "cuda", "liger_kernel",
         "use_liger_kernel", "remove it", install="liger-kernel",
     ),
     _machine_rule(
         "Liger on a CPU", "use_liger_kernel",
-        when=lambda c: c.recipe.model.use_liger_kernel and c.machine.device == "cpu",
+        when=lambda c: c["use_liger_kernel"] and c.machine.device == "cpu",
         message="use_liger_kernel: Liger's kernels run on CUDA only, and this is a CPU run", advice="remove it",
         fix={"use_liger_kernel": False},
     ),
     Rule(
         name="Liger's families", keys=("use_liger_kernel",), needs=("model", "machine"),
-        when=lambda c: c.recipe.model.use_liger_kernel and c.machine.liger_families is not None
+        when=lambda c: c["use_liger_kernel"] and c.machine.liger_families is not None
         and c.model.model_type not in c.machine.liger_families,
-        message=lambda c: f"use_liger_kernel: Liger has no kernels for {c.model.model_type}", advice="remove it",
+        message="use_liger_kernel: Liger has no kernels for {model.model_type}", advice="remove it",
         fix={"use_liger_kernel": False},
     ),
     _machine_rule(
-        "no compiler", "torch_compile", when=lambda c: c.recipe.model.torch_compile and not c.machine.has_compiler,
+        "no compiler", "torch_compile", when=lambda c: c["torch_compile"] and not c.machine.has_compiler,
         message="torch_compile: torch compiles by a C++ compiler, and there is none on the PATH",
         advice="install one (g++), or set torch_compile: false", fix={"torch_compile": False},
     ),
     _machine_rule(
-        "activation_offload on a CPU", "activation_offload", when=lambda c: c.recipe.model.activation_offload
+        "activation_offload on a CPU", "activation_offload", when=lambda c: c["activation_offload"]
         and c.machine.device == "cpu",
         message="activation_offload: on a CPU activations are in host memory already",
         fix={"activation_offload": False},
     ),
     _machine_rule(
         "flex_attention of padded rows", "attn_implementation", "packing",
-        when=lambda c: is_set("attn_implementation", "flex_attention")(c) and not c.recipe.data.packing
+        when=lambda c: c["attn_implementation"] == "flex_attention" and not c["packing"]
         and c.machine.device == "cpu",
-        message="attn_implementation: flex_attention cannot be combined with packing: false on a CPU: transformers' outputs of padded "
-        "rows are not finite there",
+        message="attn_implementation: flex_attention cannot be combined with packing: false on a CPU: transformers' "
+        "outputs of padded rows are not finite there",
         advice="remove the key", fix={"attn_implementation": "auto"},
     ),
     _machine_rule(
@@ -227,7 +229,7 @@ MACHINE: tuple[Rule, ...] = (
         message="optim_offload: nvme needs Linux", advice="remove optim_offload",
     ),
     _machine_rule(
-        "tf32 on a CPU", "tf32", when=lambda c: c.recipe.model.tf32 and c.machine.device == "cpu",
+        "tf32 on a CPU", "tf32", when=lambda c: c["tf32"] and c.machine.device == "cpu",
         message="tf32 has no effect on a CPU", is_note=True,
     ),
 )  # fmt: skip

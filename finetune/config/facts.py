@@ -92,6 +92,11 @@ class Case:
     steps: int | None = None  # of the run, where the data has been read or max_steps says it
     is_teacher: bool = False  # whether `model` is the teacher
 
+    def __getitem__(self, key: str) -> Any:
+        """The value of a recipe's key, or the attribute of this name."""
+        found = recipe_keys().get(key)
+        return getattr(self, key) if found is None else getattr(getattr(self.recipe, found.section), key)
+
     @property
     def name(self) -> str:
         """The model, for messages."""
@@ -143,7 +148,8 @@ class Rule:
     """One thing that does not work, or has no effect.
 
     `keys` are those that it reads, of the recipe or the Accelerate file; the problem is reported at the first that was
-    set. `message` says what is wrong. What to do is `advice`, else "set" each key of `fix`.
+    set. `message` says what is wrong; `{key}` in it is the value of a Case. What to do is `advice`, else "set" each key
+    of `fix`.
     """
 
     name: str
@@ -160,7 +166,7 @@ class Rule:
         """The problems of `case` by this rule."""
         if not self.when(case):
             return []
-        found = self.message if isinstance(self.message, str) else self.message(case)
+        found = self.message.format_map(case) if isinstance(self.message, str) else self.message(case)
         advice = self.advice if isinstance(self.advice, str) else self.advice(case)
         if not advice and self.fix is not None:
             advice = "set " + " and ".join(f"{key}: {_in_yaml(value)}" for key, value in self.fix.items())

@@ -37,7 +37,7 @@ def _optimizer_rule(feature: str) -> Rule:
     keys, needs, is_so = OPTIMIZER_CONFLICTS[feature]
 
     def conflicts(case: Case) -> bool:
-        return feature in OPTIMIZERS[case.recipe.optimization.optim].conflicts and bool(is_so(case))
+        return feature in OPTIMIZERS[case["optim"]].conflicts and bool(is_so(case))
 
     def advise(case: Case) -> str:
         fit = [
@@ -57,8 +57,7 @@ def _optimizer_rule(feature: str) -> Rule:
         needs=needs,
         when=conflicts,
         message=lambda c: (
-            f"optim: {c.recipe.optimization.optim} cannot be combined with {feature}: "
-            f"{OPTIMIZERS[c.recipe.optimization.optim].conflicts[feature]}"
+            f"optim: {c['optim']} cannot be combined with {feature}: {OPTIMIZERS[c['optim']].conflicts[feature]}"
         ),
         advice=advise,
         fix={"optim": DEFAULT_OPTIMIZER},
@@ -120,7 +119,7 @@ def is_quantized(case: Case) -> bool:
 def freezes(case: Case) -> bool:
     """Whether some parameters of the model are not trained."""
     model = case.recipe.model
-    return case.recipe.lora.use_peft or bool(model.frozen_modules or model.trainable_modules)
+    return case["use_peft"] or bool(model.frozen_modules or model.trainable_modules)
 
 
 def _count_mesh(case: Case) -> int:
@@ -196,7 +195,7 @@ BF16 = {"mixed_precision": "bf16"}
 POSSIBLE: tuple[Rule, ...] = (
     _layout_rule(
         "one process", "distributed_type", when=lambda c: c.layout.layout == "single" and c.ranks > 1,
-        message=lambda c: f"this layout is for one process, but {c.ranks} were launched",
+        message="this layout is for one process, but {ranks} were launched",
         advice="launch one, or use ddp or an fsdp config",
     ),
     _layout_rule(
@@ -207,12 +206,13 @@ POSSIBLE: tuple[Rule, ...] = (
     _layout_rule(
         "sizes of the mesh", "parallelism_config",
         when=lambda c: c.layout.mesh_sizes is not None and _count_mesh(c) != c.ranks,
-        message=lambda c: (f"{c.layout.describe_mesh()} = {_count_mesh(c)}, but {c.ranks} {'rank was' if c.ranks == 1 else 'ranks were'} launched"),
+        message=lambda c: f"{c.layout.describe_mesh()} = {_count_mesh(c)}, but {c.ranks} "
+        f"{'rank was' if c.ranks == 1 else 'ranks were'} launched",
         advice=lambda c: f"set the sizes so that their product is {c.ranks}",
     ),
     _layout_rule(
         "machines without a rank", "num_machines", when=lambda c: c.ranks < c.layout.num_machines,
-        message=lambda c: (f"num_machines: {c.layout.num_machines}, but --num-processes {c.ranks}: each machine runs at least one"),
+        message="num_machines: {layout.num_machines}, but --num-processes {ranks}: each machine runs at least one",
         advice="set num_machines: 1, or ask for more processes",
     ),
     _layout_rule(
@@ -222,7 +222,8 @@ POSSIBLE: tuple[Rule, ...] = (
     _layout_rule(
         "frozen parameters without shards", "fsdp_sharding_strategy",
         when=lambda c: is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1) and freezes(c),
-        message=lambda c: (f"{'NO_SHARD' if c.layout.strategy == 'NO_SHARD' else 'on one rank FSDP1 is NO_SHARD, which'} cannot hold frozen " "parameters (LoRA's base, frozen_modules)"),
+        message="FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters (LoRA's base, "
+        "frozen_modules)",
         advice=_advise_other_layout,
     ),
 )  # fmt: skip
@@ -236,7 +237,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a quantized base under FSDP1", keys=("load_in_4bit", "load_in_8bit", "fsdp_version"), needs=("layout",),
         of_teacher=True, when=lambda c: is_fsdp1(c) and is_quantized(c),
-        message=lambda c: f"{c.load_key} cannot be combined with fsdp_version: 1 ({c.layout.source}): FSDP1 flattens and converts the " "parameters of a layer together, which quantized ones do not survive",
+        message="{load_key} cannot be combined with fsdp_version: 1 ({layout.source}): FSDP1 flattens and converts "
+        "the parameters of a layer together, which quantized ones do not survive",
         advice="set fsdp_version: 2",
     ),
     _exclude(
@@ -256,7 +258,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _exclude(
         "tp_size", has_tp, "attn_implementation", is_set("attn_implementation"),
-        lambda c: f"attn_implementation: {c.recipe.model.attn_implementation}", fix={"attn_implementation": "auto"},
+        lambda c: f"attn_implementation: {c['attn_implementation']}", fix={"attn_implementation": "auto"},
     ),
     _exclude(
         "tp_size", has_tp, "activation_checkpointing_keeps",
@@ -285,7 +287,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _exclude(
         "cp_size", has_sp, "attn_implementation", is_set("attn_implementation"),
-        lambda c: f"attn_implementation: {c.recipe.model.attn_implementation}",
+        lambda c: f"attn_implementation: {c['attn_implementation']}",
         "only the packed attention that is built in works where ranks share a row",
         fix={"attn_implementation": "auto"},
     ),
@@ -295,7 +297,8 @@ RULES: tuple[Rule, ...] = (
     _layout_rule(
         "expert parallelism without FSDP2", "expert_parallel_size", "fsdp_version",
         when=lambda c: has_ep(c) and c.layout.layout != "fsdp2",
-        message=lambda c: f"expert_parallel_size: {c.layout.expert_parallel_size} requires FSDP2, and {c.layout.source} is another layout",
+        message="expert_parallel_size: {layout.expert_parallel_size} requires FSDP2, and {layout.source} is "
+        "another layout",
         advice="use fsdp_full_shard, or set expert_parallel_size: 1", fix={"expert_parallel_size": 1},
     ),
     _layout_rule(
@@ -307,7 +310,7 @@ RULES: tuple[Rule, ...] = (
     _layout_rule(
         "expert parallelism within groups", "expert_parallel_size", "tp_size", "cp_size", "sp_size",
         when=lambda c: has_ep(c) and c.layout.ranks_per_batch > 1,
-        message=lambda c: f"expert_parallel_size cannot be combined with cp_size, sp_size or tp_size ({c.layout.source})",
+        message="expert_parallel_size cannot be combined with cp_size, sp_size or tp_size ({layout.source})",
         advice="set expert_parallel_size: 1, or the Accelerate file's cp_size, sp_size and tp_size to 1",
         fix={"expert_parallel_size": 1},
     ),
@@ -321,7 +324,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a quantized base in FP8", keys=("load_in_4bit", "load_in_8bit", "mixed_precision"), needs=("layout",),
         of_teacher=True, when=lambda c: has_fp8(c) and is_quantized(c),
-        message=lambda c: f"{c.load_key} cannot be combined with mixed_precision: fp8 ({c.layout.source}): a base in " f"{c.quantization.bits} bits is multiplied in bf16 only",
+        message="{load_key} cannot be combined with mixed_precision: fp8 ({layout.source}): a base in "
+        "{quantization.bits} bits is multiplied in bf16 only",
         advice=lambda c: f"set mixed_precision: bf16, or remove {c.load_key} and name an unquantized model", fix=BF16,
     ),
     _exclude(
@@ -338,12 +342,8 @@ RULES: tuple[Rule, ...] = (
         advice="set mixed_precision: bf16, or remove optim_offload",
     ),
     # Activation checkpointing
-    _checkpointed_only(
-        "activation_checkpointing_keeps", "it says what checkpointed layers keep",
-    ),
-    _checkpointed_only(
-        "activation_offload", "it offloads what checkpointed layers keep",
-    ),
+    _checkpointed_only("activation_checkpointing_keeps", "it says what checkpointed layers keep"),
+    _checkpointed_only("activation_offload", "it offloads what checkpointed layers keep"),
     _checkpointed_only(
         "activation_checkpointing_every", "it says which layers are checkpointed", is_note=True,
     ),
@@ -351,8 +351,10 @@ RULES: tuple[Rule, ...] = (
     _layout_rule(
         "micro-batches with optim_in_backward", "optim_in_backward", "global_batch_size",
         "gradient_accumulation_steps", when=lambda c: IN_BACKWARD(c) and _count_micro_batches(c) > 1,
-        message=lambda c: f"optim_in_backward: a step of {c.global_batch_size} rows is {_count_micro_batches(c)} micro-batches of " f"{c.recipe.batch.per_device_train_batch_size} on {counted(c.ranks, 'rank')}, but a gradient that is freed in the backward " "cannot wait for the next micro-batch",
-        advice=lambda c: f"set global_batch_size: {c.recipe.batch.per_device_train_batch_size * c.ranks}, or "
+        message=lambda c: f"optim_in_backward: a step of {c.global_batch_size} rows is {_count_micro_batches(c)} "
+        f"micro-batches of {c['per_device_train_batch_size']} on {counted(c.ranks, 'rank')}, but a gradient that is "
+        "freed in the backward cannot wait for the next micro-batch",
+        advice=lambda c: f"set global_batch_size: {c['per_device_train_batch_size'] * c.ranks}, or "
         f"per_device_train_batch_size: {-(-c.global_batch_size // c.ranks)}",
     ),
     _exclude(
@@ -378,7 +380,7 @@ RULES: tuple[Rule, ...] = (
     _layout_rule(
         "state in files without FSDP2", "optim_offload", "fsdp_version",
         when=lambda c: ON_NVME(c) and c.layout.layout != "fsdp2",
-        message=lambda c: f"optim_offload: nvme requires FSDP2, for one rank too, and {c.layout.source} is another layout",
+        message="optim_offload: nvme requires FSDP2, for one rank too, and {layout.source} is another layout",
         advice="use fsdp_full_shard, or remove optim_offload",
     ),
     _exclude(

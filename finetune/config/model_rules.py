@@ -7,11 +7,10 @@ from typing import Any
 from finetune.config.facts import Case, Rule
 from finetune.config.module_patterns import is_within
 from finetune.config.quantization import describe_quantization
-from finetune.config.recipe_rules import is_set, value_of
 from finetune.config.schema import Quantization
 
-# By model_type, the families whose matrices are sharded under tp_size. Of some, transformers' plan gathers products of attention,
-# whose heads need not be a multiple of the size then.
+# By model_type, the families whose matrices are sharded under tp_size. Of some, transformers' plan gathers products of
+# attention, whose heads need not be a multiple of the size then.
 TP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "smollm3")
 GATHERED_FAMILIES = ("olmo2", "phi3")
 # Those whose losses under expert parallelism are held to one process's (tests/training/test_expert_parallel.py).
@@ -114,9 +113,10 @@ def _describe_local_heads(case: Case) -> str:
 
 
 def shard_experts(shape: tuple[int, ...], size: int, shards: int) -> tuple[int, ...] | None:
-    """What one rank holds of a parameter [experts, rows, ...] under expert parallelism of `size` ranks and FSDP over `shards`.
+    """What one rank holds of a parameter [experts, rows, ...] under expert parallelism.
 
-    Whole experts where they divide evenly, else some rows of each; None where neither does.
+    `size` ranks share the experts, and FSDP shards each over `shards` ranks. Whole experts where they divide
+    evenly, else some rows of each; None where neither does.
 
     >>> shard_experts((8, 64, 32), 2, 2), shard_experts((8, 64, 32), 2, 8), shard_experts((8, 63, 32), 2, 8)
     ((2, 64, 32), (4, 8, 32), None)
@@ -138,7 +138,7 @@ def _has_unsharded_experts(case: Case) -> bool:
 
 
 def _names_mamba_modules(case: Case) -> bool:
-    targets = case.recipe.lora.lora_target_modules
+    targets = case["lora_target_modules"]
     return targets == "all-linear" or bool(MAMBA_MODULES & {target.rpartition(".")[2] for target in targets})
 
 
@@ -153,8 +153,8 @@ def _other_quantization(case: Case) -> Iterator[str]:
 def _describe_other_quantization(case: Case) -> list[str]:
     stored = describe_quantization(case.quantization)
     return [
-        f"{key}: {str(value_of(case, key)).lower()}: the weights of {case.name} are stored as {stored}; remove {key}, or name the "
-        "unquantized model"
+        f"{key}: {str(case[key]).lower()}: the weights of {case.name} are stored as {stored}; remove {key}, or "
+        "name the unquantized model"
         for key in _other_quantization(case)
     ]
 
@@ -179,15 +179,15 @@ RULES: tuple[Rule, ...] = (
     _model_rule(
         "more tokens than rows", "tokenizer_name_or_path", "model_name_or_path", "model_config",
         when=lambda c: (c.model.tokens or 0) > c.model.vocabulary,
-        message=lambda c: (f"{c.name}: its embedding has {c.model.vocabulary} rows, but the tokenizer has {c.model.tokens} tokens"),
+        message="{name}: its embedding has {model.vocabulary} rows, but the tokenizer has {model.tokens} tokens",
         advice="use the model's own tokenizer (added_tokens adds tokens to it), or set vocab_size in model_config",
         of_teacher=True,
     ),
     # Stored quantization
     _model_rule(
         "stored quantization in full", "use_peft", "model_name_or_path",
-        when=lambda c: c.model.quantization is not None and not c.recipe.lora.use_peft,
-        message=lambda c: (f"{c.name}: its weights are stored in {c.quantization.bits} bits, so they cannot be fine-tuned in full"),
+        when=lambda c: c.model.quantization is not None and not c["use_peft"],
+        message="{name}: its weights are stored in {quantization.bits} bits, so they cannot be fine-tuned in full",
         advice="set use_peft: true, or name the unquantized model", fix={"use_peft": True},
     ),
     _model_rule(
@@ -198,54 +198,61 @@ RULES: tuple[Rule, ...] = (
     _model_rule(
         "quantized experts", "load_in_4bit", "load_in_8bit", "model_name_or_path",
         when=lambda c: c.quantization.bits is not None and c.model.experts,
-        message=lambda c: (f"{c.load_key}: {c.name} is a mixture of experts ({c.model.model_type}), whose experts are not quantized here"),
+        message="{load_key}: {name} is a mixture of experts ({model.model_type}), whose experts are not quantized "
+        "here",
         advice="remove it, and name the unquantized model", of_teacher=True,
     ),
     _model_rule(
         "adapters of Mamba's layers", "lora_target_modules", "use_peft",
-        when=lambda c: c.recipe.lora.use_peft and c.model.model_type in MAMBA_FAMILIES and _names_mamba_modules(c),
-        message=lambda c: f"lora_target_modules: peft cannot adapt {' and '.join(sorted(MAMBA_MODULES))} of {c.model.model_type}",
+        when=lambda c: c["use_peft"] and c.model.model_type in MAMBA_FAMILIES and _names_mamba_modules(c),
+        message=f"lora_target_modules: peft cannot adapt {' and '.join(sorted(MAMBA_MODULES))} of "
+        "{model.model_type}",
         advice="name other linear layers",
     ),
     # Mixtures
     _model_rule(
-        "torch_compile of a mixture", "torch_compile", when=lambda c: c.recipe.model.torch_compile and c.model.experts,
-        message=lambda c: (f"torch_compile: {c.name} is a mixture of experts, whose tokens for each expert differ from step to step"),
+        "torch_compile of a mixture", "torch_compile", when=lambda c: c["torch_compile"] and c.model.experts,
+        message="torch_compile: {name} is a mixture of experts, whose tokens for each expert differ from step to "
+        "step",
         fix={"torch_compile": False},
     ),
     _model_rule(
         "projections of a mixture kept", "activation_checkpointing_keeps",
-        when=lambda c: is_set("activation_checkpointing_keeps", "attention_and_projections")(c) and c.model.experts,
-        message=lambda c: (f"activation_checkpointing_keeps: attention_and_projections: the experts of {c.name} multiply matrices of the sizes of " "attention's"),
+        when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts,
+        message="activation_checkpointing_keeps: attention_and_projections: the experts of {name} multiply "
+        "matrices of the sizes of attention's",
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     _model_rule(
         "auxiliary loss of a dense model", "router_aux_loss_coef",
-        when=lambda c: c.recipe.model.router_aux_loss_coef and not c.model.experts,
-        message=lambda c: f"router_aux_loss_coef: {c.name} is a dense model ({c.model.model_type})",
+        when=lambda c: c["router_aux_loss_coef"] and not c.model.experts,
+        message="router_aux_loss_coef: {name} is a dense model ({model.model_type})",
         advice="remove it", fix={"router_aux_loss_coef": None},
     ),
     _model_rule(
         "no auxiliary loss in the family", "router_aux_loss_coef",
-        when=lambda c: c.recipe.model.router_aux_loss_coef and c.model.experts and not c.model.has_auxiliary_loss,
-        message=lambda c: (f"router_aux_loss_coef: {c.name} is a mixture of experts whose routers have no auxiliary loss ({c.model.model_type})"),
+        when=lambda c: c["router_aux_loss_coef"] and c.model.experts and not c.model.has_auxiliary_loss,
+        message="router_aux_loss_coef: {name} is a mixture of experts whose routers have no auxiliary loss "
+        "({model.model_type})",
         advice="remove it", fix={"router_aux_loss_coef": None},
     ),
     _size_rule(
         "expert parallelism of a dense model", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and not c.model.experts,
-        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: {c.name} is a dense model ({c.model.model_type})"),
+        message="expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model ({model.model_type})",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
     _size_rule(
         "family of expert parallelism", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and c.model.model_type not in EP_FAMILIES,
-        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: not supported for {c.model.model_type}, the family of {c.name}; " f"it is tested with {', '.join(EP_FAMILIES)}"),
+        message="expert_parallel_size: {layout.expert_parallel_size}: not supported for {model.model_type}, the family "
+        f"of {{name}}; it is tested with {', '.join(EP_FAMILIES)}",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
     _size_rule(
         "experts over ranks", "expert_parallel_size", when=lambda c: c.model.experts % c.layout.expert_parallel_size,
-        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: a layer of {c.name} has {c.model.experts} experts, and " f"{c.model.experts} / {c.layout.expert_parallel_size} is no whole number"),
+        message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has {model.experts} "
+        "experts, and {model.experts} / {layout.expert_parallel_size} is no whole number",
         advice=lambda c: set_to_divisor("expert_parallel_size", math.gcd(c.model.experts,
         c.ranks // (c.layout.replicate_size or 1))),
         fix={"expert_parallel_size": 1},
@@ -253,14 +260,17 @@ RULES: tuple[Rule, ...] = (
     _size_rule(
         "experts over shards", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and _has_unsharded_experts(c),
-        message=lambda c: (f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the {c.model.experts // c.layout.expert_parallel_size} " f"experts of a rank's group nor the rows of their matrices divide over the ranks that share them"),
+        message=lambda c: f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the "
+        f"{c.model.experts // c.layout.expert_parallel_size} experts of a rank's group nor the rows of their matrices "
+        "divide over the ranks that share them",
         advice="choose another size", fix={"expert_parallel_size": 1},
     ),
     # Tensor parallelism
     _size_rule(
         "family of tensor parallelism", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and not has_tp_family(c),
-        message=lambda c: (f"tp_size {c.layout.tensor_parallel_size}: not supported for {c.model.model_type}, the family of {c.name}; only for " f"{', '.join((*TP_FAMILIES, *GATHERED_FAMILIES))}"),
+        message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the family of {name}; "
+        f"only for {', '.join((*TP_FAMILIES, *GATHERED_FAMILIES))}",
         fix={"tp_size": 1},
     ),
     _size_rule(
@@ -271,33 +281,37 @@ RULES: tuple[Rule, ...] = (
     _size_rule(
         "rows of the vocabulary under tensor parallelism", "tp_size",
         when=lambda c: has_tp_family(c) and _has_rankless_rows(c),
-        message=lambda c: (f"tp_size {c.layout.tensor_parallel_size}: {c.name} has vocab_size {c.model.vocabulary}, too few rows for " f"{c.layout.tensor_parallel_size} ranks"),
+        message="tp_size {layout.tensor_parallel_size}: {name} has vocab_size {model.vocabulary}, too few rows for "
+        "{layout.tensor_parallel_size} ranks",
         advice="set a smaller tp_size", fix={"tp_size": 1},
     ),
     # Sequences
     _size_rule(
         "heads under sequence parallelism", "cp_size", "sp_size",
         when=lambda c: _count_local_heads(c) % c.layout.sequence_parallel_size, message=_describe_local_heads,
-        advice=lambda c: (f"set it to one of {', '.join(str(n) for n in range(1, _count_local_heads(c) + 1) if _count_local_heads(c) % n == 0)}"),
+        advice=lambda c: f"set it to {list_divisors(_count_local_heads(c), 1)}",
         fix={"cp_size": 1}, of_teacher=True,
     ),
     _model_rule(
         "layers with a state", "attn_implementation", "model_name_or_path",
-        when=lambda c: is_set("attn_implementation", "auto")(c) and c.model.layer_types - PACKED_LAYER_TYPES,
-        message=lambda c: (f"{c.name}: {c.model.model_type} has {', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed " "documents cannot be kept apart"),
+        when=lambda c: c["attn_implementation"] == "auto" and c.model.layer_types - PACKED_LAYER_TYPES,
+        message=lambda c: f"{c.name}: {c.model.model_type} has "
+        f"{', '.join(sorted(c.model.layer_types - PACKED_LAYER_TYPES))} layers, in which packed documents cannot be "
+        "kept apart",
         advice="set packing: false and attn_implementation: sdpa",
         fix={"packing": False, "attn_implementation": "sdpa"}, of_teacher=True,
     ),
     # FP8
     _size_rule(
         "FP8 of a mixture", "mixed_precision", when=lambda c: c.layout.fp8 is not None and c.model.experts,
-        message=lambda c: (f"mixed_precision: fp8: {c.name} is a mixture of experts, which torchao does not multiply in FP8"),
+        message="mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply in FP8",
         fix={"mixed_precision": "bf16"},
     ),
     _size_rule(
         "FP8 without a layer", "mixed_precision",
         when=lambda c: c.layout.fp8 is not None and not c.model.experts and not _has_fp8_layer(c),
-        message=lambda c: (f"mixed_precision: fp8: {c.name} has no linear layer that can be multiplied in FP8: their sizes must be multiples of " f"{FP8_MULTIPLE}"),
+        message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: their sizes must be "
+        f"multiples of {FP8_MULTIPLE}",
         fix={"mixed_precision": "bf16"},
     ),
 )  # fmt: skip

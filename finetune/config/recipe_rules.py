@@ -13,16 +13,11 @@ from finetune.config.schema import SCHEDULE_ARGUMENTS, SCHEDULE_KEYS, Lora, Quan
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 
 
-def value_of(case: Case, key: str) -> Any:
-    """The value of a recipe's key."""
-    return getattr(getattr(case.recipe, recipe_keys()[key].section), key)
-
-
 def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
     """A condition: `key` has the value `to`, or without one any other value than its default."""
 
     def check(case: Case) -> bool:
-        value = value_of(case, key)
+        value = case[key]
         return bool(value != recipe_keys()[key].default) if to is ... else bool(value == to)
 
     return check
@@ -50,7 +45,7 @@ def _method_key(key: str) -> Rule:
         name=f"{key} with another method",
         keys=(key, "method"),
         when=_is_of_other_method(key),
-        message=lambda case: f"{key} has no effect with method: {case.recipe.method.method}; it is for {users}",
+        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
     )
 
 
@@ -58,14 +53,14 @@ def _column_key(entry: str, key: str) -> Rule:
     users = ", ".join(name for name, facts in METHODS.items() if facts.rows in COLUMN_KEYS[key])
 
     def is_unused(case: Case) -> bool:
-        is_given = any(getattr(source, key) for source in value_of(case, entry))
+        is_given = any(getattr(source, key) for source in case[entry])
         return is_given and case.recipe.method_facts.rows not in COLUMN_KEYS[key]
 
     return Rule(
         name=f"{key} of {entry} with another method",
         keys=(entry, "method"),
         when=is_unused,
-        message=lambda case: f"{key} has no effect with method: {case.recipe.method.method}; it is for {users}",
+        message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
     )
 
 
@@ -87,7 +82,7 @@ def _find_schedule_problems(case: Case) -> list[str]:
 
 
 def _is_no_date(case: Case) -> bool:
-    text = case.recipe.data.chat_template_date
+    text = case["chat_template_date"]
     try:
         return text is not None and not date.fromisoformat(text)
     except ValueError:
@@ -97,9 +92,7 @@ def _is_no_date(case: Case) -> bool:
 def _trains_base(case: Case) -> bool:
     """Whether more than new adapters is trained, so that a reference cannot be the model without them."""
     lora = case.recipe.lora
-    return not lora.use_peft or bool(
-        lora.modules_to_save or lora.adapter_name_or_path or case.recipe.model.added_tokens
-    )
+    return not lora.use_peft or bool(lora.modules_to_save or lora.adapter_name_or_path or case["added_tokens"])
 
 
 def _evaluates(case: Case) -> bool:
@@ -109,15 +102,15 @@ def _evaluates(case: Case) -> bool:
 
 
 def _holds_out(case: Case) -> bool:
-    return bool(case.recipe.data.eval_datasets) or case.recipe.data.eval_split_size is not None
+    return bool(case["eval_datasets"]) or case["eval_split_size"] is not None
 
 
 def _interval_without_effect(strategy: str, steps: str) -> Rule:
     return Rule(
         name=f"{steps} with another {strategy}",
         keys=(steps, strategy),
-        when=lambda case: is_set(steps)(case) and value_of(case, strategy) in ("no", "epoch"),
-        message=lambda case: f"{steps} has no effect with {strategy}: {value_of(case, strategy)}",
+        when=lambda case: is_set(steps)(case) and case[strategy] in ("no", "epoch"),
+        message=lambda case: f"{steps} has no effect with {strategy}: {case[strategy]}",
         advice="keep one of the two",
     )
 
@@ -136,7 +129,7 @@ def _full_only(key: str) -> Rule:
     return Rule(
         name=f"{key} with LoRA",
         keys=(key, "use_peft"),
-        when=lambda case: is_set(key)(case) and case.recipe.lora.use_peft,
+        when=lambda case: is_set(key)(case) and case["use_peft"],
         message=f"{key} is for full fine-tuning; LoRA freezes the base but for modules_to_save",
         advice="name them there",
     )
@@ -147,7 +140,7 @@ def _quantized_in_full(bits: int) -> Rule:
     return Rule(
         name=f"{key} in full",
         keys=(key, "use_peft"),
-        when=lambda case: value_of(case, key) and not case.recipe.lora.use_peft,
+        when=lambda case: case[key] and not case["use_peft"],
         message=f"{key}: a quantized base is frozen, so it cannot be fine-tuned in full",
         advice=f"set use_peft: true, or remove {key}",
         fix={"use_peft": True},
@@ -158,7 +151,7 @@ def _not_compiled(key: str, verb: str) -> Rule:
     return Rule(
         name=f"{key} with torch_compile",
         keys=(key, "torch_compile"),
-        when=lambda case: is_set(key)(case) and case.recipe.model.torch_compile,
+        when=lambda case: is_set(key)(case) and case["torch_compile"],
         message=f"{key}: torch does not {verb} activations inside compiled layers",
         advice="remove it, or torch_compile",
         fix={"torch_compile": False},
@@ -169,7 +162,7 @@ def _not_in_backward(key: str, when: Callable[[Case], object], message: str, adv
     return Rule(
         name=f"{key} with optim_in_backward",
         keys=(key, "optim_in_backward"),
-        when=lambda case: case.recipe.optimization.optim_in_backward and when(case),
+        when=lambda case: case["optim_in_backward"] and when(case),
         message=message,
         advice=advice,
         fix=fix or None,
@@ -180,31 +173,31 @@ def _not_in_backward(key: str, when: Callable[[Case], object], message: str, adv
 REQUIRED: tuple[Rule, ...] = (
     Rule(
         name="two models", keys=("model_config", "model_name_or_path"),
-        when=lambda c: c.recipe.model.model_name_or_path is not None and c.recipe.model.model_config is not None,
+        when=lambda c: c["model_name_or_path"] is not None and c["model_config"] is not None,
         message="model_name_or_path and model_config both name a model", advice="keep one",
     ),
     Rule(
         name="no model", keys=("model_name_or_path", "model_config"),
-        when=lambda c: c.recipe.model.model_name_or_path is None and c.recipe.model.model_config is None,
+        when=lambda c: c["model_name_or_path"] is None and c["model_config"] is None,
         message="no model", advice="set model_name_or_path (a hub name or folder) or model_config (an architecture)",
     ),
     Rule(
         name="no tokenizer", keys=("model_config", "tokenizer_name_or_path"),
-        when=lambda c: c.recipe.model.model_config is not None and c.recipe.model.tokenizer_name_or_path is None,
+        when=lambda c: c["model_config"] is not None and c["tokenizer_name_or_path"] is None,
         message="model_config brings no tokenizer", advice="set tokenizer_name_or_path",
     ),
     Rule(
         name="no model_type", keys=("model_config",),
-        when=lambda c: c.recipe.model.model_config is not None and "model_type" not in c.recipe.model.model_config,
+        when=lambda c: c["model_config"] is not None and "model_type" not in c["model_config"],
         message="model_config: model_type is missing", advice="for example model_type: llama",
     ),
     Rule(
-        name="no data", keys=("datasets",), when=lambda c: not c.recipe.data.datasets, message="no data",
+        name="no data", keys=("datasets",), when=lambda c: not c["datasets"], message="no data",
         advice="set datasets, a list with at least `- path: FILE`",
     ),
     Rule(
         name="adapters on random weights", keys=("use_peft", "model_config"),
-        when=lambda c: c.recipe.lora.use_peft and c.recipe.model.model_config is not None,
+        when=lambda c: c["use_peft"] and c["model_config"] is not None,
         message="use_peft adapts a trained model, but model_config starts from random weights",
         advice="set model_name_or_path",
     ),
@@ -214,84 +207,83 @@ RULES: tuple[Rule, ...] = (
     # The method
     Rule(
         name="no teacher", keys=("teacher_model_name_or_path", "method"),
-        when=lambda c: c.recipe.method.method == "distill" and not c.recipe.method.teacher_model_name_or_path,
+        when=lambda c: c["method"] == "distill" and not c["teacher_model_name_or_path"],
         message="method: distill learns from a teacher", advice="set teacher_model_name_or_path",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
-    _method_key(
-        "label_smoothing",
-    ),
+    _method_key("label_smoothing"),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
     Rule(
         name="label_smoothing with another loss", keys=("label_smoothing", "loss_type", "method"),
-        when=lambda c: (c.recipe.method.method == "dpo" and c.recipe.optimization.label_smoothing > 0 and c.recipe.method.loss_type != "sigmoid"),
-        message=lambda c: f"label_smoothing has no effect with loss_type: {c.recipe.method.loss_type}",
+        when=lambda c: c["method"] == "dpo" and c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
+        message="label_smoothing has no effect with loss_type: {loss_type}",
         advice="remove it",
     ),
     Rule(
         name="label_smoothing of half the pairs", keys=("label_smoothing", "method"),
-        when=lambda c: c.recipe.method.method == "dpo" and c.recipe.optimization.label_smoothing >= 0.5,
-        message=lambda c: (f"label_smoothing: {c.recipe.optimization.label_smoothing:g}: under dpo it is the share of pairs whose order is wrong"),
+        when=lambda c: c["method"] == "dpo" and c["label_smoothing"] >= 0.5,
+        message="label_smoothing: {label_smoothing:g}: under dpo it is the share of pairs whose order is wrong",
         advice="a number below 0.5 is expected",
     ),
     Rule(
         name="label_smoothing without labels", keys=("label_smoothing", "distill_alpha", "method"),
-        when=lambda c: c.recipe.method.method == "distill" and c.recipe.method.distill_alpha == 1 and c.recipe.optimization.label_smoothing,
+        when=lambda c: c["method"] == "distill" and c["distill_alpha"] == 1 and c["label_smoothing"],
         message="label_smoothing is of the cross entropy, which has no weight with distill_alpha: 1",
         advice="set distill_alpha below 1, or remove it",
     ),
     Rule(
-        name="streaming with a reference", keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),
-        when=lambda c: c.recipe.data.streaming and c.recipe.method_facts.needs_reference and _trains_base(c),
-        message=lambda c: (f"streaming: {c.recipe.method.method} compares with the model before training, whose log-probabilities of all the " "data are computed first unless new adapters alone are trained"),
-        advice="remove streaming, or set use_peft without modules_to_save, added_tokens and adapter_name_or_path", fix={"streaming": False},
+        name="streaming with a reference",
+        keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),
+        when=lambda c: c["streaming"] and c.recipe.method_facts.needs_reference and _trains_base(c),
+        message="streaming: {method} compares with the model before training, whose log-probabilities of all the "
+        "data are computed first unless new adapters alone are trained",
+        advice="remove streaming, or set use_peft without modules_to_save, added_tokens and adapter_name_or_path",
+        fix={"streaming": False},
     ),
     Rule(
         name="split answers that are compared", keys=("overlength", "method"),
-        when=lambda c: c.recipe.method_facts.rows != "answers" and c.recipe.data.overlength == "split",
-        message=lambda c: (f"overlength: split takes answers apart, which method: {c.recipe.method.method} compares; truncate, drop or error"),
+        when=lambda c: c.recipe.method_facts.rows != "answers" and c["overlength"] == "split",
+        message="overlength: split takes answers apart, which method: {method} compares; truncate, drop or error",
     ),
     Rule(
         name="assistant_only_loss of pairs", keys=("assistant_only_loss", "method"),
-        when=lambda c: c.recipe.method_facts.rows != "answers" and not c.recipe.data.assistant_only_loss,
-        message=lambda c: (f"assistant_only_loss: false has no effect with method: {c.recipe.method.method}, which compares answers to one prompt"),
+        when=lambda c: c.recipe.method_facts.rows != "answers" and not c["assistant_only_loss"],
+        message="assistant_only_loss: false has no effect with method: {method}, which compares answers to one "
+        "prompt",
         advice="remove it",
     ),
     no_effect(
-        "turns", "where answers are compared (dpo, orpo, simpo, kto), or with assistant_only_loss: false: a row is whole",
-        lambda c: c.recipe.method_facts.rows != "answers" or not c.recipe.data.assistant_only_loss, "method",
+        "turns",
+        "where answers are compared (dpo, orpo, simpo, kto), or with assistant_only_loss: false: a row is whole",
+        lambda c: c.recipe.method_facts.rows != "answers" or not c["assistant_only_loss"], "method",
     ),
     # LoRA and a quantized base
     *(
-        no_effect(key.name, "without use_peft: true", lambda c: not c.recipe.lora.use_peft, "use_peft")
+        no_effect(key.name, "without use_peft: true", lambda c: not c["use_peft"], "use_peft")
         for key in fields(Lora)[1:]
     ),
     Rule(
         name="no targets", keys=("lora_target_modules", "lora_target_parameters"),
-        when=lambda c: c.recipe.lora.lora_target_modules == () and not c.recipe.lora.lora_target_parameters,
+        when=lambda c: c["lora_target_modules"] == () and not c["lora_target_parameters"],
         message="lora_target_modules: names no layer", advice="name some, or all-linear",
     ),
     Rule(
         name="DoRA of parameters", keys=("use_dora", "lora_target_parameters"),
-        when=lambda c: c.recipe.lora.use_dora and c.recipe.lora.lora_target_parameters,
+        when=lambda c: c["use_dora"] and c["lora_target_parameters"],
         message="use_dora: peft has no DoRA for lora_target_parameters", advice="remove one of the two",
         fix={"use_dora": False},
     ),
     Rule(
         name="dropout of parameters", keys=("lora_dropout", "lora_target_parameters"),
-        when=lambda c: c.recipe.lora.lora_dropout and c.recipe.lora.lora_target_parameters,
+        when=lambda c: c["lora_dropout"] and c["lora_target_parameters"],
         message="lora_dropout: an adapter of lora_target_parameters has no input of its own to drop from",
         fix={"lora_dropout": 0},
     ),
-    _full_only(
-        "trainable_modules",
-    ),
-    _full_only(
-        "frozen_modules",
-    ),
+    _full_only("trainable_modules"),
+    _full_only("frozen_modules"),
     Rule(
         name="two quantizations", keys=("load_in_8bit", "load_in_4bit"),
-        when=lambda c: c.recipe.quantization.load_in_4bit and c.recipe.quantization.load_in_8bit,
+        when=lambda c: c["load_in_4bit"] and c["load_in_8bit"],
         message="load_in_4bit and load_in_8bit both say how the base is kept", advice="keep one",
     ),
     _quantized_in_full(
@@ -302,32 +294,30 @@ RULES: tuple[Rule, ...] = (
     ),
     *(
         no_effect(
-            key.name, "without load_in_4bit: true", lambda c: not c.recipe.quantization.load_in_4bit, "load_in_4bit"
+            key.name, "without load_in_4bit: true", lambda c: not c["load_in_4bit"], "load_in_4bit"
         )
         for key in fields(Quantization)
         if key.name.startswith("bnb_4bit")
     ),
     # What is computed and kept
-    _not_compiled(
-        "activation_checkpointing_keeps", "select",
-    ),
-    _not_compiled(
-        "activation_offload", "offload",
-    ),
+    _not_compiled("activation_checkpointing_keeps", "select"),
+    _not_compiled("activation_offload", "offload"),
     Rule(
         name="DoRA's products kept", keys=("activation_checkpointing_keeps", "use_dora"),
-        when=lambda c: (is_set("activation_checkpointing_keeps", "attention_and_projections")(c) and c.recipe.lora.use_dora),
-        message="activation_checkpointing_keeps: attention_and_projections: DoRA's adapters multiply matrices of the sizes of " "attention's",
+        when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c["use_dora"],
+        message="activation_checkpointing_keeps: attention_and_projections: DoRA's adapters multiply "
+        "matrices of the sizes of attention's",
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     _not_in_backward(
-        "max_grad_norm", lambda c: c.recipe.optimization.max_grad_norm is not None,
+        "max_grad_norm", lambda c: c["max_grad_norm"] is not None,
         "max_grad_norm clips by the norm of all gradients, which is known only after the updates of optim_in_backward",
         "set max_grad_norm: null, or remove optim_in_backward", max_grad_norm=None,
     ),
     _not_in_backward(
         "on_nonfinite", is_set("on_nonfinite", "skip"),
-        "on_nonfinite: skip leaves out a whole step, but under optim_in_backward a part of it has been made when a gradient is " "found that is not finite",
+        "on_nonfinite: skip leaves out a whole step, but under optim_in_backward a part of it has been made when "
+        "a gradient is found that is not finite",
         "set on_nonfinite: stop", on_nonfinite="stop",
     ),
     _not_in_backward(
@@ -340,17 +330,17 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="no offload_dir", keys=("optim_offload", "offload_dir"),
-        when=lambda c: is_set("optim_offload", "nvme")(c) and c.recipe.optimization.offload_dir is None,
+        when=lambda c: c["optim_offload"] == "nvme" and c["offload_dir"] is None,
         message="optim_offload: nvme needs offload_dir, a folder on the NVMe disk of each node",
     ),
     Rule(
         name="empty offload_dir", keys=("offload_dir", "optim_offload"),
-        when=lambda c: is_set("optim_offload", "nvme")(c) and not (c.recipe.optimization.offload_dir or "").strip() and c.recipe.optimization.offload_dir is not None,
+        when=lambda c: c["optim_offload"] == "nvme" and c["offload_dir"] is not None and not c["offload_dir"].strip(),
         message="offload_dir: empty text is no folder", advice="name one on the NVMe disk of each node",
     ),
     Rule(
         name="async_save of offloaded state", keys=("async_save", "optim_offload"),
-        when=lambda c: is_set("optim_offload", "nvme")(c) and c.recipe.checkpoint.async_save,
+        when=lambda c: c["optim_offload"] == "nvme" and c["async_save"],
         message="async_save copies the state to host memory, out of which optim_offload: nvme keeps it",
         advice="remove one of them", fix={"async_save": False},
     ),
@@ -361,14 +351,14 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="cosine_with_min_lr without a minimum", keys=("lr_scheduler_type", "min_lr_ratio"),
-        when=lambda c: is_set("lr_scheduler_type", "cosine_with_min_lr")(c) and not c.recipe.optimization.min_lr_ratio,
+        when=lambda c: c["lr_scheduler_type"] == "cosine_with_min_lr" and not c["min_lr_ratio"],
         message="lr_scheduler_type: cosine_with_min_lr ends at learning_rate times min_lr_ratio: set it, or cosine",
     ),
     *(
         Rule(
             name=f"min_lr_ratio of {kind}",
             keys=("min_lr_ratio", "lr_scheduler_type"),
-            when=lambda c, kind=kind: is_set("lr_scheduler_type", kind)(c) and c.recipe.optimization.min_lr_ratio > 0,  # type: ignore[misc]
+            when=lambda c, kind=kind: c["lr_scheduler_type"] == kind and c["min_lr_ratio"] > 0,  # type: ignore[misc]
             message=f"lr_scheduler_type: {kind} has no end, and min_lr_ratio no effect",
             advice="remove one of the two",
             fix={"min_lr_ratio": 0},
@@ -377,21 +367,23 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="a warm-up longer than the run", keys=("warmup_steps", "max_steps"),
-        when=lambda c: (c.recipe.optimization.warmup_steps or 0) > (c.steps or c.recipe.optimization.max_steps or 1e99),
-        message=lambda c: (f"warmup_steps: {c.recipe.optimization.warmup_steps}: the run ends after {c.steps or c.recipe.optimization.max_steps} " "steps, before learning_rate is reached"),
+        when=lambda c: (c["warmup_steps"] or 0) > (c.steps or c["max_steps"] or 1e99),
+        message=lambda c: f"warmup_steps: {c['warmup_steps']}: the run ends after {c.steps or c['max_steps']} steps, "
+        "before learning_rate is reached",
         is_note=True,
     ),
     Rule(
         name="a learning rate of 1", keys=("learning_rate", "optim"),
-        when=lambda c: (c.recipe.optimization.learning_rate >= LARGEST_RATE and OPTIMIZERS[c.recipe.optimization.optim].reads_betas),
-        message=lambda c: (f"learning_rate: {c.recipe.optimization.learning_rate:g}: optim: {c.recipe.optimization.optim} moves every parameter by " "about this much in each step; 1e-5 to 1e-3 are usual"),
+        when=lambda c: c["learning_rate"] >= LARGEST_RATE and OPTIMIZERS[c["optim"]].reads_betas,
+        message="learning_rate: {learning_rate:g}: optim: {optim} moves every parameter by about this much in each "
+        "step; 1e-5 to 1e-3 are usual",
         is_note=True,
     ),
     *(
         no_effect(
             key,
             "with this optim, which has no such number",
-            lambda c: not OPTIMIZERS[c.recipe.optimization.optim].reads_betas,
+            lambda c: not OPTIMIZERS[c["optim"]].reads_betas,
             "optim",
             is_note=True,
         )
@@ -400,51 +392,44 @@ RULES: tuple[Rule, ...] = (
     # Data and evaluation
     Rule(
         name="no date", keys=("chat_template_date",), when=_is_no_date,
-        message=lambda c: (f"chat_template_date: {c.recipe.data.chat_template_date}: not a date; use the form 2026-01-31"),
+        message="chat_template_date: {chat_template_date}: not a date; use the form 2026-01-31",
     ),
     Rule(
         name="streaming without an end", keys=("streaming", "max_steps"),
-        when=lambda c: c.recipe.data.streaming and c.recipe.optimization.max_steps is None,
+        when=lambda c: c["streaming"] and c["max_steps"] is None,
         message="streaming has no known end", advice="set max_steps",
     ),
     Rule(
         name="held out of a stream", keys=("eval_split_size", "streaming"),
-        when=lambda c: c.recipe.data.streaming and c.recipe.data.eval_split_size is not None,
+        when=lambda c: c["streaming"] and c["eval_split_size"] is not None,
         message="eval_split_size cannot be held out of a stream", advice="set eval_datasets",
     ),
     Rule(
         name="held out twice", keys=("eval_split_size", "eval_datasets"),
-        when=lambda c: c.recipe.data.eval_datasets and c.recipe.data.eval_split_size is not None,
+        when=lambda c: c["eval_datasets"] and c["eval_split_size"] is not None,
         message="eval_datasets and eval_split_size both name the held-out rows", advice="keep one",
     ),
     Rule(
         name="evaluation without held-out rows",
         keys=("eval_steps", "eval_strategy", "eval_datasets", "eval_split_size"),
         when=lambda c: _evaluates(c) and not _holds_out(c),
-        message=lambda c: (f"{'eval_strategy' if c.recipe.run.eval_strategy == 'epoch' else 'eval_steps'}, but no held-out rows; set eval_datasets " "or eval_split_size"),
+        message=lambda c: f"{'eval_strategy' if c['eval_strategy'] == 'epoch' else 'eval_steps'}, but no held-out rows",
+        advice="set eval_datasets or eval_split_size",
     ),
     Rule(
         name="exact_match_samples without held-out rows",
         keys=("exact_match_samples", "eval_datasets", "eval_split_size"),
-        when=lambda c: c.recipe.run.exact_match_samples and not _holds_out(c),
+        when=lambda c: c["exact_match_samples"] and not _holds_out(c),
         message="exact_match_samples, but no held-out rows", advice="set eval_datasets or eval_split_size",
     ),
-    _needs_evaluation(
-        "early_stopping_patience",
-    ),
-    _needs_evaluation(
-        "keep_best_checkpoint",
-    ),
-    _interval_without_effect(
-        "eval_strategy", "eval_steps",
-    ),
-    _interval_without_effect(
-        "save_strategy", "save_steps",
-    ),
+    _needs_evaluation("early_stopping_patience"),
+    _needs_evaluation("keep_best_checkpoint"),
+    _interval_without_effect("eval_strategy", "eval_steps"),
+    _interval_without_effect("save_strategy", "save_steps"),
     Rule(
         name="profile_steps backwards", keys=("profile_steps",),
-        when=lambda c: (c.recipe.run.profile_steps is not None and c.recipe.run.profile_steps[0] > c.recipe.run.profile_steps[1]),
-        message=lambda c: (f"profile_steps: {list(c.recipe.run.profile_steps or ())}: the first step comes after the last"),
+        when=lambda c: c["profile_steps"] is not None and c["profile_steps"][0] > c["profile_steps"][1],
+        message=lambda c: (f"profile_steps: {list(c['profile_steps'] or ())}: the first step comes after the last"),
         advice="give the first step first",
     ),
 )  # fmt: skip

@@ -3,15 +3,16 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from string import Formatter
 from typing import Any
 
 import pytest
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
-from finetune.config.facts import ACTIVATIONS, MachineFacts, read_model_facts
+from finetune.config.facts import ACTIVATIONS, Case, MachineFacts, ModelFacts, read_model_facts
 from finetune.config.layout import Fp8, Sharding
 from finetune.config.reader import read_recipe
-from finetune.config.schema import recipe_keys
+from finetune.config.schema import Quantization, recipe_keys
 from finetune.errors import UserError
 
 LLAMA = {
@@ -50,8 +51,8 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([LORA, "load_in_4bit=true"], Sharding(layout="fsdp1", source="some.yaml"), 2, None, None,
      "load_in_4bit cannot be combined with fsdp_version: 1 (some.yaml): FSDP1 flattens and converts"),
     ([LORA, "lora_target_parameters=[experts.down_proj]"], Sharding(layout="fsdp1"), 2, None, None, "none of them can have an adapter"),
-    ([LORA], Sharding(layout="fsdp1"), 1, None, None, "on one rank FSDP1 is NO_SHARD, which cannot hold frozen parameters"),
-    (["frozen_modules=[lm_head]"], Sharding(layout="fsdp1", strategy="NO_SHARD"), 2, None, None, "NO_SHARD cannot hold frozen"),
+    ([LORA], Sharding(layout="fsdp1"), 1, None, None, "FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters"),
+    (["frozen_modules=[lm_head]"], Sharding(layout="fsdp1", strategy="NO_SHARD"), 2, None, None, "(NO_SHARD, or one rank) cannot hold frozen"),
     # tensor parallelism
     (["optim=adafactor"], TP, 4, None, None, "optim: adafactor cannot be combined with tp_size"),
     (["optim=adamw_8bit"], TP, 4, None, None, "optim: adamw_8bit cannot be combined with tp_size"),
@@ -79,7 +80,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     ([], replace(SP, fp8=Fp8()), 4, None, None, "mixed_precision: fp8 cannot be combined with cp_size"),
     (["attn_implementation=sdpa"], SP, 4, None, None, "attn_implementation: sdpa cannot be combined with cp_size"),
     (["max_length=32"], SP, 4, LLAMA | {"num_attention_heads": 6}, None,
-     "cp_size (or sp_size) 4 must divide the attention heads, but the model has 6; set it to one of 1, 2, 3, 6"),
+     "cp_size (or sp_size) 4 must divide the attention heads, but the model has 6; set it to 1, 2, 3 or 6"),
     # expert parallelism
     (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size: 2 requires FSDP2"),
     ([], replace(EP, expert_parallel_size=4, strategy="HYBRID_SHARD", replicate_size=2, shard_size=2), 4, None, None,
@@ -253,6 +254,16 @@ def test_rules_have_names_of_their_own_and_keys_that_exist() -> None:
     assert [name for name, count in Counter(rule.name for rule in RULES).items() if count > 1] == []
     for rule in RULES:
         assert (rule.keys and all(key in recipe_keys() for key in rule.keys)) or "layout" in rule.needs, rule.name
+
+
+def test_what_a_message_names_exists() -> None:
+    for rule in RULES:
+        if isinstance(rule.message, str):
+            for _, field, _, _ in Formatter().parse(rule.message):
+                first, _, rest = (field or "name").partition(".")
+                owner = {"layout": Sharding, "model": ModelFacts, "quantization": Quantization}.get(first)
+                assert first in recipe_keys() or hasattr(Case, first), (rule.name, field)
+                assert not rest or hasattr(owner, rest), (rule.name, field)
 
 
 @pytest.mark.parametrize(

@@ -277,10 +277,10 @@ def test_what_cannot_be_divided_is_refused_before_anything_is_loaded(
     refused = run_python(["-m", "finetune", "plan", "--recipe", str(recipes["three"]), "--config", str(eight)])
     assert refused.returncode == 2
     assert "cp_size (or sp_size) 8 must divide the attention heads" in refused.stderr
-    assert "but the model has 4; set it to one of 1, 2, 4" in refused.stderr
+    assert "but the model has 4; set it to 1, 2 or 4" in refused.stderr
     two = write_config(tmp_path, "full_shard", sizes={"sp_size": 2})
     command = ["-m", "finetune", "plan", "--recipe", str(recipes["three"]), "--config", str(two)]
-    of_two = "but the model has 4, of which tp_size 2 leaves 2 on a rank; set it to one of 1, 2"
+    of_two = "but the model has 4, of which tp_size 2 leaves 2 on a rank; set it to 1 or 2"
     for sizes, named in (({"tp_size": 2, "sp_size": 4}, of_two), ({"sp_size": 2}, "mixed_precision: fp8")):
         both = write_config(tmp_path, "full_shard", "no" if len(sizes) > 1 else "fp8", sizes=sizes)
         refused = run_python([*command[:-1], str(both)])
