@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeAlias
 
 from finetune import __version__
+from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.overrides import read_overrides
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR, Preempted, UserError
 from finetune.terminal import clean_output, discard, silence_libraries
@@ -115,10 +116,10 @@ def _add_init(subcommands: "Subcommands") -> None:
     )
     init.add_argument(
         "--method",
-        choices=("full", "lora", "qlora", "dpo", "orpo", "simpo", "kto", "distill"),
+        choices=("full", "lora", "qlora", *(name for name in METHODS if name != DEFAULT_METHOD)),
         help="what is trained, or what it learns from (default: as the data asks, all parameters where they fit)",
     )
-    init.add_argument("--teacher", metavar="M", help="distill: the model to learn from, a folder or hub name")
+    init.add_argument("--teacher", metavar="M", help="the model to learn from, a folder or hub name")
     init.add_argument("--output", metavar="FILE", help="the recipe to write (default: my_recipe.yaml)")
     init.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
 

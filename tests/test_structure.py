@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.schedules import SCHEDULES
 from tests.ranks import ROOT
 
 PACKAGE = ROOT / "finetune"
@@ -69,9 +71,21 @@ def strings(path: Path) -> list[tuple[int, str]]:
     return [(node.lineno, node.value) for node in constants if isinstance(node.value, str)]
 
 
+# What other tools call things: their methods and schedules have some of our names.
+OTHER_TOOLS = (
+    "config/other_tools.py",
+    "config/unknown_keys.py",
+    *(f"convert/{path.name}" for path in PACKAGE.glob("convert/*.py")),
+)
+
 # What is a row of a table -> its names, and the only files that name one.
 TABLES = {
     "optimizers": (OPTIMIZERS, ("config/optimizers.py", "optim/build.py")),
+    "schedules": ([name for name in SCHEDULES if "_" in name], ("config/schedules.py", *OTHER_TOOLS)),
+    "methods": (
+        [name for name in METHODS if name != DEFAULT_METHOD],
+        ("config/methods.py", "training/objectives/preference.py", *OTHER_TOOLS),
+    ),
 }
 
 

@@ -116,6 +116,10 @@ def is_quantized(case: Case) -> bool:
     return case.quantization.bits is not None
 
 
+def has_teacher(case: Case) -> bool:
+    return case.recipe.method_facts.needs_teacher
+
+
 def freezes(case: Case) -> bool:
     """Whether some parameters of the model are not trained."""
     model = case.recipe.model
@@ -231,7 +235,7 @@ POSSIBLE: tuple[Rule, ...] = (
 RULES: tuple[Rule, ...] = (
     # FSDP1
     _exclude(
-        "fsdp_version: 1", is_fsdp1, "method", is_set("method", "distill"), "method: distill",
+        "fsdp_version: 1", is_fsdp1, "method", has_teacher, lambda c: f"method: {c['method']}",
         "FSDP1 gathers no single unit, as the teacher's head needs it", advice="set fsdp_version: 2, or use ddp",
     ),
     Rule(
@@ -276,7 +280,7 @@ RULES: tuple[Rule, ...] = (
         advice="name an unquantized model without the key, or set tp_size: 1",
     ),
     _exclude(
-        "tp_size", has_tp, "method", is_set("method", "distill"), "method: distill", advice="set tp_size: 1",
+        "tp_size", has_tp, "method", has_teacher, lambda c: f"method: {c['method']}", advice="set tp_size: 1",
     ),
     *(_exclude("tp_size", has_tp, key, is_set(key, True), f"{key}: true", advice=f"set {key}: false, or tp_size: 1",
         fix={key: False})

@@ -9,6 +9,7 @@ from annotated_types import Ge, Gt, Le
 
 from finetune.config.markers import FileOrName, SameOnResume
 
+DEFAULT_METHOD = "sft"
 RowKind = Literal["answers", "pairs", "ratings"]
 # Documents in a group, which no batch takes apart: an answer; chosen and rejected; a rated answer and a mismatched one.
 GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2}
@@ -76,13 +77,20 @@ class Method:
     ] = 1.0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MethodFacts:
-    """What data, training and plan must know of a method."""
+    """What data, training, plan and `finetune init` ask about a method."""
 
-    rows: RowKind  # what it reads of the data
+    says: str  # what the model learns, for the recipe that `finetune init` writes
+    rows: RowKind = "answers"  # what it reads of the data
     keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
     needs_reference: bool = False  # the log-probabilities of the model before training
+    needs_teacher: bool = False  # another model's probabilities
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares answers, so that a row is a group of documents."""
+        return self.rows != "answers"
 
     @property
     def documents(self) -> int:
@@ -91,14 +99,30 @@ class MethodFacts:
 
 
 METHODS: Mapping[str, MethodFacts] = {
-    "sft": MethodFacts("answers", ("label_smoothing",)),
-    "dpo": MethodFacts("pairs", ("beta", "loss_type", "label_smoothing", "rpo_alpha"), needs_reference=True),
-    "orpo": MethodFacts("pairs", ("beta",)),
-    "simpo": MethodFacts("pairs", ("beta", "simpo_gamma")),
-    "kto": MethodFacts("ratings", ("beta", "desirable_weight", "undesirable_weight"), needs_reference=True),
+    DEFAULT_METHOD: MethodFacts(says="learns the answers", keys=("label_smoothing",)),
+    "dpo": MethodFacts(
+        says="learns from pairs which answer is the better one; orpo and simpo need no reference",
+        rows="pairs",
+        keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"),
+        needs_reference=True,
+    ),
+    "orpo": MethodFacts(
+        says="learns the chosen answers, and to prefer them to the rejected ones", rows="pairs", keys=("beta",)
+    ),
+    "simpo": MethodFacts(
+        says="learns from pairs which answer is the better one, without a reference",
+        rows="pairs",
+        keys=("beta", "simpo_gamma"),
+    ),
+    "kto": MethodFacts(
+        says="learns from answers that are rated good or bad",
+        rows="ratings",
+        keys=("beta", "desirable_weight", "undesirable_weight"),
+        needs_reference=True,
+    ),
     "distill": MethodFacts(
-        "answers",
-        (
+        says="learns a larger model's probabilities for every token of the answers",
+        keys=(
             "teacher_model_name_or_path",
             "teacher_model_revision",
             "teacher_load_in_4bit",
@@ -107,8 +131,12 @@ METHODS: Mapping[str, MethodFacts] = {
             "distill_alpha",
             "label_smoothing",
         ),
+        needs_teacher=True,
     ),
 }
+PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
+RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
+TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher)
 
 # The keys of an entry of `datasets` that name columns of only some rows.
 COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {
@@ -124,8 +152,8 @@ def describe_method(values: Mapping[str, Any]) -> str:
     >>> describe_method({"method": "dpo", "beta": 0.1, "loss_type": "sigmoid", "rpo_alpha": None, "label_smoothing": 0.0})
     'dpo: beta 0.1, loss_type sigmoid'
     """  # noqa: E501
-    method = values.get("method", "sft")
-    if method == "sft":
+    method = values.get("method", DEFAULT_METHOD)
+    if method == DEFAULT_METHOD:
         return "supervised fine-tuning"
     given = ((key, values.get(key)) for key in METHODS[method].keys)
     used = [f"{key} {value:g}" if isinstance(value, float) else f"{key} {value}" for key, value in given if value]

@@ -1,14 +1,15 @@
 """The rules of a recipe by itself: they need neither layout nor model, and are checked as it is read. Torch-free."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import fields
 from datetime import date
 from typing import Any
 
 from finetune.config.facts import Case, Rule
-from finetune.config.methods import COLUMN_KEYS, METHODS, Method
+from finetune.config.methods import COLUMN_KEYS, METHODS, PAIRED, RATED, Method
 from finetune.config.optimizers import OPTIMIZERS
-from finetune.config.schema import SCHEDULE_ARGUMENTS, SCHEDULE_KEYS, Lora, Quantization, recipe_keys
+from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
+from finetune.config.schema import Lora, Quantization, recipe_keys
 
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 
@@ -65,20 +66,7 @@ def _column_key(entry: str, key: str) -> Rule:
 
 
 def _find_schedule_problems(case: Case) -> list[str]:
-    """What is wrong with the arguments of the schedule, one sentence each."""
-    keys = case.recipe.optimization
-    kind, arguments, problems = keys.lr_scheduler_type, keys.lr_scheduler_kwargs or {}, []
-    takes: Mapping[str, tuple[str, ...]] = SCHEDULE_ARGUMENTS.get(kind, {})
-    for name, value in arguments.items():
-        if name in SCHEDULE_KEYS:
-            problems.append(f"{name}: here it is {SCHEDULE_KEYS[name]}")
-        elif name not in takes:
-            problems.append(f"{name}: {kind} takes {' and '.join(takes) or 'no arguments'}")
-        elif takes[name] and value not in takes[name]:
-            problems.append(f"{name}: {value} does not fit; one of {', '.join(takes[name])} is expected")
-        elif not takes[name] and (not isinstance(value, int | float) or value <= 0):
-            problems.append(f"{name}: {value} does not fit; a number above 0 is expected")
-    return [f"lr_scheduler_kwargs: {problem}" for problem in problems]
+    return find_schedule_problems(case["lr_scheduler_type"], case["lr_scheduler_kwargs"] or {})
 
 
 def _is_no_date(case: Case) -> bool:
@@ -207,27 +195,27 @@ RULES: tuple[Rule, ...] = (
     # The method
     Rule(
         name="no teacher", keys=("teacher_model_name_or_path", "method"),
-        when=lambda c: c["method"] == "distill" and not c["teacher_model_name_or_path"],
-        message="method: distill learns from a teacher", advice="set teacher_model_name_or_path",
+        when=lambda c: c.recipe.method_facts.needs_teacher and not c["teacher_model_name_or_path"],
+        message="method: {method} learns from a teacher", advice="set teacher_model_name_or_path",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
     _method_key("label_smoothing"),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
     Rule(
         name="label_smoothing with another loss", keys=("label_smoothing", "loss_type", "method"),
-        when=lambda c: c["method"] == "dpo" and c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
+        when=lambda c: c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
         message="label_smoothing has no effect with loss_type: {loss_type}",
         advice="remove it",
     ),
     Rule(
         name="label_smoothing of half the pairs", keys=("label_smoothing", "method"),
-        when=lambda c: c["method"] == "dpo" and c["label_smoothing"] >= 0.5,
-        message="label_smoothing: {label_smoothing:g}: under dpo it is the share of pairs whose order is wrong",
+        when=lambda c: c.recipe.method_facts.compares and c["label_smoothing"] >= 0.5,
+        message="label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose order is wrong",
         advice="a number below 0.5 is expected",
     ),
     Rule(
         name="label_smoothing without labels", keys=("label_smoothing", "distill_alpha", "method"),
-        when=lambda c: c["method"] == "distill" and c["distill_alpha"] == 1 and c["label_smoothing"],
+        when=lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1 and c["label_smoothing"],
         message="label_smoothing is of the cross entropy, which has no weight with distill_alpha: 1",
         advice="set distill_alpha below 1, or remove it",
     ),
@@ -242,20 +230,21 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         name="split answers that are compared", keys=("overlength", "method"),
-        when=lambda c: c.recipe.method_facts.rows != "answers" and c["overlength"] == "split",
+        when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
         message="overlength: split takes answers apart, which method: {method} compares; truncate, drop or error",
     ),
     Rule(
         name="assistant_only_loss of pairs", keys=("assistant_only_loss", "method"),
-        when=lambda c: c.recipe.method_facts.rows != "answers" and not c["assistant_only_loss"],
+        when=lambda c: c.recipe.method_facts.compares and not c["assistant_only_loss"],
         message="assistant_only_loss: false has no effect with method: {method}, which compares answers to one "
         "prompt",
         advice="remove it",
     ),
     no_effect(
         "turns",
-        "where answers are compared (dpo, orpo, simpo, kto), or with assistant_only_loss: false: a row is whole",
-        lambda c: c.recipe.method_facts.rows != "answers" or not c["assistant_only_loss"], "method",
+        f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with assistant_only_loss: false: a row "
+        "is whole",
+        lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"], "method",
     ),
     # LoRA and a quantized base
     *(
@@ -350,20 +339,16 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: _find_schedule_problems(c), message=_find_schedule_problems,
     ),
     Rule(
-        name="cosine_with_min_lr without a minimum", keys=("lr_scheduler_type", "min_lr_ratio"),
-        when=lambda c: c["lr_scheduler_type"] == "cosine_with_min_lr" and not c["min_lr_ratio"],
-        message="lr_scheduler_type: cosine_with_min_lr ends at learning_rate times min_lr_ratio: set it, or cosine",
+        name="a schedule without its minimum", keys=("lr_scheduler_type", "min_lr_ratio"),
+        when=lambda c: SCHEDULES[c["lr_scheduler_type"]].needs_floor and not c["min_lr_ratio"],
+        message="lr_scheduler_type: {lr_scheduler_type} ends at learning_rate times min_lr_ratio",
+        advice=f"set min_lr_ratio, or lr_scheduler_type: {DEFAULT_SCHEDULE}",
     ),
-    *(
-        Rule(
-            name=f"min_lr_ratio of {kind}",
-            keys=("min_lr_ratio", "lr_scheduler_type"),
-            when=lambda c, kind=kind: c["lr_scheduler_type"] == kind and c["min_lr_ratio"] > 0,  # type: ignore[misc]
-            message=f"lr_scheduler_type: {kind} has no end, and min_lr_ratio no effect",
-            advice="remove one of the two",
-            fix={"min_lr_ratio": 0},
-        )
-        for kind in ("inverse_sqrt", "constant", "constant_with_warmup")
+    Rule(
+        name="a minimum of a schedule without an end", keys=("min_lr_ratio", "lr_scheduler_type"),
+        when=lambda c: not SCHEDULES[c["lr_scheduler_type"]].has_end and c["min_lr_ratio"] > 0,
+        message="lr_scheduler_type: {lr_scheduler_type} has no end, and min_lr_ratio no effect",
+        advice="remove one of the two", fix={"min_lr_ratio": 0},
     ),
     Rule(
         name="a warm-up longer than the run", keys=("warmup_steps", "max_steps"),

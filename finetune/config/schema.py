@@ -5,6 +5,7 @@ A recipe file is flat; the classes below only say which package reads which key.
 the documentation page and `--help` are made from it.
 """
 
+import math
 import typing
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields
@@ -26,21 +27,14 @@ from finetune.config.markers import (
 from finetune.config.methods import METHODS, MethodFacts
 from finetune.config.methods import Method as Method
 from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
-
-# Schedule -> its lr_scheduler_kwargs, by transformers' names; a number above 0, or one of these words.
-SCHEDULE_ARGUMENTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "polynomial": {"power": ()},
-    "inverse_sqrt": {"timescale": ()},
-    "warmup_stable_decay": {"num_decay_steps": (), "decay_type": ("cosine", "linear", "1-sqrt")},
-}
-# transformers' other arguments, which are keys of the recipe here.
-SCHEDULE_KEYS = {
-    "min_lr_rate": "min_lr_ratio",
-    "min_lr_ratio": "min_lr_ratio",
-    "min_lr": "min_lr_ratio, a share of learning_rate",
-    "lr_end": "min_lr_ratio, a share of learning_rate",
-    "num_warmup_steps": "warmup_steps",
-}
+from finetune.config.schedules import (
+    ARGUMENTS_HELP,
+    DEFAULT_SCHEDULE,
+    SCHEDULE_HELP,
+    SHORT_NAMES,
+    Schedule,
+    ScheduleName,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,26 +50,9 @@ class Optimization:
     ] = None
     learning_rate: Annotated[float, Gt(0), "The peak learning rate."] = 2e-5
     lr_scheduler_type: Annotated[
-        Literal[
-            "cosine",
-            "linear",
-            "constant",
-            "constant_with_warmup",
-            "cosine_with_min_lr",
-            "polynomial",
-            "inverse_sqrt",
-            "warmup_stable_decay",
-        ],
-        ReadAs("wsd", "warmup_stable_decay"),
-        "What follows the linear warm-up, by Transformers' names, and wsd for the last. constant warms up too: "
-        "warmup_steps: 0 leaves that out.",
-    ] = "cosine"
-    lr_scheduler_kwargs: Annotated[
-        dict[str, float | str] | None,
-        "What the schedule takes, by Transformers' names: power (polynomial), timescale (inverse_sqrt), "
-        "num_decay_steps and "
-        "decay_type (warmup_stable_decay: the last tenth of the steps and cosine; or linear, 1-sqrt).",
-    ] = None
+        ScheduleName, *(ReadAs(short, name) for short, name in SHORT_NAMES.items()), SCHEDULE_HELP
+    ] = DEFAULT_SCHEDULE
+    lr_scheduler_kwargs: Annotated[dict[str, float | str] | None, ARGUMENTS_HELP] = None
     min_lr_ratio: Annotated[float, Ge(0), Le(1), "The schedule ends at learning_rate times this."] = 0.0
     warmup_ratio: Annotated[
         float, Ge(0), Le(1), "The share of the steps that warm up; ignored where warmup_steps is set."
@@ -126,6 +103,20 @@ class Optimization:
         "What is done at a step whose loss or gradient is not finite: the update is never made.",
     ] = "stop"
     max_skipped_steps: Annotated[Positive, "Under on_nonfinite: skip, stop the run after this many skipped steps."] = 10
+
+    def schedule(self, steps: int) -> Schedule:
+        """The learning rates of a run of `steps` optimizer steps."""
+        warmup = self.warmup_steps
+        if warmup is None:
+            warmup = math.ceil(self.warmup_ratio * steps)
+        return Schedule(
+            peak=self.learning_rate,
+            steps=steps,
+            warmup_steps=min(warmup, steps),
+            floor=self.learning_rate * self.min_lr_ratio,
+            kind=self.lr_scheduler_type,
+            arguments=self.lr_scheduler_kwargs or {},
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -571,7 +562,7 @@ class Recipe:
     def teacher(self) -> Model | None:
         """The teacher as a model to load; None where the method has none."""
         name = self.method.teacher_model_name_or_path
-        if self.method.method != "distill" or name is None:
+        if not self.method_facts.needs_teacher or name is None:
             return None
         revision, own = self.method.teacher_model_revision, self.model
         return Model(

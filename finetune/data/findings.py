@@ -178,7 +178,9 @@ CHECKS: dict[str, Check] = {
         many=0.5,
     ),
     "same_ratings": Check(
-        "warning", "warning", "the answer is rated as all others are; kto learns from good answers beside bad ones"
+        "warning",
+        "warning",
+        "the answer is rated as all others are; a method of ratings learns from good answers beside bad ones",
     ),
     "prompts_differ": Check(
         "warning", "warning", "the chat template writes the prompt before chosen differently from that before rejected"

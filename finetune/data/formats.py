@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from finetune.config.methods import PAIRED, RATED
 from finetune.config.schema import DatasetSource
 from finetune.data.messages import (
     BadRow,
@@ -26,7 +27,12 @@ KNOWN_FORMATS = (
 )
 
 
-# Columns of a question and its answer, in any case of letters, that name themselves: a user's turn and the assistant's.
+# The names of columns in published data, in lower case, the most usual first.
+QUESTION_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "input", "context")
+ANSWER_COLUMNS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply")
+CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
+TEXT_COLUMNS = ("text", "content", "document", "body", "article")
+# Those of a question and its answer, in any case of letters, that name themselves: a user's turn and the assistant's.
 COMMON_PAIRS = (
     ("prompt", "response"),
     ("input", "output"),
@@ -35,8 +41,6 @@ COMMON_PAIRS = (
     ("instruction", "output"),
 )
 VARIABLES = "chat_template_kwargs"  # the column of what a row's chat template reads beside its messages
-QUESTIONS = {question for question, _ in COMMON_PAIRS} | {"context", "query", "problem", "text", "messages"}
-ANSWERS = {answer for _, answer in COMMON_PAIRS} | {"completion", "solution"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +147,10 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     present = [str(column) for column, value in row.items() if value is not None]
     if {"instruction", "output"} <= set(present):
         return None
-    questions, answers = ([name for name in present if name.lower() in names] for names in (QUESTIONS, ANSWERS))
+    questions, answers = (
+        [name for name in present if name.lower() in names]
+        for names in ((*QUESTION_COLUMNS, "text", "messages"), ANSWER_COLUMNS)
+    )
     if len(questions) != 1 or len(answers) != 1:
         return None
     question, answer = questions[0], answers[0]
@@ -168,7 +175,7 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
     """The format of a row, from the columns that the source names, then from those that the row has. Raises
     `BadRow`."""
     present = {column for column, value in row.items() if value is not None}
-    is_sharegpt = bool(present & {"conversations", "conversation"})
+    is_sharegpt = bool(present.intersection(CONVERSATION_COLUMNS[1:]))
     completes_sharegpt = is_sharegpt and "prompt" not in present
     named = {
         "messages": source.messages_column,
@@ -194,9 +201,9 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
         if {chosen, rejected} <= present:
             hint = (
-                f"{chosen} and {rejected} are two answers to one prompt: method: dpo (or orpo, simpo, kto) "
-                "learns from such "
-                f"pairs; to train on the better answers alone, set prompt_column and completion_column: {chosen}"
+                f"{chosen} and {rejected} are two answers to one prompt: method: {' or '.join(PAIRED)} "
+                "learns from such pairs; to train on the better answers alone, set prompt_column and "
+                f"completion_column: {chosen}"
             )
     raise BadRow(
         f"unknown format: its columns are {list_columns(row) or 'none'}; known formats: {KNOWN_FORMATS}. {hint}"
@@ -213,14 +220,14 @@ def _check_preference(columns: Columns, row_format: str, source: DatasetSource) 
             columns.take(column)
         if rating == "false":
             raise BadRow(
-                f"{column}: false marks a bad answer, which would be trained on like a good one; method: kto learns "
-                "from both; else train on the other rows alone"
+                f"{column}: false marks a bad answer, which would be trained on like a good one; method: {RATED[0]} "
+                "learns from both; else train on the other rows alone"
             )
     named = (source.messages_column, source.prompt_column, source.completion_column)
     if row.get("rejected") and "chosen" not in named:
         key = "messages_column" if row_format == "messages" else "completion_column"
         raise BadRow(
-            "rejected: method: dpo (or orpo, simpo) learns from pairs; to train on the chosen answers alone, set "
+            f"rejected: method: {' or '.join(PAIRED)} learns from pairs; to train on the chosen answers alone, set "
             f"{key}: chosen"
         )
     if row.get("score") is not None and not any(named):

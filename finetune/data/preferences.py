@@ -6,10 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from finetune.config.methods import RATED
 from finetune.config.schema import DatasetSource
 from finetune.data.formats import (
     CHAT_FORMATS,
+    CONVERSATION_COLUMNS,
     PARSERS,
+    QUESTION_COLUMNS,
     Columns,
     Completion,
     Conversation,
@@ -24,12 +27,9 @@ from finetune.data.formats import (
 from finetune.data.messages import BadRow, Message, describe_value, list_columns
 
 CHOSEN, REJECTED = ("chosen", "response_w"), ("rejected", "response_l")
-PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
-OF_CHAT = (
-    "question",
-    "instruction",
-)  # text in these is a user's turn; in other columns it is a prompt without a template
-USUAL_PROMPTS = {*PROMPTS, "query", "input", "user", "context", "problem"}  # in lower case; of these, PROMPTS are read
+PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")  # those that are read
+OF_CHAT = ("question", "instruction")  # text in these is a user's turn; in others it is a prompt without a template
+USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
 RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
 
 
@@ -119,7 +119,7 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     if chosen is not None and rejected is not None:
         return chosen, rejected
     rated = next((name for name in ("label", "kto_tag") if row.get(name) is not None), None)
-    hint = f"; method: kto learns from answers rated by {rated}" if rated else ""
+    hint = f"; method: {RATED[0]} learns from answers rated by {rated}" if rated else ""
     missing = " or ".join(named[0] if chosen is None else named[1])
     raise BadRow(
         f"{missing}: no such answer: its columns are {list_columns(row) or 'none'}; a preference row holds a chosen "

@@ -104,7 +104,7 @@ def _complete_ratings(row: RowGroups, others: Iterator[Document | None]) -> RowG
             groups.append(replace(group, documents=(group.documents[0], join_answer(group.documents[0], other))))
     if len(groups) == len(row.groups):
         return replace(row, groups=tuple(groups))
-    return BadRow("no answer to another prompt among the rows around it, from which kto estimates its KL term")
+    return BadRow("no answer to another prompt among the rows around it, from which the KL term is estimated")
 
 
 def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> RowGroups | BadRow:

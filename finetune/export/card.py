@@ -108,9 +108,7 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
 
 def _teacher(source: Source) -> str:
     teacher = source.recipe.get("teacher_model_name_or_path")
-    return (
-        f", distilled from {_shown_path(str(teacher))}" if source.recipe.get("method") == "distill" and teacher else ""
-    )
+    return f", distilled from {_shown_path(str(teacher))}" if teacher else ""
 
 
 def _license(source: Source) -> dict[str, Any]:

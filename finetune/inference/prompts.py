@@ -5,12 +5,12 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS
 from finetune.data.messages import BadRow, Message, list_columns, parse_messages
 from finetune.data.readers import read_file
 from finetune.errors import UserError
 
-MESSAGES_COLUMNS = ("messages", "conversations", "conversation")
-TEXT_COLUMNS = ("prompt", "question", "instruction", "text", "input")
+PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")
 
 
 def make_messages(prompt: str, system: str | None) -> list[Message]:
@@ -53,7 +53,7 @@ def read_piped_prompt() -> str:
 def read_prompts(path: str, system: str | None) -> Iterator[list[Message]]:
     """The prompts in a file: a row each of JSON, CSV, Parquet or Arrow, a line each of text.
 
-    Of a row with messages, those before its last answer; else its prompt, question, instruction, text or input.
+    Of a row with messages, those before its last answer; else the first of its usual columns.
 
     Raises `UserError` where a row has none.
     """
@@ -67,18 +67,18 @@ def read_prompts(path: str, system: str | None) -> Iterator[list[Message]]:
 
 
 def _read_row(row: dict[str, Any], system: str | None) -> list[Message]:
-    for column in (*MESSAGES_COLUMNS, "prompt"):
+    for column in (*CONVERSATION_COLUMNS, "prompt"):
         if isinstance(row.get(column), list):
             return _before_answer(row[column], system)
     if isinstance(row.get("instruction"), str):  # Alpaca: instruction and input
         parts = [row["instruction"], row.get("input")]
         return make_messages("\n\n".join(part for part in parts if isinstance(part, str) and part), system)
-    for column in TEXT_COLUMNS:
+    for column in PROMPT_COLUMNS:
         if isinstance(row.get(column), str) and row[column].strip():
             return make_messages(row[column], system)
     raise BadRow(
         f"no prompt; its columns are {list_columns(row) or 'none'}, and one of messages, "
-        f"{', '.join(TEXT_COLUMNS)} is expected"
+        f"{', '.join(PROMPT_COLUMNS)} is expected"
     )
 
 

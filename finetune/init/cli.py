@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import psutil
 
-from finetune.config.methods import METHODS, RowKind
+from finetune.config.methods import METHODS, PAIRED, RATED, TAUGHT, RowKind
 from finetune.config.reader import read_recipe
 from finetune.config.schema import DatasetSource, Model, Recipe
 from finetune.errors import EXIT_USER_ERROR, UserError
@@ -112,9 +112,9 @@ SHOWN_FILES = 5
 # What the data holds -> the methods that learn from it, the default first; auto: all parameters where they fit, else
 # LoRA.
 BY_KIND: dict[RowKind, tuple[str, ...]] = {
-    "answers": ("auto", "full", "lora", "qlora", "distill"),
-    "pairs": ("dpo", "orpo", "simpo", "kto"),
-    "ratings": ("kto",),
+    "answers": ("auto", "full", "lora", "qlora", *TAUGHT),
+    "pairs": (*PAIRED, *RATED),
+    "ratings": RATED,
 }
 KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
@@ -160,13 +160,13 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> tuple[Keys
 
     known = BY_KIND[data.kind]
     name = require(options.method, "--method", f"Method ({', '.join(known)})", known[0], read=read)
-    if name == "distill":
+    if name in TAUGHT:
         teacher = require(
             options.teacher, "--teacher", "Teacher, a folder or a hub name", read=lambda text: _read_model(text)[0]
         )
         return {"method": name, "teacher_model_name_or_path": teacher}, None
     if options.teacher is not None:
-        raise UserError("--teacher: is for --method distill")
+        raise UserError(f"--teacher: is for --method {' or '.join(TAUGHT)}")
     if name in METHODS:
         return {"method": name}, None
     trained: dict[str, Trained | None] = {"auto": None, "full": "full", "lora": "lora", "qlora": "qlora"}

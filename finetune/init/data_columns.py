@@ -10,7 +10,17 @@ from typing import Any
 
 from finetune.config.methods import RowKind
 from finetune.config.schema import DatasetSource
-from finetune.data.formats import Completion, Conversation, Document, Text, find_common_pair, parse_row
+from finetune.data.formats import (
+    ANSWER_COLUMNS,
+    QUESTION_COLUMNS,
+    TEXT_COLUMNS,
+    Completion,
+    Conversation,
+    Document,
+    Text,
+    find_common_pair,
+    parse_row,
+)
 from finetune.data.messages import BadRow, describe_value, list_columns
 from finetune.data.preferences import find_sides
 from finetune.data.readers import file_kind
@@ -21,10 +31,6 @@ from finetune.errors import UserError
 ROWS_READ = 1000  # of a data set, from its beginning
 CHARACTERS_A_TOKEN = 3.0  # English has some 4; code, numbers and other languages fewer
 TEMPLATE_TOKENS = 16  # around the turns of a row
-# Columns that hold a question and its answer in published data sets, where the row is of no format with a name.
-PROMPTS = ("prompt", "question", "instruction", "query", "problem", "input", "user", "context")
-COMPLETIONS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply", "label")
-TEXTS = ("text", "content", "document", "body", "article")
 SAVED_BESIDE_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # by `datasets`, beside its Arrow files
 COLUMN_KEY = "(messages|prompt|completion|text|chosen|rejected)_column"
 
@@ -130,9 +136,9 @@ def choose_columns(
 def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSource | None:
     by_name = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, str)}
     numbers = {str(column).lower(): str(column) for column, value in row.items() if isinstance(value, int | float)}
-    prompt = next((by_name[name] for name in PROMPTS if name in by_name), None)
-    completion = next((by_name[name] for name in COMPLETIONS if name in by_name), None)
-    number = next((numbers[name] for name in COMPLETIONS[:6] if name in numbers), None)
+    prompt = next((by_name[name] for name in (*QUESTION_COLUMNS, "user") if name in by_name), None)
+    completion = next((by_name[name] for name in (*ANSWER_COLUMNS, "label") if name in by_name), None)
+    number = next((numbers[name] for name in ANSWER_COLUMNS[:6] if name in numbers), None)
     if prompt is not None and completion is None and number is not None:
         raise UserError(
             f"{source.path}: {number}: text is expected, found {describe_value(row[number])}; write it as "
@@ -140,7 +146,7 @@ def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSour
         )
     if prompt is not None and completion is not None:
         return replace(source, prompt_column=prompt, completion_column=completion)
-    text = next((by_name[name] for name in TEXTS if name in by_name), None)
+    text = next((by_name[name] for name in TEXT_COLUMNS if name in by_name), None)
     if text is None and len(by_name) == 1:
         text = next(iter(by_name.values()))
     return replace(source, text_column=text) if text is not None and prompt is None else None

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import yaml
 
 from finetune.config.accelerate_file import read_sharding
+from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.schema import DatasetSource
 from finetune.data.messages import list_columns
@@ -23,7 +24,7 @@ Keys = dict[str, Any]
 FULL: Keys = {"learning_rate": 1e-5}
 LORA: Keys = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "learning_rate": 2e-4}
 QLORA: Keys = LORA | {"load_in_4bit": True}
-COMPARING = ("dpo", "simpo", "orpo", "kto")  # methods that move a trained model a little: a fortieth of the rate
+COMPARING_RATE = 1 / 40  # of the usual rate: a method that compares answers moves a trained model a little
 ACCELERATE_CONFIG = "fsdp_full_shard_auto"  # every family, any number of GPUs
 GLOBAL_BATCH_SIZE = 32  # at most
 STEPS_AN_EPOCH = 20  # at least, where the data allows it
@@ -69,8 +70,10 @@ def fit_recipe(given: Keys, packed_rows: float, hardware: Hardware, trained: Tra
     base = given | {"accelerate_config": ACCELERATE_CONFIG, **_choose_batch(packed_rows, hardware)}
     known: dict[Trained, Keys] = {"full": base | FULL, "lora": base | LORA, "qlora": base | QLORA}
     candidates = [(name, keys) for name, keys in known.items() if name == trained or (not trained and name != "qlora")]
-    if given.get("method") in COMPARING:
-        candidates = [(name, keys | {"learning_rate": keys["learning_rate"] / 40}) for name, keys in candidates]
+    if METHODS[given.get("method", DEFAULT_METHOD)].compares:
+        candidates = [
+            (name, keys | {"learning_rate": keys["learning_rate"] * COMPARING_RATE}) for name, keys in candidates
+        ]
     for chosen, keys in candidates:
         plan, advice = _plan(keys, hardware)
         if advice.fits:
@@ -121,13 +124,6 @@ def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tupl
 COMMENT_COLUMN = 40
 MIN_LENGTH, MAX_LENGTH, TEXT_LENGTH = 512, 8192, 2048  # tokens
 WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")  # whatever is changed
-METHODS = {
-    "dpo": "learns from pairs which answer is the better one; orpo and simpo need no reference",
-    "orpo": "learns the chosen answers, and to prefer them to the rejected ones",
-    "simpo": "learns from pairs which answer is the better one, without a reference",
-    "kto": "learns from answers that are rated good or bad",
-    "distill": "learns a larger model's probabilities for every token of the answers",
-}
 FORMATS = {
     "messages": "conversations; the model's chat template writes their turns",
     "sharegpt": "conversations; the model's chat template writes their turns",
@@ -207,8 +203,8 @@ def _method(fit: Fit) -> Iterator[str]:
     """What the model learns from, where it is not answers alone."""
     method = fit.keys.get("method")
     if method is not None:
-        yield _line("method", method, METHODS[method])
-    if method == "distill":
+        yield _line("method", method, METHODS[method].says)
+    if "teacher_model_name_or_path" in fit.keys:
         yield _line("teacher_model_name_or_path", fit.keys["teacher_model_name_or_path"], "with the same tokenizer")
 
 

@@ -233,10 +233,11 @@ def _preference_charts(runs: Sequence[RunRecord]) -> list[Chart | None]:
 
 
 def _name_kl(runs: Sequence[RunRecord]) -> tuple[str, str]:
-    """The title and the note of the plot of `kl`, which distillation and kto log."""
-    if all(run.method != "kto" for run in runs):
+    """The title and the note of the plot of `kl`, logged by distillation and by methods that learn from ratings."""
+    rated = next((run.method for run in runs if METHODS[run.method].rows == "ratings"), None)
+    if rated is None:
         return "Divergence from the teacher", "nats per trained token; points: held-out"
-    return "KL divergence", "kto: from the reference, estimated on mismatched answers; points: held-out"
+    return "KL divergence", f"{rated}: from the reference, estimated on mismatched answers; points: held-out"
 
 
 def _preference_lines(runs: Sequence[RunRecord], keys: Sequence[str], scale: float = 1.0) -> list[Line]:

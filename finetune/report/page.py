@@ -12,6 +12,7 @@ import yaml
 from markupsafe import Markup
 
 from finetune import __version__
+from finetune.config.methods import DEFAULT_METHOD
 from finetune.config.schema import leaves
 from finetune.console.metrics import find_divergence, losses_of
 from finetune.files.run_json import benchmark_table, describe_models
@@ -158,7 +159,7 @@ def _subtitle(run: RunRecord) -> str:
     parts = [
         str(model) if model else None,
         _describe_trained(run.recipe) if model else None,
-        None if run.method == "sft" else run.method,
+        None if run.method == DEFAULT_METHOD else run.method,
         run.environment.get("layout"),
         counted(ranks, "rank") if ranks else None,
         run.environment.get("device"),

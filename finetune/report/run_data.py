@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.methods import METHODS, RowKind
+from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.config.yaml_file import load_yaml
@@ -76,8 +76,8 @@ class RunRecord:
     @property
     def method(self) -> str:
         """The recipe's method; runs of earlier versions had only one."""
-        method = str(self.recipe.get("method", "sft"))
-        return method if method in METHODS else "sft"
+        method = str(self.recipe.get("method", DEFAULT_METHOD))
+        return method if method in METHODS else DEFAULT_METHOD
 
     @property
     def rows(self) -> RowKind:

@@ -13,10 +13,10 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 
+from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe, Run
 from finetune.constants import count_steps
 from finetune.data.batches import StepBatch
-from finetune.optim.learning_rate import compute_learning_rate
 from finetune.progress import Progress
 from finetune.training.evaluate import evaluate
 from finetune.training.profile import Compilation, collect_garbage, garbage_collected_between_lines

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import MachineFacts
-from finetune.config.methods import describe_method
+from finetune.config.methods import DEFAULT_METHOD, describe_method
 from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.quantization import describe_quantization
 from finetune.config.reader import to_dict
@@ -55,7 +55,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
         *describe_adapter(recipe),
-        *([] if recipe.method.method == "sft" else [f"method  {describe_method(to_dict(recipe))}"]),
+        *([] if recipe.method.method == DEFAULT_METHOD else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}"
         + (f" {sharding.strategy}, wrapped {units}" if units else "")
         + f"{experts}; {precision(run)}; "

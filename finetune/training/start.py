@@ -29,7 +29,6 @@ from finetune.files.run_json import read_json_lines
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, load_teacher
 from finetune.models.probe import check_training_forward
-from finetune.optim.learning_rate import build_schedule
 from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
 from finetune.training.objectives.distill import Distillation, teacher_flop_per_token
@@ -121,7 +120,7 @@ def start_run(
         model=model,
         optimizer=optimizer,
         objectives=objectives,
-        schedule=build_schedule(recipe.optimization, data.train.steps),
+        schedule=recipe.optimization.schedule(data.train.steps),
         saver=Saver(folder, model, optimizer, world, recipe, tokenizer, inputs),
         log=log,
         results={progress.step: results},

@@ -30,7 +30,6 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.models.embedding import NoisyDocuments
 from finetune.models.moe.experts import Routing, find_routing
-from finetune.optim.learning_rate import set_learning_rate
 from finetune.training.objectives.sft import SFT, Measured, Objective
 
 
@@ -278,7 +277,8 @@ def train_step(
     async save may still be copying them. `in_backward` updates each within the backward, and checks what it updates
     with.
     """
-    set_learning_rate(optimizer, learning_rate)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
     seed_dropout(recipe.run.seed, batch.step, world.tensor_group)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
     if in_backward is not None:

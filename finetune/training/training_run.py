@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from finetune.config.schedules import Schedule
 from finetune.config.schema import Recipe
 from finetune.console.metrics import MetricsLog
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.distributed.world import World
 from finetune.errors import Preempted
-from finetune.optim.learning_rate import Schedule
 from finetune.training.objectives.sft import Objectives
 from finetune.training.watch import Watchdog
 

@@ -14,10 +14,10 @@ from transformers import Trainer, get_scheduler
 
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.reader import read_recipe
+from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Optimization, Recipe
 from finetune.errors import UserError
 from finetune.optim.build import CONSTRUCTORS, build_optimizer, make_parameter_groups
-from finetune.optim.learning_rate import build_schedule, compute_learning_rate, set_learning_rate
 from tests.models.families import build
 from tests.ranks import launch_ranks
 
@@ -43,7 +43,7 @@ def test_every_optimizer_of_the_table_can_be_made() -> None:
 
 def rates_of(recipe: Recipe) -> list[float]:
     """The learning rate of every step."""
-    schedule = build_schedule(recipe.optimization, STEPS)
+    schedule = recipe.optimization.schedule(STEPS)
     return [compute_learning_rate(step, schedule) for step in range(STEPS)]
 
 
@@ -111,7 +111,7 @@ def test_lr_scheduler_kwargs_are_those_of_transformers(
         ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{decay_type: step}"}, "one of cosine, linear, 1-sqrt is"),
         ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{num_decay_steps: 0}"}, "a number above 0 is expected"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{min_lr: 1e-6}"}, "min_lr: here it is min_lr_ratio"),
-        ({"lr_scheduler_type": "cosine_with_min_lr"}, "ends at learning_rate times min_lr_ratio: set it"),
+        ({"lr_scheduler_type": "cosine_with_min_lr"}, "ends at learning_rate times min_lr_ratio; set min_lr_ratio, or"),
         ({"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.1}, "has no end, and min_lr_ratio no effect"),
         ({"lr_scheduler_type": "cosine_with_restarts"}, "a rate that jumps back is not supported"),
         ({"optim": "paged_adamw_8bit"}, "another tool's name; here it is adamw_8bit"),
@@ -131,8 +131,8 @@ def test_min_lr_ratio_is_where_the_cosine_ends(recipe_of: RecipeOf) -> None:
 
 
 def test_warmup_ratio_is_a_share_of_the_steps_unless_warmup_steps_is_given(recipe_of: RecipeOf) -> None:
-    assert build_schedule(recipe_of(warmup_ratio=0.1).optimization, STEPS).warmup_steps == 5
-    assert build_schedule(recipe_of(warmup_ratio=0.1, warmup_steps=7).optimization, STEPS).warmup_steps == 7
+    assert recipe_of(warmup_ratio=0.1).optimization.schedule(STEPS).warmup_steps == 5
+    assert recipe_of(warmup_ratio=0.1, warmup_steps=7).optimization.schedule(STEPS).warmup_steps == 7
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adamw_torch_fused", "adamw_bf16_moments"])
@@ -156,7 +156,7 @@ def test_adam_betas_epsilon_and_weight_decay_reach_the_optimizer(recipe_of: Reci
         for model, its in ((ours, optimizer), (theirs, reference)):
             its.zero_grad()
             model(inputs).square().mean().backward()
-            set_learning_rate(its, 0.01)
+            its.param_groups[0]["lr"] = 0.01
             its.step()
     tolerance = 1e-3 if optim == "adamw_bf16_moments" else 1e-6
     for parameter, expected in zip(ours.parameters(), theirs.parameters(), strict=True):

@@ -180,9 +180,9 @@ def test_an_answer_that_is_certain_has_finite_odds() -> None:
     from finetune.training.objectives.preference import Pairs, orpo_losses
 
     averages = Pairs(torch.zeros(2, requires_grad=True), torch.tensor([-1.0, 0.0], requires_grad=True))
-    losses, log_odds_ratio = orpo_losses(averages, Method(method="orpo"))
+    losses, metrics = orpo_losses(averages, Method(method="orpo"))
     losses.sum().backward()
-    assert torch.isfinite(losses).all() and torch.isfinite(log_odds_ratio).all()
+    assert torch.isfinite(losses).all() and torch.isfinite(metrics["log_odds_chosen"]).all()
     assert averages.chosen.grad is not None and torch.isfinite(averages.chosen.grad).all()
 
 

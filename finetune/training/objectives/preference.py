@@ -57,22 +57,29 @@ def dpo_losses(log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: 
     return _smoothed(margin, label_smoothing)
 
 
-def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, Tensor]:
-    """The odds ratio's part of odds ratio preference optimization, [pairs], and the log odds ratio, [pairs].
+def orpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor]]:
+    """The odds ratio's part of odds ratio preference optimization, [pairs], and the log odds ratio as a metric.
 
     averages: log-probabilities per token. The other part is the cross entropy of the chosen answers.
     Source: Hong et al. 2024, arXiv:2403.07691, eq. 6 and 7; beta is its lambda.
     """
     log_odds_ratio = averages.margin - (_log1mexp(averages.chosen) - _log1mexp(averages.rejected))
-    return -keys.beta * F.logsigmoid(log_odds_ratio), log_odds_ratio
+    return -keys.beta * F.logsigmoid(log_odds_ratio), {"log_odds_chosen": mean(log_odds_ratio)}
 
 
-def simpo_losses(averages: Pairs, keys: Method) -> Tensor:
-    """Simple preference optimization, [pairs]. averages: log-probabilities per token.
+def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tensor]]:
+    """Simple preference optimization, [pairs], without metrics of its own. averages: log-probabilities per token.
 
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
     """
-    return -F.logsigmoid(keys.beta * averages.margin - keys.simpo_gamma)
+    return -F.logsigmoid(keys.beta * averages.margin - keys.simpo_gamma), {}
+
+
+# Methods without a reference: their loss, and the weight of the chosen answers' cross entropy beside it.
+WITHOUT_REFERENCE: Mapping[str, tuple[Callable[[Pairs, Method], tuple[Tensor, dict[str, Tensor]]], float]] = {
+    "orpo": (orpo_losses, 1.0),
+    "simpo": (simpo_losses, 0.0),
+}
 
 
 def kto_losses(log_ratios: Tensor, desirable: Tensor, kl: Tensor, keys: Method) -> Tensor:
@@ -130,19 +137,15 @@ class PreferenceObjective(Objective):
         documents, tokens = sum_log_probabilities(model, micro_batch, inputs, self.sequence_group)
         policy, lengths = Pairs.of(documents), Pairs.of(tokens)
         per_token = self.chosen_tokens_per_pair or batch.chosen_tokens / max(1, batch.groups)
-        weight, metrics = 0.0, {}
+        metrics: dict[str, Tensor] = {}
         if reference is not None:
             ratios = Pairs(policy.chosen - reference.chosen, policy.rejected - reference.rejected)
             losses = dpo_losses(ratios, lengths, self.keys, self.label_smoothing)
             rewards, shown, weight = ratios, policy, self.keys.rpo_alpha or 0.0
         else:
             rewards = shown = policy.divide_by(lengths)
-            if self.keys.method == "orpo":
-                losses, log_odds_ratio = orpo_losses(shown, self.keys)
-                metrics["log_odds_chosen"] = mean(log_odds_ratio)
-                weight = 1.0
-            else:
-                losses = simpo_losses(shown, self.keys)
+            compute, weight = WITHOUT_REFERENCE[self.keys.method]
+            losses, metrics = compute(shown, self.keys)
         loss = losses.sum()
         if weight:
             loss = loss - weight * policy.chosen.sum() / per_token
