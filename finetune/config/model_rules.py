@@ -4,7 +4,15 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.config.facts import Case, Rule
+from finetune.config.facts import (
+    HEADS,
+    Case,
+    Rule,
+    find_classes,
+    find_linear_layers,
+    has_own_attention,
+    read_family_source,
+)
 from finetune.config.module_patterns import is_within
 from finetune.config.quantization import describe_quantization
 from finetune.config.schema import Quantization
@@ -18,7 +26,10 @@ EP_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepse
 TRANSPOSED_FAMILIES = ("gpt_oss",)  # whose experts are [experts, in, out]
 MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # of which peft adapts no MAMBA_MODULES
 MAMBA_MODULES = {"out_proj", "conv1d"}
+# Whose layers drop the boundaries of packed documents on their way to attention, or carry a state over them.
+LEAKY_FAMILIES = ("nemotron", "stablelm", "rwkv", "xlstm")
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
+TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
 FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
 
 
@@ -142,6 +153,50 @@ def _names_mamba_modules(case: Case) -> bool:
     return targets == "all-linear" or bool(MAMBA_MODULES & {target.rpartition(".")[2] for target in targets})
 
 
+def _find_unknown_targets(case: Case) -> list[str]:
+    """The names in `lora_target_modules` of no linear layer of the family, where its source is transformers' own."""
+    lora, layers = case.recipe.lora, find_linear_layers(case.model.model_type)
+    if not lora.use_peft or case.recipe.model.trust_remote_code or not read_family_source(case.model.model_type):
+        return []
+    if lora.lora_target_modules == "all-linear":
+        return [] if layers or lora.lora_target_parameters else ["all-linear"]
+    kept = {name.rpartition(".")[2] for name in lora.modules_to_save}  # a head that is trained whole may be named
+    names = ((target, target.rpartition(".")[2]) for target in lora.lora_target_modules)
+    return [target for target, name in names if name not in layers | kept | HEADS]
+
+
+def _describe_unknown_targets(case: Case) -> str:
+    known = ", ".join(sorted(find_linear_layers(case.model.model_type)))
+    layers = f"it has {known}" if known else "its layers are transformers' Conv1D, which have no adapters here"
+    experts = "; routed experts are adapted with lora_target_parameters" if case.model.experts else ""
+    targets = ", ".join(_find_unknown_targets(case))
+    return f"lora_target_modules: {targets}: no such linear layer in {case.model.model_type}; {layers}{experts}"
+
+
+def _has_unfit_attention(case: Case) -> bool:
+    """Whether the family computes attention in its own code, and the recipe asks for what that does not do."""
+    family, model = case.model.model_type, case.recipe.model
+    if model.trust_remote_code or not has_own_attention(family) or family in LEAKY_FAMILIES:
+        return False
+    kind = model.attn_implementation
+    is_its_own = kind == "eager" or f"_supports_{kind.rpartition('_2')[0] or kind} = True" in read_family_source(family)
+    has_state = bool(case.model.layer_types - PACKED_LAYER_TYPES)  # another rule's, where attention is not named
+    return (not is_its_own or case.recipe.data.packing) and not (has_state and kind == "auto")
+
+
+def _find_unknown_wraps(case: Case) -> list[str]:
+    known = find_classes(case.model.model_type)
+    is_read = case.layout.is_fsdp and case.layout.wrapping == "TRANSFORMER_BASED_WRAP"
+    if not known or not is_read or case.recipe.model.trust_remote_code:
+        return []
+    return [name for name in case.layout.wrap_classes if name not in known and name not in TORCH_CLASSES]
+
+
+def _describe_unknown_wraps(case: Case) -> str:
+    layers = sorted(name for name in find_classes(case.model.model_type) if name.endswith(("Layer", "Block")))
+    return f"wraps {', '.join(_find_unknown_wraps(case))}, but {case.name} is made of {', '.join(layers)}"
+
+
 def _other_quantization(case: Case) -> Iterator[str]:
     """Keys that ask for another quantization than that of the files."""
     stored, usual, asked = case.model.quantization, Quantization(), case.recipe.quantization
@@ -208,6 +263,10 @@ RULES: tuple[Rule, ...] = (
         message=f"lora_target_modules: peft cannot adapt {' and '.join(sorted(MAMBA_MODULES))} of "
         "{model.model_type}",
         advice="name other linear layers",
+    ),
+    _model_rule(
+        "layers that the family does not have", "lora_target_modules", "use_peft",
+        when=_find_unknown_targets, message=_describe_unknown_targets,
     ),
     # Mixtures
     _model_rule(
@@ -300,6 +359,21 @@ RULES: tuple[Rule, ...] = (
         "kept apart",
         advice="set packing: false and attn_implementation: sdpa",
         fix={"packing": False, "attn_implementation": "sdpa"}, of_teacher=True,
+    ),
+    _model_rule(
+        "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
+        message=lambda c: f"{c.name}: {c.model.model_type} computes attention in its own code and cannot be trained on packed documents",
+        advice="set packing: false and attn_implementation: eager",
+        fix={"packing": False, "attn_implementation": "eager"}, of_teacher=True,
+    ),
+    _model_rule(
+        "layers that do not keep documents apart", "packing", "model_name_or_path",
+        when=lambda c: c.model.model_type in LEAKY_FAMILIES and c.recipe.data.packing and not c.recipe.model.trust_remote_code,
+        message=lambda c: f"{c.name}: the layers of {c.model.model_type} do not keep documents apart", fix={"packing": False}, of_teacher=True,
+    ),
+    _size_rule(
+        "classes that are wrapped", "fsdp_transformer_layer_cls_to_wrap", when=_find_unknown_wraps, message=_describe_unknown_wraps,
+        advice="name that class, or remove the key, and the class is found",
     ),
     # FP8
     _size_rule(

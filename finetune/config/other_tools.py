@@ -126,8 +126,8 @@ SCHEDULE_NAMES = "cosine, linear, constant, polynomial, inverse_sqrt and warmup_
 OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, and SGD"
 NOISE = "bounded by each document's own tokens, not by those of the padded batch"
 PRECISION = "mixed_precision belongs in the Accelerate file"
-FP8 = "FP8 is not converted: remove the key, and set mixed_precision: fp8 in a copy of the Accelerate file"
-HALF = "the shipped Accelerate files compute in bf16; for fp16, set mixed_precision: fp16 in a copy"
+FP8 = "mixed_precision: fp8, by torchao, in the Accelerate file that is written beside the recipe"
+HALF = "mixed_precision: fp16 in the Accelerate file that is written beside the recipe"
 CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
 SHARDING = "sharding belongs in the Accelerate file"
 FOUND = "read from the model itself; remove it"
@@ -273,7 +273,7 @@ AXOLOTL = (
     *unsupported("LISA", "lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute"),
     *unsupported("LoftQ", "peft"),
     *unsupported("another loss", *LOSSES),
-    *unsupported("FP8", "fp8", note=FP8),
+    *in_accelerate_file(FP8, "fp8", "fp8_enable_fsdp_float8_all_gather"),
     *in_accelerate_file("parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file",
              "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     Counterpart("lora_model_dir", "adapter_name_or_path", "a LoRA adapter to train further"),
@@ -337,7 +337,7 @@ LLAMA_FACTORY = (
     Counterpart("additional_target", "modules_to_save", "", "names"),
     *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_muon"),
     *unsupported("PiSSA", "pissa_init"),
-    *unsupported("FP8", "fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather", note=FP8),
+    *in_accelerate_file(FP8, "fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
     *unsupported("KTransformers", "use_kt", "kt_weight_path", "kt_expert_checkpoint_path", "kt_optimize_rule"),
     *unsupported("LoRA+", "loraplus_lr_ratio"),
     *unsupported("rope scaling", "rope_scaling"),

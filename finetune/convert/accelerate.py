@@ -2,9 +2,12 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+import yaml
+
+from finetune.config.accelerate_file import ACCELERATE_CONFIGS
 from finetune.convert.rules import read_section
 from finetune.convert.tool_keys import Tool
 
@@ -30,6 +33,7 @@ class Layout:
     keeps_fp32: bool = False  # in float32, whatever dtype they are loaded in
     tensors: int = 1  # ranks that divide a layer's matrices
     sequences: int = 1  # ranks that divide a row's tokens
+    fp8: str = ""  # torchao's recipe, where linear layers multiply in FP8, the rest in `precision`
 
     @property
     def file(self) -> str | None:
@@ -39,28 +43,58 @@ class Layout:
             return None if self.precision == "no" else "ddp_checkpointing" if self.checkpointing else "ddp"
         return FILES[self.sharding]
 
-    def differences(self) -> Iterator[str]:
-        """Where the Accelerate file differs from theirs, one sentence each."""
-        if self.file is not None and self.precision != "bf16":
-            yield f"mixed_precision: {self.precision} there, bf16 in {self.file}.yaml; set it in a copy of that file"
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What their file asks for beside the shipped file, by Accelerate's keys; empty where the shipped one does it."""
+        if self.file is None:
+            return {}
+        precision: dict[str, Any] = {} if self.precision == "bf16" else {"mixed_precision": self.precision}
+        if self.fp8:
+            precision = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "recipe_name": self.fp8}}
         sizes = {"tp_size": self.tensors, "cp_size": self.sequences}
-        asked = [f"parallelism_config_{key}: {size}" for key, size in sizes.items() if size > 1]
-        if asked:
-            file = f"a copy of {self.file or FILES['full']}.yaml"
-            yield (
-                f"the ranks divide tensors or sequences too there; set {' and '.join(asked)} in {file}, which "
-                "divides data alone"
-            )
+        mesh = {f"parallelism_config_{key}": size for key, size in sizes.items() if size > 1}
+        return precision | ({"parallelism_config": {"parallelism_config_dp_shard_size": 1} | mesh} if mesh else {})
+
+    def remarks(self) -> Iterator[str]:
+        """What is to be set in the Accelerate file for the machine that trains, one sentence each."""
         if self.sharding == "hybrid":
             yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
+        elif "parallelism_config" in self.changes:
+            yield "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it to the number of groups"
+
+
+def write_accelerate(layout: Layout) -> str | None:
+    """The text of the Accelerate file that `layout` needs; None where the shipped file is that.
+
+    >>> print(write_accelerate(Layout("none", "fp16", checkpointing=False)), end="")
+    compute_environment: LOCAL_MACHINE
+    distributed_type: MULTI_GPU
+    mixed_precision: fp16
+    """
+    if not layout.changes:
+        return None
+    shipped = yaml.safe_load((ACCELERATE_CONFIGS / f"{layout.file}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_dump(shipped | layout.changes, sort_keys=False)
 
 
 def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
     """The layout of their file; `text` is the file with its comments, where torchtune names the recipe that it is
     for."""
     if tool == "torchtune":
-        return _torchtune(theirs, text)
-    return _automodel(theirs) if tool == "Automodel" else _trainer(tool, theirs)
+        layout = _torchtune(theirs, text)
+    else:
+        layout = _automodel(theirs) if tool == "Automodel" else _trainer(tool, theirs)
+    layout = replace(layout, fp8=_fp8(theirs) if layout.precision == "bf16" else "")
+    if layout.tensors * layout.sequences > 1 and layout.sharding == "none":
+        layout = replace(layout, sharding="full")  # groups of ranks are FSDP2's
+    return layout
+
+
+def _fp8(theirs: Mapping[str, Any]) -> str:
+    """torchao's recipe, one scale for each tensor where they do not name another; empty where they multiply in their compute dtype."""
+    section = read_section(theirs, "fp8")
+    asks = section.get("enabled", bool(section)) if section else theirs.get("fp8") or theirs.get("enable_fp8_training")
+    return str(section.get("recipe_name") or theirs.get("fp8_recipe_name") or "tensorwise") if asks else ""
 
 
 def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:

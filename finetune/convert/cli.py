@@ -30,13 +30,21 @@ def convert_command(arguments: argparse.Namespace) -> int:
     source = Path(arguments.source)
     refuse_own(source)
     found = convert_file(source)
-    text = as_text(source, found)
     problems = read_back(found.recipe)
+    if found.accelerate_file is not None:
+        path = accelerate_path(Path(arguments.output or source.name))
+        found.recipe["accelerate_config"] = path.name
+        if not arguments.output:
+            found.to_do.append(f"accelerate_config: {path.name} is written beside the recipe with --output")
+    text = as_text(source, found)
     wrong = [problem for problem in problems if not problem.endswith(MISSING_FILE)]
     if wrong:
         raise UserError.of(f"{source}: not converted; the recipe would be wrong: {problem}" for problem in wrong)
     if arguments.output:
-        _write(Path(arguments.output), text, arguments.overwrite)
+        output = Path(arguments.output)
+        if found.accelerate_file is not None:
+            _write(accelerate_path(output), found.accelerate_file, arguments.overwrite)
+        _write(output, text, arguments.overwrite)
     else:
         print(text, end="")
     is_seen = not arguments.output and sys.stdout.isatty()  # as comments at the recipe's end
@@ -44,6 +52,15 @@ def convert_command(arguments: argparse.Namespace) -> int:
     for line in [*notes, *(f"to do: {problem}" for problem in [*problems, *found.to_do])]:
         print(line, file=sys.stderr)
     return EXIT_TO_DO if found.to_do else 0
+
+
+def accelerate_path(recipe: Path) -> Path:
+    """The Accelerate file beside a recipe.
+
+    >>> accelerate_path(Path("runs/ours.yaml")).as_posix()
+    'runs/ours.accelerate.yaml'
+    """
+    return recipe.with_suffix(".accelerate.yaml")
 
 
 def refuse_own(source: Path) -> None:

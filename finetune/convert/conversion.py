@@ -13,8 +13,9 @@ from finetune.config.methods import METHODS
 from finetune.config.other_tools import INT8, Counterpart
 from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
 from finetune.config.yaml_file import read_entries
-from finetune.convert.accelerate import read_layout
+from finetune.convert.accelerate import read_layout, write_accelerate
 from finetune.convert.datasets import add_sources
+from finetune.convert.fit import fit_to_rules
 from finetune.convert.recognize import (
     BITSANDBYTES_MODEL,
     Refusal,
@@ -81,6 +82,7 @@ def convert_file(source: Path) -> Conversion:
     _add_defaults(theirs, found)
     _add_layout(theirs, text, found)
     _remove_contradictions(found)
+    fit_to_rules(found)
     order = list(recipe_keys())
     found.recipe = dict(sorted(found.recipe.items(), key=lambda item: order.index(item[0])))
     return found
@@ -252,9 +254,8 @@ def _add_layout(theirs: Mapping[str, Any], text: str, found: Conversion) -> None
         layout = replace(layout, sharding="full")  # the same in one process, and DDP keeps its gradients
     if layout.file is not None:
         found.recipe["accelerate_config"] = layout.file
-    if layout.precision == "fp16":
-        found.missing_capabilities.append("a shipped fp16 layout")
-    found.differences += layout.differences()
+    found.accelerate_file = write_accelerate(layout)
+    found.remarks += layout.remarks()
     if layout.pure_bf16 and not found.recipe.get("use_peft"):
         found.recipe.setdefault("dtype", "bfloat16")
     elif layout.keeps_fp32 and not found.recipe.get("use_peft") and found.recipe.pop("dtype", None) == "bfloat16":

@@ -239,6 +239,11 @@ def coming_from_page() -> str:
         "`finetune convert THEIR.yaml --output recipe.yaml` converts their file into a recipe: its values, and",
         "that tool's defaults where ours differ. Differences are listed in it; a file of another method is "
         "refused by name.",
+        "The recipe is judged by the rules of a run, for the family that the model's config or name says: what would "
+        "be refused",
+        "is changed, with a line. Where no shipped Accelerate file computes as theirs does (fp16, FP8, tensor "
+        "parallelism), one",
+        "is written beside the recipe.",
         "Another tool's key in a recipe is an error that names ours. This page is made from the same tables",
         "(`finetune/config/other_tools.py`, `finetune/convert`): `python -m finetune.convert.dataset_keys > "
         "docs/coming-from.md`.",

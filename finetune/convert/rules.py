@@ -24,6 +24,7 @@ class Conversion:
     remarks: list[str] = field(default_factory=list)  # converted, but worth a look
     ignored: list[str] = field(default_factory=list)  # keys without effect here
     to_do: list[str] = field(default_factory=list)  # what must be set or written before the recipe can train
+    accelerate_file: str | None = None  # the text of one to write beside the recipe, where no shipped one does it
     missing_capabilities: list[str] = field(default_factory=list)  # those behind some of the differences
 
     def add_difference(self, key: str, value: Any, note: str, missing_capability: str = "") -> None:

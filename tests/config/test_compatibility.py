@@ -136,6 +136,16 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (NVME, replace(FSDP2, fp8=Fp8()), 2, None, None, "optim_offload: nvme cannot be combined with mixed_precision: fp8"),
     # rows
     ([], FSDP2, 2, LLAMA | {"layer_types": ["linear_attention", "full_attention"]}, None, "has linear_attention layers, in which packed"),
+    ([], FSDP2, 2, LLAMA | {"model_type": "mpt"}, None, "M: mpt computes attention in its own code and cannot be trained on packed "
+     "documents; set packing: false and attn_implementation: eager"),
+    (["packing=false", "attn_implementation=sdpa"], FSDP2, 2, LLAMA | {"model_type": "gptj"}, None, "gptj computes attention in its own"),
+    ([], FSDP2, 2, LLAMA | {"model_type": "nemotron"}, None, "layers of nemotron do not keep documents apart; set packing: false"),
+    # the family's names
+    ([LORA, "lora_target_modules=[q_proj, o_proj]"], FSDP2, 2, LLAMA | {"model_type": "phi3"}, None,
+     "lora_target_modules: q_proj: no such linear layer in phi3; it has down_proj, gate_up_proj, o_proj, qkv_proj"),
+    ([LORA], FSDP2, 2, LLAMA | {"model_type": "gpt2"}, None, "all-linear: no such linear layer in gpt2; its layers are transformers' Conv1D"),
+    ([], replace(FSDP2, wrap_classes=("BertLayer",)), 2, LLAMA, None,
+     "wraps BertLayer, but M is made of LlamaDecoderLayer; name that class, or remove the key"),
     # the machine
     (["activation_offload=true"], FSDP2, 1, None, CPU, "on a CPU activations are in host memory already; set activation_offload: false"),
     (["attn_implementation=flex_attention", "packing=false"], FSDP2, 1, None, CPU, "outputs of padded rows are not finite there"),
@@ -189,6 +199,15 @@ def test_what_does_not_work_together_is_refused_in_a_sentence(case: tuple[Any, .
         ([LORA, "load_in_4bit=true"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, CPU),
         (NVME, FSDP2, 2, LLAMA, CPU),
         (BACKWARD, Sharding(layout="single"), 1, LLAMA, CPU),
+        (["packing=false", "attn_implementation=eager"], FSDP2, 1, LLAMA | {"model_type": "falcon"}, CPU),
+        (
+            [LORA, "lora_target_modules=[q_a_proj, lm_head]", "modules_to_save=[lm_head]"],
+            FSDP2,
+            1,
+            LLAMA | {"model_type": "deepseek_v3"},
+            CPU,
+        ),
+        ([], replace(FSDP2, wrap_classes=("LlamaDecoderLayer", "Embedding")), 2, LLAMA, CPU),
         ([], replace(FSDP2, fp8=Fp8()), 1, LLAMA, replace(A100, gpu="NVIDIA L4", capability=(8, 9))),
     ],
 )

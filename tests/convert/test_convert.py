@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from finetune.cli import main
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import foreign_names
@@ -433,17 +434,62 @@ def test_the_page_is_made_from_the_tables() -> None:
     ],
 )
 def test_the_sizes_of_other_dimensions(text: str, converted: Convert) -> None:
-    """Experts are divided by the recipe; tensors and sequences in the Accelerate file, whose copy the user makes."""
-    exact, said, _ = converted(text)
-    assert exact["expert_parallel_size"] == 8
-    assert "set parallelism_config_tp_size: 4 and parallelism_config_cp_size: 2 in a copy of" in said
+    """Tensors and sequences are divided in an Accelerate file that is written beside the recipe; a dense model has no experts."""
+    exact, said, path = converted(text)
+    layout = read_sharding(None, str(path.with_name(str(exact["accelerate_config"]))), {"WORLD_SIZE": "8"})
+    assert (layout.tensor_parallel_size, layout.sequence_parallel_size, layout.layout) == (4, 2, "fsdp2")
+    assert "expert_parallel_size" not in exact and "expert_parallel_size: 1   (" in said
 
 
-def test_what_is_only_nearly_the_same_is_reported(converted: Convert) -> None:
-    exact, said, _ = converted(LLAMA_FACTORY + "bf16: true\n")
-    assert exact["accelerate_config"] == "ddp_checkpointing" and "mixed_precision" not in said
-    half, said, _ = converted(LLAMA_FACTORY + "fp16: true\n")
-    assert half["accelerate_config"] == "ddp_checkpointing" and "mixed_precision: fp16" in said
+@pytest.mark.parametrize(
+    ("text", "precision", "fp8"),
+    [
+        (LLAMA_FACTORY + "bf16: true\n", "bf16", None),
+        (LLAMA_FACTORY + "fp16: true\n", "fp16", None),
+        (LLAMA_FACTORY + "bf16: true\nfp8: true\n", "bf16", "tensorwise"),
+        (TORCHTUNE + "enable_fp8_training: true\nfp8_recipe_name: rowwise\n", "bf16", "rowwise"),
+        (AUTOMODEL + "fp8: {enabled: true, recipe_name: tensorwise}\n", "bf16", "tensorwise"),
+        (AUTOMODEL + "fp8: {enabled: false}\n", "bf16", None),
+        (AXOLOTL.replace("bf16: auto", "bf16: false"), "no", None),
+    ],
+)
+def test_precision_is_that_of_the_accelerate_file(
+    text: str, precision: str, fp8: str | None, converted: Convert
+) -> None:
+    exact, said, path = converted(text)
+    named = str(exact["accelerate_config"])
+    beside = path.with_name(named)
+    assert beside.is_file() == (precision != "bf16" or fp8 is not None)
+    layout = read_sharding(None, str(beside) if beside.is_file() else named, {"WORLD_SIZE": "8"})
+    assert (layout.mixed_precision, layout.fp8 and layout.fp8.recipe_name) == (precision, fp8)
+    assert "mixed_precision" not in said and "fp8" not in said
+
+
+GPTJ = "base_model: EleutherAI/gpt-j-6b\ntrust_remote_code: true\nsequence_len: 512\nsample_packing: true\ndatasets: [{path: a/b}]\n"
+PHI = "base_model: microsoft/Phi-3-mini-4k-instruct\nsequence_len: 512\ndatasets: [{path: a/b}]\nadapter: lora\n"
+
+
+def test_what_is_written_runs_by_the_rules_of_a_run(converted: Convert) -> None:
+    """The family's own attention, layers, experts: the recipe is changed, with a line, or the line says what is to be done."""
+    ours, said, _ = converted(GPTJ)
+    assert (ours["packing"], ours["attn_implementation"]) == (False, "eager") and "trust_remote_code" not in ours
+    assert (
+        'packing: false, attn_implementation: "eager"   (EleutherAI/gpt-j-6b: gptj computes attention in its own code'
+        in said
+    )
+    ours, said, _ = converted(PHI + "lora_target_modules: [q_proj, o_proj]\n")
+    assert (
+        ours["lora_target_modules"] == ["o_proj"] and "q_proj: no such layer in this family: nothing is adapted" in said
+    )
+    ours, said, _ = converted(PHI + "lora_target_modules: [q_proj, v_proj]\n")
+    assert (
+        ours["lora_target_modules"] == ["qkv_proj"]
+        and "adapters of qkv_proj here, the family's layers for q_proj, v_proj" in said
+    )
+    ours, said, _ = converted(TORCHTUNE.replace("org/Llama-3.1-8B", "microsoft/Phi-3-mini-4k-instruct"))
+    assert ours["lora_target_modules"] == ["o_proj", "qkv_proj"]
+    _, said, _ = converted(PHI.replace("microsoft/Phi-3-mini-4k-instruct", "cerebras/Cerebras-GPT-1.3B"))
+    assert "to do: lora_target_modules: all-linear: no such linear layer in gpt2" in said
 
 
 def _datasets(entries: str) -> str:
@@ -803,7 +849,6 @@ def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(conver
     for theirs, line in (
         (AXOLOTL + "lisa_n_layers: 4\n", "LISA: not supported"),
         (LLAMA_FACTORY + "use_kt: true\n", "KTransformers: not supported"),
-        (LLAMA_FACTORY + "fp8: true\n", "FP8 is not converted"),
         (automodel + "distributed: {pipeline: {pp_schedule: 1f1b}, cpu_offload: false}\n", "pipeline parallelism: not"),
         (automodel, "rows are trained on in their order there"),
         (TORCHTUNE + "shuffle: false\n", "rows are trained on in their order there"),

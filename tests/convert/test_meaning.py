@@ -45,6 +45,9 @@ def ours(found: Conversion, source: Path, tmp_path: Path) -> Meaning:
         recipe.pop("eval_steps", None)
     path.write_text(yaml.safe_dump(recipe))
     read = to_dict(read_recipe(str(path)))
+    if found.accelerate_file is not None:  # written beside the recipe
+        (tmp_path / "accelerate.yaml").write_text(found.accelerate_file)
+        read["accelerate_config"] = str(tmp_path / "accelerate.yaml")
     layout = read_sharding(None, read["accelerate_config"], {"WORLD_SIZE": "8"})
     shape = "ddp" if layout.layout == "ddp" else "offload" if layout.cpu_offload else layout.strategy
     return read | {"precision": layout.mixed_precision, "layout": shape, "dtype": read["dtype"]}
@@ -110,7 +113,11 @@ def axolotl(file: Mapping[str, Any], text: str) -> Meaning:
         "load_in_4bit": bool(file.get("load_in_4bit")),
         "load_in_8bit": bool(file.get("load_in_8bit")),
         "bnb_4bit_use_double_quant": bool(file.get("load_in_4bit")),
-        "precision": "bf16" if file.get("bf16") or file.get("bfloat16") else "no",
+        "precision": "bf16"
+        if file.get("bf16") or file.get("bfloat16")
+        else "fp16"
+        if file.get("fp16") or file.get("float16")
+        else "no",
         "overlength": "drop",  # rows that are too long, but for plain text, of which no file here is made
         "activation_offload": bool(file.get("activation_offloading")),
     }

@@ -1,0 +1,198 @@
+"""What converts must run: a recipe is judged by the rules of a run, for the model's family, and written as what would run."""
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import find_problems
+from finetune.config.facts import (
+    ModelFacts,
+    Problem,
+    find_linear_layers,
+    read_family_source,
+    read_model_facts,
+    with_expert_parallelism,
+)
+from finetune.config.layout import Fp8
+from finetune.config.reader import read_recipe
+from finetune.config.schema import recipe_keys
+from finetune.convert.rules import Conversion
+from finetune.errors import UserError
+
+# Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that do.
+FAMILIES = (
+    (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
+    (r"distill.*llama|llama-?3\S*nemotron", "llama"),
+    (r"distill.*qwen|openthinker|qwq", "qwen2"),
+    (r"mixtral|8x\d+b", "mixtral"), (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"), (r"nemotron|minitron", "nemotron"),
+    (r"redpajama|pythia|neox|dolly", "gpt_neox"), (r"gpt-?j", "gptj"), (r"cerebras-gpt|gpt-?2", "gpt2"), (r"gpt-?oss", "gpt_oss"),
+    (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"), (r"falcon-?(3|e)", "llama"),
+    (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"), (r"rwkv", "rwkv"),
+    (r"starcoder-?2|starchat-?2", "starcoder2"), (r"starcoder|santacoder", "gpt_bigcode"),
+    (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3", "smollm3"), (r"apertus", "apertus"),
+    (r"qwen-?3[-_.]?(5|next)", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"), (r"qwen-?3", "qwen3"),
+    (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen|mimo", "qwen2"),
+    (r"gemma-?3", "gemma3_text"), (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
+    (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3|moonlight|kimi-k2", "deepseek_v3"),
+    (r"granite-?4.*h\b|bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"), (r"granite", "granite"),
+    (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
+    (r"glm-?4\.(5|6|7)", "glm4_moe"), (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
+    (r"lfm2", "lfm2"), (r"jamba", "jamba"), (r"mamba", "mamba2"), (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
+    (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
+    (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
+)  # fmt: skip
+MIXTURES = (
+    "mixtral",
+    "gpt_oss",
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "granitemoe",
+    "olmoe",
+    "glm4_moe",
+)
+STATEFUL = ("falcon_h1", "nemotron_h", "bamba", "qwen3_5_text", "lfm2", "jamba", "mamba2", "falcon_mamba")
+SIZES = {
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": 1 << 18,
+}
+# Layers by the names of a Llama's, and what other families call those that compute the same, or fuse them into.
+OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), ("qkv_proj", "query_key_value", "Wqkv", "c_attn")),
+    "o_proj": ("dense", "out_proj", "c_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), ("gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc", "up_proj")),
+    "down_proj": ("dense_4h_to_h", "fc2", "fc_out", "c_proj"),
+}
+MOST_CHANGES = 12
+SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
+             "activation_checkpointing_keeps", "async_save", "optim_in_backward")  # fmt: skip
+NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
+
+
+def find_family(name: str) -> str | None:
+    """The model_type that a model's name says; None where it says none.
+
+    >>> find_family("mistralai/Mixtral-8x7B-v0.1"), find_family("microsoft/Phi-3.5-mini-instruct"), find_family("org/ours")
+    ('mixtral', 'phi3', None)
+    """
+    lower = name.lower()
+    return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
+
+
+def fit_to_rules(found: Conversion) -> None:
+    """Changes in the recipe what no run of it would take, with a line for each change; what no change resolves is left to do."""
+    facts = find_facts(found.recipe)
+    if facts is not None and read_family_source(facts.model_type):
+        if found.recipe.pop("trust_remote_code", None):
+            found.remarks.append(
+                f"trust_remote_code is dropped: transformers has the code of {facts.model_type} itself"
+            )
+        _rename_targets(found, facts.model_type)
+    for _ in range(MOST_CHANGES):
+        problems = judge(found, facts)
+        known = recipe_keys().keys() | {"mixed_precision", "tp_size", "cp_size"}
+        change = next((problem for problem in problems if problem.fix and problem.fix.keys() <= known), None)
+        if change is None:
+            found.to_do += [_say(problem, found) for problem in problems]
+            return
+        _change(change, found)
+
+
+def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
+    """The facts of a recipe's model: by its config.json where that is at hand, else what its name says of its family."""
+    name = str(recipe.get("model_name_or_path"))
+    path = Path(name).expanduser() / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = config.get("text_config") or config
+        family = config.get("model_type") or find_family(name)
+        if family is None:
+            return None
+        assumed = SIZES | {"model_type": family} | ({"num_experts": 1 << 7} if family in MIXTURES else {})
+        return read_model_facts(config or assumed | ({"layer_types": ["mamba"]} if family in STATEFUL else {}), name)
+    except (OSError, ValueError, AttributeError, UserError):
+        return None  # a run says what is wrong with it
+
+
+def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
+    """What a run would refuse, by its rules. A file that is missing here may be there where it is trained."""
+    known, recipe = recipe_keys(), found.recipe
+    values: dict[str, Any] = {
+        key: "some/name" if known[key].is_file_or_name and key != "accelerate_config" and value else value
+        for key, value in recipe.items()
+    }
+    for key in values.keys() & {"datasets", "eval_datasets"}:
+        values[key] = [entry | {"path": "some/name"} for entry in recipe[key]]
+    try:
+        read = read_recipe(None, [f"{key}={json.dumps(value)}" for key, value in values.items()])
+        layout = with_expert_parallelism(read_sharding(None, read.run.accelerate_config, {}), read)
+    except UserError:
+        return []  # the reader says what is wrong
+    file = yaml.safe_load(found.accelerate_file or "{}")
+    mesh, precision = file.get("parallelism_config", {}), file.get("mixed_precision", layout.mixed_precision)
+    tensors, sequences = (mesh.get(f"parallelism_config_{key}", 1) for key in ("tp_size", "cp_size"))
+    layout = replace(
+        layout,
+        mixed_precision="bf16" if precision == "fp8" else precision,
+        fp8=Fp8() if precision == "fp8" else None,
+        strategy="FULL_SHARD" if layout.strategy == "HYBRID_SHARD" else layout.strategy,  # whose sizes are an example
+        replicate_size=None,
+        shard_size=None,
+        tensor_parallel_size=tensors,
+        sequence_parallel_size=sequences,
+    )
+    ranks = layout.ranks_per_batch if layout.ranks_per_batch > 1 else max(2, layout.expert_parallel_size)
+    return [problem for problem in find_problems(read, layout, facts, ranks) if not problem.is_note]
+
+
+def _change(problem: Problem, found: Conversion) -> None:
+    """Sets what resolves a problem, and says so."""
+    keys, file = recipe_keys(), yaml.safe_load(found.accelerate_file or "{}")
+    fix = problem.fix or {}
+    changed = {
+        key: value for key, value in fix.items() if key not in keys or found.recipe.get(key, keys[key].default) != value
+    }
+    for key, value in changed.items():
+        if key not in keys:
+            in_file = file if key == "mixed_precision" else file.get("parallelism_config", {})
+            in_file[key if in_file is file else f"parallelism_config_{key}"] = value
+            found.accelerate_file = yaml.safe_dump(file, sort_keys=False)
+        elif value == keys[key].default:
+            found.recipe.pop(key, None)
+        else:
+            found.recipe[key] = value
+    made = ", ".join(f"{key}: {json.dumps(value)}" for key, value in changed.items())
+    line = f"{made}   ({_say(problem, found).rpartition('; ')[0] or _say(problem, found)})"
+    (found.remarks if changed.keys() <= {*SAME_LOSS} else found.differences).append(line)
+
+
+def _say(problem: Problem, found: Conversion) -> str:
+    return problem.sentence.replace("some/name", str(found.recipe.get("model_name_or_path")))
+
+
+def _rename_targets(found: Conversion, family: str) -> None:
+    """Layers that get adapters by the family's names for them. A name that it does not have adapts nothing in the other tools."""
+    targets, layers = found.recipe.get("lora_target_modules"), find_linear_layers(family)
+    if not isinstance(targets, list) or not layers:
+        return
+    missing = [name for name in targets if name.rpartition(".")[2] not in layers]
+    others = [name for name in targets if name not in missing]
+    if not missing or (others and found.tool != "torchtune"):  # whose own models have the layers of a Llama
+        found.recipe["lora_target_modules"] = others or targets
+        found.remarks += [f"lora_target_modules: {', '.join(missing)}: {NO_LAYER}"] if missing else []
+        return
+    fused = [next((other for other in OTHER_NAMES.get(name, ()) if other in layers), None) for name in missing]
+    found.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *filter(None, fused)])) or targets
+    if any(fused):
+        line = f"adapters of {', '.join(filter(None, dict.fromkeys(fused)))} here, the family's layers for {', '.join(missing)}"
+        found.differences.append(f"lora_target_modules: {line}")

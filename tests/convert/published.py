@@ -1,0 +1,169 @@
+"""A published file, converted, as a run of two steps on this machine: a tiny model of its family, small rows of its format."""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from finetune.config.methods import METHODS
+from finetune.config.reader import shipped_folder
+from finetune.convert.conversion import convert_file
+from finetune.convert.fit import find_family
+from finetune.convert.rules import Conversion
+from finetune.errors import UserError
+from tests.conftest import make_tokenizer
+from tests.models.families import build
+
+ROWS = 12
+# What needs a GPU, a compiler that takes minutes, more than one process or the network.
+HERE: dict[str, Any] = {
+    "max_steps": 2,
+    "global_batch_size": 2,
+    "per_device_train_batch_size": 1,
+    "logging_steps": 1,
+    "export_at_end": False,
+    "torch_compile": False,
+    "use_liger_kernel": False,
+    "activation_offload": False,
+    "tf32": False,
+    "report_to": "none",
+    "dataset_num_proc": 1,
+    "expert_parallel_size": 1,
+}
+# Tokens of turns that published models' tokenizers have, by their names.
+TURNS = {
+    r"qwen|smollm|hermes": ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+    r"llama-?3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"),
+    r"gemma": ("<start_of_turn>", "<end_of_turn>"),
+    r"phi-?[34]": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
+}
+UNREADABLE = (
+    "gradient_accumulation_steps",
+    "warmup_steps",
+    "save_total_limit",
+    "resume_from_checkpoint",
+    "dataset_cache_dir",
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A file that converts: what the conversion says, and the recipe to start in its stead."""
+
+    file: Path
+    found: Conversion
+    recipe: Path
+
+    @property
+    def tool(self) -> str:
+        return self.file.parent.name
+
+
+def list_trials(folder: Path, into: Path) -> Iterator[Trial]:
+    """A trial for each file under FOLDER/tool/ that converts; recipes, models and rows are written under `into`."""
+    for file in sorted(path for path in folder.glob("*/*") if path.suffix in (".yaml", ".yml")):
+        if file.parent.name == "accelerate_files":
+            continue
+        try:
+            found = convert_file(file)
+        except UserError:
+            continue
+        yield make_trial(file, found, into)
+
+
+def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
+    """The recipe of a converted file, its model, rows and Accelerate file replaced by small ones of the same kind, in fp32."""
+    place = into / file.parent.name / file.stem
+    place.mkdir(parents=True)
+    recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
+    recipe |= {
+        "model_name_or_path": str(make_tiny(str(recipe["model_name_or_path"]), into)),
+        "output_dir": str(place / "run"),
+    }
+    recipe.pop("tokenizer_name_or_path", None)
+    if recipe.get("teacher_model_name_or_path"):
+        recipe["teacher_model_name_or_path"] = recipe["model_name_or_path"]
+    if str(recipe.get("attn_implementation")).startswith("flash"):
+        recipe["attn_implementation"] = "auto"
+    if recipe.get("adapter_name_or_path"):
+        del recipe["adapter_name_or_path"]
+    if recipe.get("optim_in_backward"):
+        recipe["global_batch_size"] = 1
+    if "eval_split_size" in recipe:
+        recipe["eval_split_size"] = 2
+    rows = METHODS[recipe.get("method", "sft")].rows
+    for key in ("datasets", "eval_datasets"):
+        if key in recipe:
+            entries = enumerate(recipe[key])
+            recipe[key] = [write_rows(entry, rows, place / f"{key}{number}.jsonl") for number, entry in entries]
+    if "accelerate_config" in recipe:
+        recipe["accelerate_config"] = str(write_layout(str(recipe["accelerate_config"]), place))
+    path = place / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe, allow_unicode=True))
+    return Trial(file, found, path)
+
+
+def make_tiny(name: str, into: Path) -> Path:
+    """A model of two layers with random weights, of the family that `name` says, and a tokenizer of bytes with its turns."""
+    family, tokenizer = find_family(name) or "llama", make_tokenizer()
+    turns = [token for pattern, tokens in TURNS.items() if re.search(pattern, name.lower()) for token in tokens]
+    folder = into / "models" / f"{family}{len(turns)}"
+    if not folder.exists():
+        tokenizer.add_special_tokens({"additional_special_tokens": turns})
+        build(family, vocab_size=len(tokenizer), initializer_range=0.02).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def write_layout(name: str, place: Path) -> Path:
+    """The shipped Accelerate file for one process in fp32."""
+    layout = yaml.safe_load((shipped_folder("accelerate_configs") / f"{name}.yaml").read_text())
+    layout.pop("parallelism_config", None)
+    path = place / "accelerate.yaml"
+    path.write_text(yaml.safe_dump(layout | {"mixed_precision": "no", "use_cpu": True}))
+    return path
+
+
+def write_rows(entry: Mapping[str, Any], kind: str, path: Path) -> dict[str, Any]:
+    """Rows with the columns that the entry names, else those that its type is recognized by; its entry without the hub's keys."""
+    rows = [make_row(entry, kind, number) for number in range(ROWS)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return {key: value for key, value in entry.items() if key not in ("name", "split", "path")} | {"path": str(path)}
+
+
+def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]:
+    """One row as the data set of that entry has it."""
+
+    def column(name: str) -> str:
+        return str(entry.get(f"{name}_column") or name)
+
+    question, answer = f"What is {number} and one?", f"It is {number + 1}."
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+    is_text = entry.get("type") == "messages"
+    if kind == "pairs":
+        worse = "No idea." if is_text else [{"role": "assistant", "content": "No idea."}]
+        better = answer if is_text else chat[1:]
+        return {
+            column("prompt"): question if is_text else chat[:1],
+            column("chosen"): better,
+            column("rejected"): worse,
+        }
+    if kind == "ratings":
+        return {column("prompt"): chat[:1], column("completion"): chat[1:], column("label"): number % 2 == 0}
+    match entry.get("type"):
+        case "alpaca":
+            names = str(entry.get("prompt_column") or "instruction"), str(entry.get("completion_column") or "output")
+            return {names[0]: question, "input": "", names[1]: answer}
+        case "sharegpt":
+            turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
+            return {str(entry.get("messages_column") or "conversations"): turns}
+        case "text":
+            return {column("text"): f"{question} {answer}"}
+        case _ if "prompt_column" in entry or "completion_column" in entry:
+            return {column("prompt"): question, column("completion"): answer}
+        case _:
+            return {column("messages"): chat}
