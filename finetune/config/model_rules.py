@@ -362,17 +362,23 @@ RULES: tuple[Rule, ...] = (
     ),
     _model_rule(
         "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
-        message=lambda c: f"{c.name}: {c.model.model_type} computes attention in its own code and cannot be trained on packed documents",
+        message=lambda c: (
+            f"{c.name}: {c.model.model_type} computes attention in its own code and cannot be trained on packed documents"
+        ),
         advice="set packing: false and attn_implementation: eager",
         fix={"packing": False, "attn_implementation": "eager"}, of_teacher=True,
     ),
     _model_rule(
         "layers that do not keep documents apart", "packing", "model_name_or_path",
-        when=lambda c: c.model.model_type in LEAKY_FAMILIES and c.recipe.data.packing and not c.recipe.model.trust_remote_code,
-        message=lambda c: f"{c.name}: the layers of {c.model.model_type} do not keep documents apart", fix={"packing": False}, of_teacher=True,
+        when=lambda c: (
+            c.model.model_type in LEAKY_FAMILIES and c.recipe.data.packing and not c.recipe.model.trust_remote_code
+        ),
+        message=lambda c: f"{c.name}: the layers of {c.model.model_type} do not keep documents apart",
+        fix={"packing": False}, of_teacher=True,
     ),
     _size_rule(
-        "classes that are wrapped", "fsdp_transformer_layer_cls_to_wrap", when=_find_unknown_wraps, message=_describe_unknown_wraps,
+        "classes that are wrapped", "fsdp_transformer_layer_cls_to_wrap",
+        when=_find_unknown_wraps, message=_describe_unknown_wraps,
         advice="name that class, or remove the key, and the class is found",
     ),
     # FP8
