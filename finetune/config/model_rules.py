@@ -363,7 +363,8 @@ RULES: tuple[Rule, ...] = (
     _model_rule(
         "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
         message=lambda c: (
-            f"{c.name}: {c.model.model_type} computes attention in its own code and cannot be trained on packed documents"
+            f"{c.name}: {c.model.model_type} computes attention in its own code and cannot be trained on packed "
+            "documents"
         ),
         advice="set packing: false and attn_implementation: eager",
         fix={"packing": False, "attn_implementation": "eager"}, of_teacher=True,
