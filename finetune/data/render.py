@@ -8,9 +8,9 @@ from functools import lru_cache
 from itertools import zip_longest
 
 from finetune.data.formats import Completion, Conversation, Document, Text
-from finetune.data.messages import BadRow, Message
-from finetune.data.spans import AskedTurn, ask_turn, is_as_asked, read_messages, render_conversation
-from finetune.data.template import Renderer, Span, add_variables
+from finetune.data.messages import Message
+from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
+from finetune.data.template import Renderer, Span, add_variables, apply_template
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]")
@@ -44,31 +44,20 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     renderer, document = add_variables(renderer, document.variables), replace(document, variables={})
     if renderer.turns == "last":
         document = _keep_turns(document, [i for i, trained in enumerate(document.trained) if trained][-1:])
-    whole = None
-    if renderer.turns != "split":
-        try:
-            whole = render(document, renderer)
-        except BadRow:  # the turns cannot be found in the whole text
-            if renderer.turns == "whole":
-                raise
-        if whole is not None and is_as_asked(whole.text, document, renderer):
-            cut = renderer.turns == "auto" and any(_cuts_token(whole.text, span, renderer) for span in whole.spans[:-1])
-            if not cut:
-                return (whole,)
-    messages = read_messages(document, renderer)
-    wanted = [i for i, trained in enumerate(document.trained) if trained]
-    asked = {i: turn for i in wanted if (turn := ask_turn(messages, i, document.tools, renderer))}
-    if whole is not None and (renderer.turns == "whole" or len(asked) < len(wanted)):
-        return (_compare_with_asked(whole, asked, renderer),)
-    if len(asked) < len(wanted) or not wanted:
-        return (render(document, renderer),)
+    whole = _render_laid_out(document, renderer) if renderer.turns != "split" else None
+    if whole is not None:
+        cut = renderer.turns != "whole" and any(_cuts_token(whole.text, span, renderer) for span in whole.spans[:-1])
+        if not cut:
+            return (whole,)
+    asked = ask_turns(document, renderer)
+    if renderer.turns == "whole" or not asked or len(asked) < sum(document.trained):
+        return (_render_whole(document, asked, renderer),)
+    latest = max(asked)
 
     def holds(text: str, i: int) -> bool:
         turn = asked[i]
-        return turn.is_in(text) and (i == wanted[-1] or not _cuts_token(text, (turn.start, turn.end), renderer))
+        return turn.is_in(text) and (i == latest or not _cuts_token(text, (turn.start, turn.end), renderer))
 
-    if whole is not None and all(holds(whole.text, i) and turn.is_continued for i, turn in asked.items()):
-        return (whole,)
     texts: list[RenderedText] = []
     while asked:  # from the last turn to the first: a text holds every earlier turn that it writes as inference does
         last = max(asked)
@@ -110,16 +99,46 @@ def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversatio
     return replace(conversation, messages=conversation.messages[: len(trained)], trained=trained)
 
 
+def _render_laid_out(conversation: Conversation, renderer: Renderer) -> RenderedText | None:
+    """The whole conversation, if it is known without asking for them that all turns stand as inference has them."""
+    text = apply_template(renderer, read_messages(conversation, renderer), conversation.tools)
+    turns = match_layout(text, conversation, renderer)
+    if turns is None:
+        return None
+    spans = (
+        [span for i, span in turns.items() if conversation.trained[i]] if renderer.assistant_only else [(0, len(text))]
+    )
+    return _check(conversation, RenderedText(text, tuple(spans), False), turns, renderer)
+
+
+def _render_whole(conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
+    """The whole conversation as the template writes it, also where inference sees turns otherwise."""
+    text, turns = find_turns(conversation, asked, renderer)
+    spans = [span for i in sorted(turns) for span in turns[i]] if renderer.assistant_only else [(0, len(text))]
+    whole = {i: (of_turn[0][0], of_turn[-1][1]) for i, of_turn in turns.items() if of_turn}
+    return _compare_with_asked(
+        _check(conversation, RenderedText(text, tuple(spans), False), whole, renderer), asked, renderer
+    )
+
+
 def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
     """The text of a conversation that ends with the last of `turns`, in which all of these stand as inference has
     them."""
-    text = turns[max(turns)].text
-    spans = {i: (turn.start, turn.end) for i, turn in sorted(turns.items())}
-    findings = (
-        *_check_turns(conversation, text, tuple(spans.values()), renderer),
-        *_find_dropped(conversation, text, spans),
+    spans = tuple(span for _, turn in sorted(turns.items()) for span in turn.spans)
+    rendered = RenderedText(turns[max(turns)].text, spans, False)
+    whole = {i: (turn.start, turn.end) for i, turn in turns.items()}
+    return _compare_with_asked(_check(conversation, rendered, whole, renderer), turns, renderer)
+
+
+def _check(
+    conversation: Conversation, rendered: RenderedText, turns: Mapping[int, Span], renderer: Renderer
+) -> RenderedText:
+    """`rendered`, with what is found in it."""
+    found = (
+        *_check_turns(conversation, rendered.text, rendered.spans, renderer),
+        *_find_dropped(conversation, rendered.text, turns),
     )
-    return _compare_with_asked(RenderedText(text, tuple(spans.values()), False, findings), turns, renderer)
+    return replace(rendered, findings=found)
 
 
 def _compare_with_asked(rendered: RenderedText, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
@@ -163,9 +182,11 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             return RenderedText(whole, ((len(prompt), len(whole)),), True, findings)
         case Conversation():
             renderer = add_variables(renderer, document.variables)
-            text, spans, turns = render_conversation(document, renderer)
-            findings = (*_check_turns(document, text, spans, renderer), *_find_dropped(document, text, turns))
-            return RenderedText(text, spans, False, findings)
+            laid_out = _render_laid_out(document, renderer)
+            if laid_out is not None:
+                return laid_out
+            asked = ask_turns(document, renderer) if renderer.assistant_only else {}
+            return _render_whole(document, asked, renderer)
 
 
 def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:

@@ -7,6 +7,7 @@ A template with {% generation %} markers gives them. For any other template they
 conversation and comparing the texts.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -14,38 +15,6 @@ from typing import Any
 from finetune.data.formats import Conversation
 from finetune.data.messages import BadRow, Message
 from finetune.data.template import Renderer, Span, Tools, apply_marked_template, apply_template
-
-
-def render_conversation(
-    conversation: Conversation, renderer: Renderer
-) -> tuple[str, tuple[Span, ...], dict[int, Span]]:
-    """(text, trained spans, message index -> span of an assistant's turn).
-
-    Every assistant turn is trained on, except those with `train: false`. The last value is empty if the template's own
-    markers are not one pair for each turn. Raises `BadRow` if the template rejects the conversation, or hides its
-    turns.
-    """
-    messages = read_messages(conversation, renderer)
-    if renderer.has_markers:
-        text, marked = apply_marked_template(renderer, messages, conversation.tools)
-        # White space that the markers include is trained on, as by transformers.
-        spans = [(start, max(end, _find_end_of_turn(text, start, end, renderer))) for start, end in marked]
-    else:
-        text = apply_template(renderer, messages, conversation.tools)
-        found = None if conversation.tools else _find_by_layout(text, messages, renderer)
-        spans = _find_by_prefix(text, messages, conversation.tools, renderer) if found is None else found
-    answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
-    turns = dict(zip(answers, spans, strict=True)) if len(spans) == len(answers) else {}
-    if not renderer.assistant_only:
-        return text, ((0, len(text)),), turns
-    if all(conversation.trained[i] for i in answers):
-        return text, tuple(spans), turns
-    if not turns:
-        raise BadRow(
-            f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: false` cannot "
-            "be applied to one of them"
-        )
-    return text, tuple(span for i, span in turns.items() if conversation.trained[i]), turns
 
 
 def read_messages(conversation: Conversation, renderer: Renderer) -> list[Message]:
@@ -87,40 +56,18 @@ class _Layout:
 
     between: tuple[str, ...]  # [messages + 1]: text before, between and after the contents
     trims: tuple[bool, ...]  # [messages]: whether the template removes white space around the content
-    starts: tuple[int, ...]  # [messages]: where in `between` an assistant's turn starts, after the generation prompt
-    is_asked: tuple[bool, ...]  # [messages]: whether inference sees the same before the turn, and writes the same
+    around: tuple[Span, ...]  # [messages]: characters of an assistant's turn before its content, and after it
 
 
-def _find_by_layout(text: str, messages: list[Message], renderer: Renderer) -> list[Span] | None:
-    """The assistant's spans if the template writes the same around any content, else None.
+def match_layout(text: str, conversation: Conversation, renderer: Renderer) -> dict[int, Span] | None:
+    """Message index -> span of an assistant's turn in `text`, if the template writes the same around any content and
+    inference sees each turn so; else None, and the turns have to be asked for one by one.
 
     The layout is found once for each sequence of roles, and used only if it gives exactly this rendered text when
     filled with this conversation's contents.
     """
-    if any(len(message) > 2 for message in messages):
-        return None
-    roles = tuple(message["role"] for message in messages)
-    layout = _probe_layout(roles, renderer)
-    if layout is None:
-        return None
-    contents = [m["content"].strip() if trim else m["content"] for m, trim in zip(messages, layout.trims, strict=True)]
-    pieces = [layout.between[0]]
-    for content, after in zip(contents, layout.between[1:], strict=True):
-        pieces += (content, after)
-    if "".join(pieces) != text:
-        return None
-    spans, position = [], 0
-    for role, content, before, start in zip(roles, contents, layout.between, layout.starts, strict=False):
-        end = position + len(before) + len(content)
-        if role == "assistant":
-            spans.append((position + start, _find_end_of_turn(text, position + start, end, renderer)))
-        position = end
-    return spans
-
-
-def _match_layout(text: str, messages: list[Message], renderer: Renderer) -> tuple[_Layout, list[str]] | None:
-    """The layout that gives this text and the contents that fill it; None if there is none."""
-    if any(len(message) > 2 for message in messages):
+    messages = read_messages(conversation, renderer)
+    if conversation.tools or any(len(message) > 2 for message in messages):
         return None
     layout = _probe_layout(tuple(message["role"] for message in messages), renderer)
     if layout is None:
@@ -129,63 +76,64 @@ def _match_layout(text: str, messages: list[Message], renderer: Renderer) -> tup
     pieces = [layout.between[0]]
     for content, after in zip(contents, layout.between[1:], strict=True):
         pieces += (content, after)
-    return (layout, contents) if "".join(pieces) == text else None
+    if "".join(pieces) != text:
+        return None
+    turns, position = {}, 0
+    for i, (message, content) in enumerate(zip(messages, contents, strict=True)):
+        start = position + len(layout.between[i])
+        position = start + len(content)
+        if message["role"] == "assistant":
+            lead, tail = layout.around[i]
+            turns[i] = (start - lead, position + tail)
+    return turns
 
 
 @lru_cache(maxsize=1024)
 def _probe_layout(roles: tuple[str, ...], renderer: Renderer) -> _Layout | None:
-    """The layout, from contents that cannot be mistaken; None if the template does not write all of them unchanged."""
+    """The layout, from contents that cannot be mistaken; None if the template does not write all of them unchanged, or
+    writes a turn otherwise once another follows."""
     marks = [f"MESSAGE{i}CONTENT" for i in range(len(roles))]
     messages = [{"role": role, "content": f" {mark}\n"} for role, mark in zip(roles, marks, strict=True)]
-    between, trims, starts = [], [], []
-    start_after: dict[
-        tuple[str, str], int | None
-    ] = {}  # one prefix is rendered for each kind of turn, not for each turn
+    between, trims, contents = [], [], []
     try:
         text = apply_template(renderer, messages)
         position = 0
-        for i, (role, mark) in enumerate(zip(roles, marks, strict=True)):
+        for mark in marks:
             at = text.find(mark, position)
             if at < 0:
                 return None
-            trimmed = text[at - 1] != " " or text[at + len(mark)] != "\n"
-            content = at if trimmed else at - 1
-            before = text[position:content]
-            start: int | None = len(before)
-            if role == "assistant":
-                kind = (roles[i - 1] if i else "", before)
-                if kind not in start_after:
-                    found = _find_start_of_turn(text, messages[:i], (), renderer)
-                    start_after[kind] = None if found is None else found - position
-                start = start_after[kind]
-            if start is None or not 0 <= start <= len(before):
-                return None
-            between.append(before)
-            trims.append(trimmed)
-            starts.append(start)
-            position = at + len(mark) + (not trimmed)
+            trims.append(text[at - 1] != " " or text[at + len(mark)] != "\n")
+            contents.append((at, at + len(mark)) if trims[-1] else (at - 1, at + len(mark) + 1))
+            between.append(text[position : contents[-1][0]])
+            position = contents[-1][1]
         between.append(text[position:])
-        is_asked = _probe_turns(text, messages, between, renderer)
+        around = _probe_turns(text, messages, between, contents, renderer)
     except (BadRow, IndexError):
         return None
-    return _Layout(tuple(between), tuple(trims), tuple(starts), is_asked)
+    return None if around is None else _Layout(tuple(between), tuple(trims), around)
 
 
-def _probe_turns(text: str, messages: list[Message], between: list[str], renderer: Renderer) -> tuple[bool, ...]:
-    """Whether inference sees and writes each turn as it is in `text`; the first and the last of each kind are
-    rendered."""
+def _probe_turns(
+    text: str, messages: list[Message], between: list[str], contents: list[Span], renderer: Renderer
+) -> tuple[Span, ...] | None:
+    """`_Layout.around`; None if inference does not see each turn as it is in `text`. The first and the last turn of
+    each kind are asked for."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i, message in enumerate(messages):
         if message["role"] == "assistant":
-            around = [each["role"] for each in messages[max(i - 1, 0) : i + 2]]
-            kinds.setdefault((i == 0, *around, between[i], between[i + 1]), []).append(i)
-    is_asked = [True] * len(messages)
+            neighbors = [each["role"] for each in messages[max(i - 1, 0) : i + 2]]
+            kinds.setdefault((i == 0, *neighbors, between[i], between[i + 1]), []).append(i)
+    around = [(0, 0)] * len(messages)
     for of_kind in kinds.values():
-        asked = [ask_turn(messages, i, (), renderer) for i in dict.fromkeys((of_kind[0], of_kind[-1]))]
-        if not all(turn is not None and turn.is_continued and turn.is_in(text) for turn in asked):
-            for i in of_kind:
-                is_asked[i] = False
-    return tuple(is_asked)
+        for i in dict.fromkeys((of_kind[0], of_kind[-1])):
+            turn, (start, end) = _ask_turn(messages, i, (), renderer), contents[i]
+            if turn is None or len(turn.spans) > 1 or not turn.is_continued or not turn.is_in(text):
+                return None
+            if not turn.start <= start <= end <= turn.end:
+                return None
+            for other in of_kind:
+                around[other] = (start - turn.start, turn.end - end)
+    return tuple(around)
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,8 +142,15 @@ class AskedTurn:
 
     prompt: str  # the conversation before it, with the generation prompt
     text: str  # the conversation that ends with it
-    start: int  # of what is trained on
-    end: int
+    spans: tuple[Span, ...]  # what is trained on: one, or all that the template's markers enclose
+
+    @property
+    def start(self) -> int:
+        return self.spans[0][0]
+
+    @property
+    def end(self) -> int:
+        return self.spans[-1][1]
 
     @property
     def is_continued(self) -> bool:
@@ -209,7 +164,50 @@ class AskedTurn:
         return text.startswith(self.text[: self.end])
 
 
-def ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> AskedTurn | None:
+def ask_turns(conversation: Conversation, renderer: Renderer) -> dict[int, AskedTurn]:
+    """Message index -> turn, of each turn that is trained on; without those that are unknown to begin somewhere.
+
+    Raises `BadRow` as rendering does.
+    """
+    messages = read_messages(conversation, renderer)
+    asked = {i: _ask_turn(messages, i, conversation.tools, renderer) for i, on in enumerate(conversation.trained) if on}
+    return {i: turn for i, turn in asked.items() if turn is not None}
+
+
+def find_turns(
+    conversation: Conversation, asked: Mapping[int, AskedTurn], renderer: Renderer
+) -> tuple[str, dict[int, tuple[Span, ...]]]:
+    """(the text of the whole conversation, message index -> what is trained on of each turn). Raises `BadRow`."""
+    messages, tools = read_messages(conversation, renderer), conversation.tools
+    wanted = [i for i, on in enumerate(conversation.trained) if on] if renderer.assistant_only else []
+    if renderer.has_markers:
+        text, marked = apply_marked_template(renderer, messages, tools)
+        # White space that the markers include is trained on, as by transformers.
+        spans = [(start, max(end, _find_end_of_turn(text, start, end, renderer))) for start, end in marked]
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) == len(answers):
+            return text, {i: (span,) for i, span in zip(answers, spans, strict=True) if i in wanted}
+        if wanted != answers:
+            raise BadRow(
+                f"the chat template marks {len(spans)} spans for {len(answers)} assistant turns, so `train: false` "
+                "cannot be applied to one of them"
+            )
+        return text, {wanted[0]: tuple(spans)}
+    text, turns = apply_template(renderer, messages, tools), {}
+    for i in wanted:
+        if i in asked and asked[i].is_in(text):
+            turns[i] = asked[i].spans
+        elif (found := _find_by_substitution(text, messages, i, tools, renderer)) is not None:
+            turns[i] = (found,)
+        else:
+            raise BadRow(
+                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
+                "turn begins and ends; use a template with {% generation %} markers"
+            )
+    return text, turns
+
+
+def _ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> AskedTurn | None:
     """Turn `i`, asked for by itself; None if it is unknown where it begins. Raises `BadRow` as rendering does."""
     prompt = apply_template(renderer, messages[:i], tools, add_generation_prompt=True) if i else ""
     start: int | None
@@ -221,18 +219,21 @@ def ask_turn(messages: list[Message], i: int, tools: Tools, renderer: Renderer) 
         words = [span for span in marked if renderer.special_tokens.sub("", text[slice(*span)]).strip()] or marked
         if not words:
             return None
-        start = words[0][0] if begin else words[-1][0]
-        return AskedTurn(prompt, text, start, max(words[-1][1], _find_end_of_turn(text, start, words[-1][1], renderer)))
+        words = words if begin else words[-1:]
+        end = max(words[-1][1], _find_end_of_turn(text, *words[-1], renderer))
+        return AskedTurn(prompt, text, (*words[:-1], (words[-1][0], end)))
     text = _continue_prompt(prompt, apply_template(renderer, messages[: i + 1], tools), messages[:i], tools, renderer)
     start = _find_start_of_turn(text, messages[:i], tools, renderer)
     if start is None:
         return None
     end = _find_end_of_turn(text, start, len(text), renderer)
-    stop = text.rfind(renderer.end_of_turn, start, end) if renderer.end_of_turn else -1
-    if stop >= 0:  # what follows belongs to the end of the whole conversation: Phi-3 writes its end of text there
-        stop += len(renderer.end_of_turn)
-        end = end if renderer.special_tokens.sub("", text[stop:end]).strip() else stop
-    return AskedTurn(prompt, text, start, end)
+    if renderer.end_of_turn and renderer.end_of_turn in text[start:end]:
+        # What follows belongs to the end of the whole conversation: Phi-3 writes its end of text there.
+        answer, _, after = text[start:end].rpartition(renderer.end_of_turn)
+        if answer.rstrip().endswith(renderer.end_of_turn):
+            answer = answer.rstrip().removesuffix(renderer.end_of_turn)
+        end = end if renderer.special_tokens.sub("", after).strip() else start + len(answer + renderer.end_of_turn)
+    return AskedTurn(prompt, text, ((start, end),))
 
 
 def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools, renderer: Renderer) -> str:
@@ -248,44 +249,6 @@ def _continue_prompt(prompt: str, text: str, before: list[Message], tools: Tools
     shared = next((i for i, (a, b) in enumerate(zip(text, other, strict=False)) if a != b), len(text))
     at = text.rfind(asks, 0, shared) if asks and asks != prompt else -1
     return text if at < 0 else prompt + text[at + len(asks) :]
-
-
-def is_as_asked(text: str, conversation: Conversation, renderer: Renderer) -> bool:
-    """Whether it is known without rendering parts of the conversation that inference sees each trained turn as in
-    `text`."""
-    found = _match_layout(text, read_messages(conversation, renderer), renderer)
-    return (
-        found is not None
-        and not conversation.tools
-        and all(asked for asked, trained in zip(found[0].is_asked, conversation.trained, strict=True) if trained)
-    )
-
-
-def _find_by_prefix(text: str, messages: list[Message], tools: Tools, renderer: Renderer) -> list[Span]:
-    """The assistant's spans as what each of its turns adds to the text of the turns before it."""
-    spans = []
-    for i, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        start = _find_start_of_turn(text, messages[:i], tools, renderer)
-        up_to_turn = apply_template(renderer, messages[: i + 1], tools)
-        if start is not None and text.startswith(up_to_turn) and start <= len(up_to_turn):
-            spans.append((start, _find_end_of_turn(text, start, len(up_to_turn), renderer)))
-            continue
-        # The turn is written differently in the history than at the end (without its reasoning, say): up to its end
-        # token.
-        end = -1 if start is None or not renderer.end_of_turn else text.find(renderer.end_of_turn, start)
-        if start is not None and end >= 0 and renderer.end_of_turn not in message["content"]:
-            spans.append((start, end + len(renderer.end_of_turn)))
-            continue
-        found = _find_by_substitution(text, messages, i, tools, renderer)
-        if found is None:
-            raise BadRow(
-                f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
-                f"turn begins and ends; use a template with {{% generation %}} markers"
-            )
-        spans.append(found)
-    return spans
 
 
 def _find_by_substitution(text: str, messages: list[Message], i: int, tools: Tools, renderer: Renderer) -> Span | None:
