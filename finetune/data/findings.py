@@ -106,7 +106,7 @@ CHECKS: dict[str, Check] = {
         "warning",
         "warning",
         "an answer, or what stands before it, is not what the model sees and writes when it is asked for this turn: "
-        "the chat template writes earlier turns differently once others follow; remove turns: whole",
+        "the chat template writes earlier turns differently once others follow; remove turns: whole, where it is set",
     ),
     "prompt_not_continued": Check(
         "warning",

@@ -2,7 +2,7 @@
 
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from threading import Event
@@ -14,8 +14,10 @@ from transformers import StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from finetune.constants import GENERATION_FILE
-from finetune.data.messages import Message
-from finetune.data.template import TEMPLATE_ERRORS
+from finetune.data.formats import Conversation
+from finetune.data.messages import BadRow
+from finetune.data.spans import read_messages
+from finetune.data.template import add_variables, apply_template, make_renderer
 from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
 from finetune.inference.inference_model import InferenceModel
@@ -43,14 +45,14 @@ class Answer:
 
 
 def answer(
-    model: InferenceModel, messages: Sequence[Message], sampling: Sampling, write: Callable[[str], object]
+    model: InferenceModel, conversation: Conversation, sampling: Sampling, write: Callable[[str], object]
 ) -> Answer:
-    """The model's answer to `messages`; `write` gets each piece of it as it is made.
+    """The model's answer to a conversation; `write` gets each piece of it as it is made.
 
     Ctrl-C stops the answer and keeps what there is of it. Raises `UserError` where the chat template rejects the
     messages, or they are longer than what the model can read.
     """
-    input_ids = encode_messages(model, messages)
+    input_ids = encode_prompt(model, conversation)
     limit = getattr(model.model.config.get_text_config(), "max_position_embeddings", None)
     room = sampling.max_new_tokens if limit is None else min(sampling.max_new_tokens, limit - len(input_ids))
     if room <= 0:
@@ -90,21 +92,21 @@ def answer(
     )
 
 
-def encode_messages(model: InferenceModel, messages: Sequence[Message]) -> list[int]:
-    """The tokens that the model is asked with. Raises `UserError` where the chat template rejects the messages."""
+def encode_prompt(model: InferenceModel, conversation: Conversation) -> list[int]:
+    """The tokens that the model is asked with: rendered as in training, with the generation prompt.
+
+    Raises `UserError` where the chat template rejects the conversation.
+    """
     if model.template is None:
-        text = "".join(message["content"] for message in messages)
+        text = "".join(message["content"] for message in conversation.messages)
         return list(model.tokenizer(text, verbose=False).input_ids)
     try:
-        text = model.tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=model.template,
-            add_generation_prompt=True,
-            tokenize=False,
-            **model.variables,
-        )
-    except TEMPLATE_ERRORS as error:
-        raise UserError(f"{model.name}: its chat template rejects the conversation: {error}") from None
+        renderer = make_renderer(model.tokenizer, assistant_only=True)
+        renderer = add_variables(renderer, {**model.variables, **conversation.variables})
+        messages = read_messages(conversation, renderer)
+        text = apply_template(renderer, messages, conversation.tools, add_generation_prompt=True)
+    except BadRow as error:
+        raise UserError(f"{model.name}: {error}") from None
     return list(model.tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
 
 

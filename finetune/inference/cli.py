@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.constants import ADAPTER, EXPORT
-from finetune.data.messages import OWN_VARIABLES, Message
+from finetune.data.formats import Conversation
+from finetune.data.messages import OWN_VARIABLES
 from finetune.errors import EXIT_INTERRUPTED, EXIT_USER_ERROR, UserError
 from finetune.files.durable import replace_file
 from finetune.files.run_json import (
@@ -24,7 +25,7 @@ from finetune.files.run_json import (
     write_benchmarks,
 )
 from finetune.inference.find_model import ModelReference, find_model, locate_base
-from finetune.inference.prompts import check_utf8, make_messages, read_piped_prompt, read_prompts
+from finetune.inference.prompts import check_utf8, make_prompt, read_piped_prompt, read_prompts
 from finetune.plan.table import align_columns
 
 if TYPE_CHECKING:
@@ -203,10 +204,10 @@ def _find_other(options: argparse.Namespace, reference: ModelReference) -> Model
     return find_model(options.base_model) if options.base_model is not None else locate_base(reference)
 
 
-def _read_prompts(options: argparse.Namespace) -> list[list[Message]]:
+def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
     """Of --prompt and --prompts, else of a pipe; none where a person is to be asked."""
     check_utf8(options.system or "", "--system")
-    prompts = [make_messages(check_utf8(text, "--prompt"), options.system) for text in options.prompt]
+    prompts = [make_prompt(check_utf8(text, "--prompt"), options.system) for text in options.prompt]
     if options.prompts is not None:
         prompts += read_prompts(options.prompts, options.system)
         if not prompts:
@@ -214,7 +215,7 @@ def _read_prompts(options: argparse.Namespace) -> list[list[Message]]:
     if prompts or (_is_terminal(sys.stdin) and _is_terminal(sys.stdout)):
         return prompts
     if not _is_terminal(sys.stdin):
-        return [make_messages(read_piped_prompt(), options.system)]
+        return [make_prompt(read_piped_prompt(), options.system)]
     raise UserError("stdout is no terminal, and there is no prompt; give one with --prompt or --prompts")
 
 
@@ -258,7 +259,7 @@ def _load_speakers(
 
 
 def _answer_all(
-    speakers: "Sequence[Speaker]", prompts: Sequence[list[Message]], sampling: "Sampling", *, as_json: bool
+    speakers: "Sequence[Speaker]", prompts: Sequence[Conversation], sampling: "Sampling", *, as_json: bool
 ) -> int:
     """Prints the answers to every prompt: alone where there is one of each, else under the prompt and the model's
     label."""
@@ -266,15 +267,15 @@ def _answer_all(
     from finetune.inference.conversation import write_piece
 
     code = 0
-    for number, messages in enumerate(prompts):
+    for number, prompt in enumerate(prompts):
         answers: list[dict[str, Any]] = []
         if not as_json and len(prompts) > 1:
-            print(f"{'' if number == 0 else chr(10)}> {messages[-1]['content']}")
+            print(f"{'' if number == 0 else chr(10)}> {prompt.messages[-1]['content']}")
         for speaker in speakers:
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
             try:
-                answered = answer(speaker.model, messages, sampling, (lambda _: None) if as_json else write_piece)
+                answered = answer(speaker.model, prompt, sampling, (lambda _: None) if as_json else write_piece)
             except UserError as error:  # too long, say: the other prompts can be answered
                 _log(f"prompt {number + 1}: {error}" if len(prompts) > 1 else str(error))
                 answers.append({"model": speaker.model.name, "error": str(error)})
@@ -293,7 +294,7 @@ def _answer_all(
             if answered.is_interrupted:
                 return EXIT_INTERRUPTED
         if as_json:
-            print(json.dumps({"messages": messages, "answers": answers}, ensure_ascii=False), flush=True)
+            print(json.dumps({"messages": prompt.messages, "answers": answers}, ensure_ascii=False), flush=True)
     return code
 
 

@@ -8,7 +8,7 @@ from finetune.data.messages import Message
 from finetune.errors import UserError
 from finetune.inference.answers import Answer, Sampling, answer
 from finetune.inference.inference_model import InferenceModel
-from finetune.inference.prompts import check_utf8, system_message
+from finetune.inference.prompts import ask, check_utf8, system_message
 from finetune.terminal import print_styled
 
 HELP = """\
@@ -31,7 +31,7 @@ class Speaker:
         """Prints the answer as it is made. A prompt that cannot be answered is reported, and forgotten."""
         asked = {"role": "user", "content": prompt}
         try:
-            answered = answer(self.model, [*self.history, asked], sampling, write_piece)
+            answered = answer(self.model, ask([*self.history, asked]), sampling, write_piece)
         except UserError as error:
             print(error, file=sys.stderr)
             return

@@ -71,17 +71,14 @@ def _find_unknown(manager: TaskManager, tasks: Sequence[str]) -> list[str]:
 
 def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManager) -> dict[str, Any]:
     """lm-eval's results of one model. Raises `UserError` where its data cannot be loaded or it fails."""
-    tokenizer = model.tokenizer
-    if options.apply_chat_template:
-        if model.template is None:
-            raise UserError(f"{model.name}: has no chat template, which --apply-chat-template needs")
-        tokenizer.chat_template = model.template
+    if options.apply_chat_template and model.template is None:
+        raise UserError(f"{model.name}: has no chat template, which --apply-chat-template needs")
     try:
         with model.computing():
             results = simple_evaluate(
                 model=HFLM(
                     pretrained=model.model,
-                    tokenizer=tokenizer,
+                    tokenizer=model.tokenizer,
                     batch_size=options.batch_size,
                     chat_template_args=dict(model.variables),
                 ),

@@ -41,7 +41,7 @@ class InferenceModel:
     name: str
     model: Any  # of transformers, in evaluation mode on its device; a PeftModel for an adapter
     tokenizer: Any
-    template: str | None  # the chat template; None: prompts are continued as they are
+    template: str | None  # the tokenizer's chat template; None: prompts are continued as they are
     variables: Mapping[str, Any] = field(default_factory=dict)  # chat_template_kwargs
     has_adapter: bool = False
     without_adapter: bool = False  # answer with the base under the adapter
@@ -91,6 +91,8 @@ def load_model(
         tokenizer = _load_tokenizer(folder, reference, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
     template = choose_template(tokenizer, reference, options, default_template, log)
+    if template is not None:
+        tokenizer.chat_template = template
     variables = options.chat_template_kwargs
     return InferenceModel(reference.name, model.eval(), tokenizer, template, variables, has_adapter)
 

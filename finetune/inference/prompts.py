@@ -1,21 +1,27 @@
-"""Prompts for a model: from the command line, a pipe, or the rows of a file; each a list of messages. Imports no
-torch."""
+"""Prompts for a model: from the command line, a pipe, or the rows of a file; each a conversation that waits for an
+answer. Imports no torch."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
-from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS
-from finetune.data.messages import BadRow, Message, list_columns, parse_messages
+from finetune.data.formats import CONVERSATION_COLUMNS, QUESTION_COLUMNS, Columns, Conversation, make_conversation
+from finetune.data.messages import BadRow, Message, list_columns
 from finetune.data.readers import read_file
 from finetune.errors import UserError
 
 PROMPT_COLUMNS = (*QUESTION_COLUMNS, "text")
 
 
-def make_messages(prompt: str, system: str | None) -> list[Message]:
+def make_prompt(prompt: str, system: str | None) -> Conversation:
     """A conversation that begins with `prompt`, after the system message where there is one."""
-    return [*system_message(system), {"role": "user", "content": prompt}]
+    return ask([*system_message(system), {"role": "user", "content": prompt}])
+
+
+def ask(messages: Sequence[Message]) -> Conversation:
+    """The messages, to be answered."""
+    return Conversation(tuple(messages), (False,) * len(messages))
 
 
 def system_message(system: str | None) -> list[Message]:
@@ -50,10 +56,11 @@ def read_piped_prompt() -> str:
     return text
 
 
-def read_prompts(path: str, system: str | None) -> Iterator[list[Message]]:
+def read_prompts(path: str, system: str | None) -> Iterator[Conversation]:
     """The prompts in a file: a row each of JSON, CSV, Parquet or Arrow, a line each of text.
 
-    Of a row with messages, those before its last answer; else the first of its usual columns.
+    Of a row with messages, those before its last answer, with its tools and chat_template_kwargs; else the first of its
+    usual columns.
 
     Raises `UserError` where a row has none.
     """
@@ -66,31 +73,33 @@ def read_prompts(path: str, system: str | None) -> Iterator[list[Message]]:
             raise UserError(f"{path}:{number}: {error}") from None
 
 
-def _read_row(row: dict[str, Any], system: str | None) -> list[Message]:
+def _read_row(row: dict[str, Any], system: str | None) -> Conversation:
     for column in (*CONVERSATION_COLUMNS, "prompt"):
         if isinstance(row.get(column), list):
-            return _before_answer(row[column], system)
+            return _before_answer(row, row[column], system)
     if isinstance(row.get("instruction"), str):  # Alpaca: instruction and input
         parts = [row["instruction"], row.get("input")]
-        return make_messages("\n\n".join(part for part in parts if isinstance(part, str) and part), system)
+        return make_prompt("\n\n".join(part for part in parts if isinstance(part, str) and part), system)
     for column in PROMPT_COLUMNS:
         if isinstance(row.get(column), str) and row[column].strip():
-            return make_messages(row[column], system)
+            return make_prompt(row[column], system)
     raise BadRow(
         f"no prompt; its columns are {list_columns(row) or 'none'}, and one of messages, "
         f"{', '.join(PROMPT_COLUMNS)} is expected"
     )
 
 
-def _before_answer(turns: list[Any], system: str | None) -> list[Message]:
-    """The messages up to the last one that the assistant does not say."""
+def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None) -> Conversation:
+    """The conversation up to the last turn that the assistant does not say."""
     answer = {"role": "assistant", "content": ""}
-    messages = list(parse_messages([*turns, answer] if _is_open(turns) else turns)[0])
+    conversation = make_conversation(Columns(row), [*turns, answer] if _is_open(turns) else turns)
+    messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()
     if not messages:
         raise BadRow("messages: nothing is asked before the assistant's turn")
-    return [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
+    messages = [*(system_message(system) if messages[0]["role"] != "system" else []), *messages]
+    return replace(conversation, messages=tuple(messages), trained=(False,) * len(messages))
 
 
 def _is_open(turns: list[Any]) -> bool:

@@ -259,7 +259,7 @@ def test_a_prompt_that_the_template_writes_differently_is_found(prepare: Prepare
     longer = [{"role": "assistant", "content": "B"}, USER, GOOD]
     path = write_lines(tmp_path / "a.jsonl", [{"prompt": [USER], "chosen": [GOOD], "rejected": longer}])
     data = prepare([{"path": str(path)}], method="dpo", chat_template=count)
-    assert names(data) == {"prompts_differ": "warning"}
+    assert names(data) == {"prompts_differ": "warning", "unlike_inference": "warning"}
 
 
 def test_rows_of_another_method_are_refused_or_skipped(prepare: Prepare, tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ from finetune.data.token_store import Tokens
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import TEMPLATES, make_encoder
 from finetune.errors import UserError
-from finetune.inference.answers import encode_messages
+from finetune.inference.answers import encode_prompt
 from finetune.inference.inference_model import InferenceModel
 from finetune.inference.prompts import read_prompts
 from tests.data.conftest import Prepare
@@ -247,7 +247,7 @@ def test_chat_asks_with_the_tokens_that_were_trained(
     asked_rows = [{"messages": row[:end]} for row in rows for end in (1, 3)]
     prompts = list(read_prompts(str(write_lines(tmp_path / "asked.jsonl", asked_rows)), None))
     model = InferenceModel(name, None, tokenizer, template, kwargs)
-    assert sorted(trained) == sorted(encode_messages(model, messages) for messages in prompts)
+    assert sorted(trained) == sorted(encode_prompt(model, prompt) for prompt in prompts)
     expected = (
         tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_dict=False, **kwargs)
         for row in asked_rows

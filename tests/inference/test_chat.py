@@ -229,7 +229,7 @@ def test_without_a_chat_template_it_asks_as_the_run_was_trained(
     continued = own_answer(AutoModelForCausalLM.from_pretrained(model), model, is_chat=False)
     assert chat(model, "--prompt", QUESTION, "--no-chat-template") == printable(continued) + "\n"
     refused = chat(model, "--prompt", QUESTION, "--chat-template", "{{ raise_exception('no turns') }}", code=2)
-    assert refused.splitlines()[-1] == f"{model}: its chat template rejects the conversation: no turns"
+    assert refused.splitlines()[-1] == f"{model}: the chat template rejects it: no turns"
 
     run = tmp_path / "run"
     run.mkdir()
@@ -324,6 +324,7 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
 
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:
     from finetune.inference.answers import Sampling, answer
+    from finetune.inference.prompts import make_prompt
 
     model = load_model(find_model(str(tiny_llama())), LoadOptions(), print)
     pieces: list[str] = []
@@ -335,9 +336,7 @@ def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[...
 
     torch.manual_seed(0)
     before = signal.getsignal(signal.SIGINT)
-    stopped = answer(
-        model, [{"role": "user", "content": QUESTION}], Sampling(max_new_tokens=400, temperature=1.0), write
-    )
+    stopped = answer(model, make_prompt(QUESTION, None), Sampling(max_new_tokens=400, temperature=1.0), write)
     assert stopped.is_interrupted
     assert 3 <= stopped.tokens < 20
     assert stopped.text == "".join(pieces)
