@@ -50,10 +50,14 @@ FORMULA = "6N + 12LHQT, 4N for LoRA"
 
 
 def flop_per_token(
-    *, parameters: int, layers: int, heads: int, head_size: float, length: int, frozen: int = 0
+    *, parameters: int, layers: int, heads: int, head_size: float, length: float, frozen: int = 0
 ) -> float:
-    """FLOP to train on one token. `parameters`: N, of which `frozen` get no gradient; `length`: T, the row's, as the
-    field counts it.
+    """FLOP to train on one token.
+
+    Args:
+        parameters: N, of which `frozen` get no gradient.
+        length: T. The field takes the row's; of packed documents it is the sum of their squared lengths over the sum
+            of their lengths.
 
     >>> flop_per_token(parameters=10**9, layers=1, heads=1, head_size=1, length=0) == 6e9
     True
@@ -80,7 +84,7 @@ def mix_peaks(peak: float, fp8_share: float) -> float:
     return peak / (1 - fp8_share + fp8_share / FP8_SPEEDUP)
 
 
-def flop_per_token_of(config: Any, *, parameters: int, length: int, frozen: int = 0) -> float:
+def flop_per_token_of(config: Any, *, parameters: int, length: float, frozen: int = 0) -> float:
     """The same, with L, H and Q from a transformers config."""
     return flop_per_token(
         parameters=parameters,
@@ -101,7 +105,7 @@ def _read_head_size(config: Any) -> float:
     return getattr(config, "head_dim", None) or float(config.hidden_size // config.num_attention_heads)
 
 
-def forward_flop_per_token_of(config: Any, *, parameters: int, length: int) -> float:
+def forward_flop_per_token_of(config: Any, *, parameters: int, length: float) -> float:
     """The same of a forward alone, which is a third: a teacher's."""
     return flop_per_token_of(config, parameters=parameters, length=length) / 3
 

@@ -270,6 +270,7 @@ class StepBatch:
     tokens: int  # of the step over all ranks, padding not counted
     trained_tokens: int  # of the step over all ranks: those with a label
     chosen_tokens: int = 0  # of trained_tokens, those of each group's first document: of the chosen or rated answers
+    squared_tokens: int = 0  # of the step over all ranks: the squares of its documents' lengths, which attention costs
     groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
 
 
@@ -355,6 +356,7 @@ class StoredBatches:
         their tokens."""
         rows = self.rows_of(step)
         ids = np.concatenate(rows)
+        lengths = self.examples.lengths[ids].astype(np.int64)
         part = TokenPart(self.world.sequence_rank, self.world.sequence_size)
         return StepBatch(
             step=step,
@@ -363,7 +365,8 @@ class StoredBatches:
                 collate(self.examples, mine, packing=self.config.packing, pad_token_id=self.pad_token_id, part=part)
                 for mine in self._micro_batches(rows, self.world.rank)
             ),
-            tokens=int(self.examples.lengths[ids].sum(dtype=np.int64)),
+            tokens=int(lengths.sum()),
+            squared_tokens=int(lengths @ lengths),
             trained_tokens=int(self.examples.trained[ids].sum(dtype=np.int64)),
             chosen_tokens=int(self.examples.trained[ids[:: self.examples.group_size]].sum(dtype=np.int64)),
             groups=len(ids) // self.examples.group_size,

@@ -231,8 +231,8 @@ class Teacher:
     size: ModelSize
     options: DivergenceOptions
 
-    def flop_per_token(self, length: int) -> float:
-        """FLOP of a forward of one token in rows of `length`."""
+    def flop_per_token(self, length: float) -> float:
+        """FLOP of a forward of one token in a document of `length` tokens."""
         return forward_flop_per_token_of(self.model.config, parameters=self.size.multiplied, length=length)
 
     @torch.no_grad()

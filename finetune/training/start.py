@@ -104,10 +104,12 @@ def start_run(
 
         keep_scales_current(model, optimizer)
     log, results = open_log(recipe, world, folder, data, progress)
-    length = recipe.data.max_length
-    own_flop = flop_per_token_of(config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied)
-    flop_per_token = own_flop + teacher_flop_per_token(objectives.training, length)
-    fp8_share = find_fp8_share(unwrap(model), world.sharding, flop_per_token)
+
+    def count_flop(length: float) -> float:
+        own = flop_per_token_of(config, parameters=size.multiplied, length=length, frozen=size.frozen_multiplied)
+        return own + teacher_flop_per_token(objectives.training, length)
+
+    fp8_share = find_fp8_share(unwrap(model), world.sharding, count_flop(recipe.data.max_length))
     run = TrainingRun(
         recipe=recipe,
         world=world,
@@ -126,7 +128,7 @@ def start_run(
         results={progress.step: results},
         inputs=inputs,
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
-        flop_per_token=flop_per_token,
+        count_flop=count_flop,
         fp8_share=fp8_share,
         peak_flops=peak_flops(world.device, fp8_share),
     )

@@ -53,6 +53,7 @@ class Window:
         self.measured = Measured(torch.zeros((), device=device))
         self.count = 0  # what the loss is averaged over, of all ranks
         self.tokens = 0
+        self.squared_tokens = 0  # of the documents' lengths
         self.data_wait_seconds = 0.0
         self._device = device
         self._seconds = 0.0  # of the steps before the last pause
@@ -63,11 +64,16 @@ class Window:
         self.measured += measured
         self.count += count
         self.tokens += batch.tokens
+        self.squared_tokens += batch.squared_tokens
         self.data_wait_seconds += data_wait_seconds
 
     def tokens_per_second(self) -> float:
         """Tokens of all ranks over the seconds of the steps, without the pauses."""
         return self.tokens / (self._seconds + time.perf_counter() - self._started)
+
+    def mean_length(self) -> float:
+        """The mean length of a token's document: what attention costs a token, wherever documents begin in a row."""
+        return self.squared_tokens / max(1, self.tokens)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -102,7 +108,12 @@ class Window:
             "tokens": progress.tokens,
             "trained_tokens": progress.trained_tokens,
             "tokens_per_second": tokens_per_second,
-            "mfu": tokens_per_second * run.flop_per_token / (peak * run.world.size) if peak else None,
+            "mfu": tokens_per_second * run.count_flop(self.mean_length()) / (peak * run.world.size) if peak else None,
+            "mfu_of_whole_rows": (
+                tokens_per_second * run.count_flop(run.recipe.data.max_length) / (peak * run.world.size)
+                if peak
+                else None
+            ),
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "data_wait_seconds": self.data_wait_seconds,
             **({} if compile_seconds is None else {"compile_seconds": compile_seconds}),

@@ -45,7 +45,7 @@ class TrainingRun:
     results: dict[int, dict[str, Any]]  # step -> what this run has logged of evaluations there, also in earlier starts
     inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog
-    flop_per_token: float
+    count_flop: Callable[[float], float]  # to train on one token of a document of so many tokens
     fp8_share: float  # of those, what is multiplied in FP8
     peak_flops: float | None  # per second and device; None where it is not known
 

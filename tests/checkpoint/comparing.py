@@ -20,7 +20,7 @@ from finetune.console.metrics import drop_later_lines
 from finetune.errors import UserError
 from finetune.files.durable import ADAPTER, EXPORT, restore_exports
 
-CLOCKS = {"tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds"}
+CLOCKS = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
 METRICS, SAMPLES, FINISHED = "metrics.jsonl", "samples.jsonl", "finished.json"
 STEPS = 6
 

@@ -20,7 +20,7 @@ from tests.ranks import ROOT, Finished, launch_ranks, start_ranks
 RUN = ROOT / "finetune" / "run.py"
 STEPS, SAVED = 24, 6
 FSDP = {"distributed_type": "FSDP", "mixed_precision": "no", "use_cpu": True}
-TIMES = ("tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds")
+TIMES = ("tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp2": FSDP | {"fsdp_config": {"fsdp_version": 2}},
     "fsdp1": FSDP | {"fsdp_config": {"fsdp_version": 1, "fsdp_sync_module_states": False}},

@@ -80,6 +80,6 @@ def kill_after_save(command: list[str], run: Path) -> None:
 
 def metrics(run: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without what depends on the machine."""
-    other = {"tokens_per_second", "mfu", "peak_memory_bytes", "data_wait_seconds"}
+    other = {"tokens_per_second", "mfu", "mfu_of_whole_rows", "peak_memory_bytes", "data_wait_seconds"}
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: value for key, value in line.items() if key not in other} for line in lines]

@@ -41,8 +41,8 @@ class Distillation(Objective):
         return Measured(loss, {name: torch.stack([total.detach(), trained]) for name, total in means.items()})
 
 
-def teacher_flop_per_token(objective: Objective, length: int) -> float:
-    """FLOP of the teacher's forward of one token in rows of `length`; 0 where there is no teacher."""
+def teacher_flop_per_token(objective: Objective, length: float) -> float:
+    """FLOP of the teacher's forward of one token in a document of `length` tokens; 0 where there is no teacher."""
     return objective.teacher.flop_per_token(length) if isinstance(objective, Distillation) else 0.0
 
 
