@@ -291,10 +291,7 @@ class Batches(Protocol):
 
     @property
     def fingerprint(self) -> str | None:
-        """A hash of the content of the files that are trained on; None where it is not known.
-
-        Not of the rendered text: a chat template may put today's date into it.
-        """
+        """A hash of the files that are trained on, not of the rendered text, which may hold a date; None: not known."""
 
     def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
         """The step batches from `from_step` to the end. `on_report` is called when more of the data has been read."""

@@ -82,8 +82,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     if run.peak_flops is not None:
         kinds = f"FP8 ({run.fp8_share:.0%} of them) and bf16" if run.fp8_share else "bf16"
         lines.append(
-            f"mfu     {_flop_of_weights(recipe)} + 12 L H Q T = {run.count_flop(recipe.data.max_length) / 1e9:.2f} GFLOP a token of a whole row, "
-            f"of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
+            f"mfu     {_flop_of_weights(recipe)} + 12 L H Q T = {run.count_flop(recipe.data.max_length) / 1e9:.2f} "
+            f"GFLOP a token of a whole row, of {run.peak_flops / 1e12:.0f} TFLOP/s dense {kinds} a device"
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines

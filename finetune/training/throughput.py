@@ -97,8 +97,7 @@ class Window:
     ) -> dict[str, Any]:
         """A line of metrics.jsonl. The one place of a step where the host waits for the device."""
         loss, means = self.measured.average(max(1, self.count), run.world)
-        tokens_per_second = self.tokens_per_second()
-        peak, routing = run.peak_flops, find_routing(unwrap(run.model))
+        routing = find_routing(unwrap(run.model))
         return {
             "step": progress.step,
             "epoch": progress.epoch,
@@ -107,19 +106,21 @@ class Window:
             "grad_norm": float(grad_norm),
             "tokens": progress.tokens,
             "trained_tokens": progress.trained_tokens,
-            "tokens_per_second": tokens_per_second,
-            "mfu": tokens_per_second * run.count_flop(self.mean_length()) / (peak * run.world.size) if peak else None,
-            "mfu_of_whole_rows": (
-                tokens_per_second * run.count_flop(run.recipe.data.max_length) / (peak * run.world.size)
-                if peak
-                else None
-            ),
+            "tokens_per_second": self.tokens_per_second(),
+            "mfu": self._mfu(run, self.mean_length()),
+            "mfu_of_whole_rows": self._mfu(run, run.recipe.data.max_length),
             "peak_memory_bytes": peak_memory_bytes(self._device),
             "data_wait_seconds": self.data_wait_seconds,
             **({} if compile_seconds is None else {"compile_seconds": compile_seconds}),
             **run.objectives.training.complete(means),
             **({} if routing is None else routing.take_metrics(run.world)),
         }
+
+    def _mfu(self, run: "TrainingRun", length: float) -> float | None:
+        """Model FLOP utilization with documents of `length` tokens; None where the device's peak is not known."""
+        if run.peak_flops is None:
+            return None
+        return self.tokens_per_second() * run.count_flop(length) / (run.peak_flops * run.world.size)
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
