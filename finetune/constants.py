@@ -29,6 +29,12 @@ PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft", "safetens
 OPTIONAL_PACKAGES = ("bitsandbytes", "torchao")  # the numbers of a run may depend on them
 
 EXPORT, ADAPTER = "export", "adapter"  # in a run's folder
+PROCESSOR_FILES = (  # of a vision-language model's folder
+    "preprocessor_config.json",
+    "processor_config.json",
+    "video_preprocessor_config.json",
+    "chat_template.json",
+)
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
 # What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the

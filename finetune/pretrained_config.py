@@ -39,13 +39,28 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
         config = _pretrained_config(model.model_name_or_path, model)
     if model.attention_dropout is not None:
         config.attention_dropout = model.attention_dropout
-    config.use_cache = False
-    text_config = getattr(config, "text_config", None) or config
+    text_config = text_config_of(config)
+    text_config.use_cache = config.use_cache = False
     if (quantized := getattr(config, "quantization_config", None)) is not None:
         text_config.quantization_config = quantized
     if vocabulary is not None:
         text_config.update({"vocab_size": vocabulary.rows, **vocabulary.token_ids})
-    return text_config
+    return config if is_vision_language(config) else text_config
+
+
+def text_config_of(config: Any) -> Any:
+    """The part of a transformers config that its language model has; all of it where there is no other part."""
+    return getattr(config, "text_config", None) or config
+
+
+def is_vision_language(config: Any) -> bool:
+    """Whether a transformers config is that of a vision-language model, which is loaded whole: it names its class."""
+    from transformers import AutoModelForImageTextToText
+
+    mapping: Any = AutoModelForImageTextToText._model_mapping
+    if text_config_of(config) is config or type(config) not in mapping:
+        return False
+    return getattr(mapping[type(config)], "__name__", None) in (config.architectures or ())
 
 
 def read_facts(config: Any, name: str | None, tokens: int | None = None) -> ModelFacts:
@@ -53,8 +68,9 @@ def read_facts(config: Any, name: str | None, tokens: int | None = None) -> Mode
 
     `tokens`: the number that the embedding must hold, which is the tokenizer's size.
     """
-    values = config.to_dict() | {"layer_types": getattr(config, "layer_types", None)}  # of some families a property
-    return read_model_facts(values, name or "model_config", tokens)
+    text = text_config_of(config)
+    values = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}  # of some families a property
+    return read_model_facts(values, name or "model_config", tokens, vision=is_vision_language(config))
 
 
 def _pretrained_config(name: str, model: Model) -> Any:

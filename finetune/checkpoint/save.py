@@ -32,8 +32,9 @@ from finetune.checkpoint.shards import (
 )
 from finetune.config.reader import to_dict
 from finetune.config.schema import Model, Recipe, compute_global_batch_size
-from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, read_versions
+from finetune.constants import COMPUTE_DTYPE, GENERATION_FILE, PROCESSOR_FILES, read_versions
 from finetune.distributed.collective import RankGroup
+from finetune.distributed.language_model import has_other_parts
 from finetune.distributed.parallelize import unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -234,8 +235,8 @@ def write_shards(staging: Path, shards: list[TensorShard], world: World) -> dict
 
 
 def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:
-    """The files beside the weights that an export needs: the configs of model, generation and LoRA, and the
-    tokenizer."""
+    """The files beside the weights that an export needs: the configs of model, generation and LoRA, the tokenizer, and
+    of a vision-language model the base's processors."""
     plain = unwrap(model)
     with tempfile.TemporaryDirectory() as name:
         made = Path(name)
@@ -250,6 +251,10 @@ def describe_model(model: torch.nn.Module, recipe: Recipe, tokenizer: PreTrained
         if base_folder is not None and (base_folder / GENERATION_FILE).is_file():
             # The base's own lists the tokens that end an answer.
             shutil.copyfile(base_folder / GENERATION_FILE, made / GENERATION_FILE)
+        if base_folder is not None and has_other_parts(plain):
+            for path in (base_folder / name for name in PROCESSOR_FILES):
+                if path.is_file():
+                    shutil.copyfile(path, made / path.name)
         add_token_ids(made / GENERATION_FILE, recipe.model, tokenizer)
         return {f"{MODEL}/{path.name}": path.read_bytes() for path in sorted(made.iterdir())}
 

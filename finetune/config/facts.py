@@ -62,6 +62,7 @@ class ModelFacts:
     layer_types: frozenset[str] = frozenset()
     quantization: Quantization | None = None  # how the files are quantized
     tokens: int | None = None  # of the tokenizer, with added ones; None: it was not read
+    vision: bool = False  # whether it is the language model of a vision-language one, which is loaded whole
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -198,7 +199,7 @@ def _in_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def read_model_facts(config: Mapping[str, Any], name: str, tokens: int | None = None) -> ModelFacts:
+def read_model_facts(config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False) -> ModelFacts:
     """The facts of a config: the text model's part of config.json with its family's defaults, or transformers'
     `to_dict()`.
 
@@ -206,6 +207,7 @@ def read_model_facts(config: Mapping[str, Any], name: str, tokens: int | None = 
         config: Keys as in config.json.
         name: The model, for messages.
         tokens: Number of tokens of the tokenizer, where it was read.
+        vision: Whether the rest of a vision-language model is loaded with it.
 
     Raises:
         UserError: For every size or name in the config with which no model can be built.
@@ -241,7 +243,18 @@ def read_model_facts(config: Mapping[str, Any], name: str, tokens: int | None = 
         layer_types=frozenset(map(str, config.get("layer_types") or ())),
         quantization=read_stored_quantization(config.get("quantization_config"), name),
         tokens=tokens,
+        vision=vision,
     )
+
+
+def names_vision_language(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a vision-language model, by the class that it names.
+
+    >>> names_vision_language({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}})
+    True
+    """
+    names = config.get("architectures") or ()
+    return "vision_config" in config and any(str(name).endswith("ForConditionalGeneration") for name in names)
 
 
 def count_experts(config: Mapping[str, Any]) -> int:

@@ -268,6 +268,24 @@ RULES: tuple[Rule, ...] = (
         "layers that the family does not have", "lora_target_modules", "use_peft",
         when=_find_unknown_targets, message=_describe_unknown_targets,
     ),
+    # Vision-language models
+    _model_rule(
+        "Liger of a vision-language model", "use_liger_kernel",
+        when=lambda c: c.recipe.model.use_liger_kernel and c.model.vision,
+        message=lambda c: f"use_liger_kernel: {c.name} is a vision-language model, with whose class Liger's kernels were not tried",
+        fix={"use_liger_kernel": False},
+    ),
+    _size_rule(
+        "tensor parallelism of a vision-language model", "tp_size",
+        when=lambda c: c.layout.tensor_parallel_size > 1 and c.model.vision,
+        message=lambda c: f"tp_size {c.layout.tensor_parallel_size}: not supported for {c.name}, a vision-language model",
+        fix={"tp_size": 1},
+    ),
+    _size_rule(
+        "sequence parallelism of a vision-language model", "cp_size", "sp_size",
+        when=lambda c: c.layout.sequence_parallel_size > 1 and c.model.vision,
+        message=lambda c: f"cp_size, sp_size: not supported for {c.name}, a vision-language model", fix={"cp_size": 1},
+    ),
     # Mixtures
     _model_rule(
         "torch_compile of a mixture", "torch_compile", when=lambda c: c["torch_compile"] and c.model.experts,

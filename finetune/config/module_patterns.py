@@ -51,15 +51,18 @@ def find_value(module: str, pattern_values: Mapping[str, int] | None, default: i
     return next((value for pattern, value in (pattern_values or {}).items() if is_named(module, pattern)), default)
 
 
-def find_trained(tensors: Sequence[Sequence[str]], model: Model) -> set[str]:
+def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str, ...] = ("",)) -> set[str]:
     """The tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
 
-    `tensors`: all names of each parameter; one that is tied has several. Raises `UserError` where a pattern names no
+    `tensors`: all names of each parameter; one that is tied has several. `text`: the beginnings of the names that text
+    reaches. Raises `UserError` where a pattern names no
     part of the model, where tied weights would be trained under one name and frozen under another, or where nothing is
     trained.
     """
     refuse_unmatched("trainable_modules", model.trainable_modules, tensors)
     refuse_unmatched("frozen_modules", model.frozen_modules, tensors)
+    tensors = [names for names in tensors if names[0].startswith(text)]
+    refuse_unreached("trainable_modules", model.trainable_modules, tensors)
     trained = set()
     for names in tensors:
         chosen = [name for name in names if is_within(name, model.trainable_modules)] or (
@@ -158,6 +161,17 @@ def refuse_adapted_head(head: str, names: Iterable[str], lora: Lora) -> None:
                 f"lora_target_modules: {target}: names the output head, which cannot have an adapter: its "
                 "product is computed "
                 f"with the loss, in chunks; remove it, or train the head whole with modules_to_save: [{target}]"
+            )
+
+
+def refuse_unreached(key: str, patterns: Iterable[str], reached: Sequence[Sequence[str]]) -> None:
+    """Raises `UserError` where one of `patterns`, each of which names parameters, names none of those that text
+    `reached`."""
+    for pattern in patterns:
+        if not any(is_within(name, [pattern]) for names in reached for name in names):
+            raise UserError(
+                f"{key}: {pattern}: names nothing of the language model, and text trains no other part of a "
+                "vision-language model; leave it out"
             )
 
 

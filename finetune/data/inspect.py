@@ -23,7 +23,7 @@ from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.errors import EXIT_USER_ERROR, UserError
-from finetune.pretrained_config import load_config, read_facts
+from finetune.pretrained_config import load_config, read_facts, text_config_of
 from finetune.terminal import printable, unfiltered
 from finetune.units import counted
 
@@ -101,7 +101,7 @@ def check_model(recipe: Recipe, tokenizer: Any, longest: int) -> list[str]:
         config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
     except UserError as error:
         return [f"notice: the data was not compared with the model: {error}"]
-    lines = check_longest_example(longest, getattr(config, "max_position_embeddings", None))
+    lines = check_longest_example(longest, getattr(text_config_of(config), "max_position_embeddings", None))
     try:
         facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
         refuse_problems(find_problems(recipe, facts=facts))

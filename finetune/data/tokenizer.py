@@ -11,7 +11,7 @@ from finetune.config.schema import Data, Model
 from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.errors import UserError
 from finetune.files.hub import hub_error
-from finetune.pretrained_config import Vocabulary, load_config
+from finetune.pretrained_config import Vocabulary, load_config, text_config_of
 
 FOLDER = Path(__file__).parent / "templates"
 # The text of a template is part of a checkpoint's fingerprints: a changed file is another template to a run that
@@ -73,7 +73,7 @@ def plan_vocabulary(tokenizer: Any, model: Model) -> Vocabulary | None:
     special = model.special_tokens or {}
     if not (model.added_tokens or special):
         return None
-    rows = grow_rows(load_config(model).vocab_size, len(tokenizer), model.pad_vocab_to_multiple_of)
+    rows = grow_rows(text_config_of(load_config(model)).vocab_size, len(tokenizer), model.pad_vocab_to_multiple_of)
     ids = {
         f"{name}_id": tokenizer.convert_tokens_to_ids(token) for name, token in special.items() if name != "unk_token"
     }

@@ -15,6 +15,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from finetune.config.layout import Sharding
 from finetune.distributed.fsdp1 import shard_as_fsdp1
+from finetune.distributed.language_model import other_parts, text_modules
 from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.distributed.world import World, set_timeouts
 from finetune.errors import UserError
@@ -64,9 +65,8 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
 
     Raises `UserError` where the config names a class that no module of the model has.
     """
-    own = tuple(sorted(name for name in getattr(model, "_no_split_modules", None) or ()))
+    own = tuple(sorted({type(module).__name__ for module in decoder_layers(model)}))
     present = {type(module).__name__ for module in model.modules()}
-    own = tuple(name for name in own if name in present)
     missing = [name for name in sharding.wrap_classes if name not in present]
     if missing and sharding.is_fsdp and sharding.wrapping == "TRANSFORMER_BASED_WRAP":
         raise UserError(
@@ -75,7 +75,8 @@ def find_wrap_classes(model: nn.Module, sharding: Sharding) -> tuple[str, ...]:
         )
     if sharding.wrapping == "SIZE_BASED_WRAP":
         return _classes_of_size(model, sharding.min_num_params)
-    return sharding.wrap_classes or own
+    beside = tuple(type(part).__name__ for part in other_parts(model))  # a unit each, which text never gathers
+    return (*(sharding.wrap_classes or own), *beside)
 
 
 def _classes_of_size(model: Any, min_num_params: int) -> tuple[str, ...]:
@@ -218,10 +219,10 @@ def _overlap_collectives(model: Any, world: World) -> None:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers itself would not split over devices."""
+    """The layers of the language model that transformers itself would not split over devices."""
     classes = set(getattr(model, "_no_split_modules", None) or ())
     # FSDP2 gives a sharded module a class of its own, FSDP<its class>.
-    return [module for module in model.modules() if type(module).__name__.removeprefix("FSDP") in classes]
+    return [module for _, module in text_modules(model) if type(module).__name__.removeprefix("FSDP") in classes]
 
 
 def _materialize(

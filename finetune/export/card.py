@@ -7,14 +7,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Any
 
-import torch
 import yaml
 
+from finetune.config.facts import names_vision_language
 from finetune.config.methods import describe_method
 from finetune.config.schema import Lora, Quantization, keys_of
 from finetune.config.yaml_file import load_yaml
 from finetune.console.metrics import describe_missing, find_divergence, losses_of
-from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE
+from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE, PROCESSOR_FILES
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
 from finetune.export.options import ExportOptions
@@ -98,7 +98,7 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
     front: dict[str, Any] = {
         "base_model": base if base and _is_hub_name(base) else None,
         "library_name": "peft" if is_adapter else "transformers",
-        "pipeline_tag": "text-generation",
+        "pipeline_tag": "image-text-to-text" if _is_vision_language(source) else "text-generation",
         **_license(source),
         "tags": ["finetune", *filter(None, [source.recipe.get("method")]), *(["lora"] if source.adapter else [])],
         "datasets": datasets,
@@ -273,16 +273,26 @@ def _use(source: Source, is_adapter: bool) -> str:
             "in bf16 on some CPUs, "
             "and fails there where a layer's output width is no multiple of 32."
         )
+    auto_class = "AutoModelForImageTextToText" if _is_vision_language(source) else "AutoModelForCausalLM"
+    if is_adapter and _is_vision_language(source):
+        return (
+            f"```python\nfrom peft import PeftModel\nfrom transformers import {auto_class}\n\n"
+            f'model = PeftModel.from_pretrained({auto_class}.from_pretrained("BASE"), "PATH_OR_NAME")\n```'
+        )
     if is_adapter:
         return (
             "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
             'model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME")\n```'
         )
     return (
-        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        'model = AutoModelForCausalLM.from_pretrained("PATH_OR_NAME")\n'
+        f"```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
+        f'model = {auto_class}.from_pretrained("PATH_OR_NAME")\n'
         'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")\n```'
     )
+
+
+def _is_vision_language(source: Source) -> bool:
+    return names_vision_language(_read_json(source.description / CONFIG_FILE))
 
 
 def _section(title: str, body: str) -> str:
@@ -327,6 +337,7 @@ TOKENIZER_FILES = (
     "chat_template*.jin*",
     "chat_template*.json",
     "additional_chat_templates/*.jinja",
+    *PROCESSOR_FILES,
 )
 
 
@@ -340,7 +351,7 @@ def write_metadata(
     if weights.model:
         if not options.trust_remote_code:
             _check_tokenizer_code(source.description)
-        _write_json(folder / CONFIG_FILE, _config(target, weights.dtype, options.trust_remote_code))
+        _write_json(folder / CONFIG_FILE, target.written_config(weights.dtype, options.trust_remote_code))
         _write_json(folder / GENERATION_FILE, _generation_config(source, target))
         _write_text(folder / CARD_FILE, model_card(source, title, merge=weights.merge))
     if source.adapter is not None and weights.adapter is not None:
@@ -399,21 +410,6 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
 
 def _write_text(path: Path, text: str) -> None:
     write_file(path, [text.encode(errors="backslashreplace")])
-
-
-def _config(target: TargetModel, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
-    """The source's config, with the dtype and the class of what is written."""
-    config = dict(target.config_json)
-    name = str(dtype).removeprefix("torch.")
-    config["architectures"] = [target.class_name]
-    config["dtype"] = name
-    if "torch_dtype" in config:
-        config["torch_dtype"] = name
-    if config.get("use_cache") is False:
-        config["use_cache"] = True  # training turned it off; generation needs it
-    if not trust_remote_code:
-        config.pop("auto_map", None)  # the code that it names is not in the folder, and transformers has the class
-    return config
 
 
 def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:

@@ -13,10 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from finetune.config.facts import EXPERT_COUNTS
+from finetune.distributed.language_model import has_other_parts, text_modules, trunk_of
 from finetune.errors import UserError
 from finetune.export.blocks import prefetch, row_blocks
 from finetune.models.load import build_on_meta
 from finetune.models.moe.experts import is_experts
+from finetune.pretrained_config import text_config_of
 
 ROWS, TOKENS = 2, 16
 # (name, start, stop) -> rows of a parameter or saved buffer; a scalar has one row, itself.
@@ -189,12 +191,12 @@ def check_streamed_logits(config: Any, trust_remote_code: bool = False, log: Cal
             own = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
             if _is_plain(own):
                 return False
-            if (count := sum(p.numel() for p in own.parameters())) > MAX_PARAMETERS:
+            if (count := sum(p.numel() for module in _text_parts(own) for p in module.parameters())) > MAX_PARAMETERS:
                 raise ValueError(f"it would have {count:,} parameters")
             streamed = build_on_meta(smaller, torch.float32, trust_remote_code).eval()
             _fill(own)
             with torch.no_grad():
-                truth = own(input_ids=prompts(smaller.vocab_size), use_cache=False).logits.float()
+                truth = own(input_ids=prompts(text_config_of(smaller).vocab_size), use_cache=False).logits.float()
         except Exception as error:  # the family allows no such twin
             reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
             log(
@@ -227,14 +229,20 @@ def _is_plain(model: nn.Module) -> bool:
     """Whether all tensors are those of linear layers, embeddings and norms, whose logits need no check."""
     return all(
         type(module) in STREAMED or type(module).__name__.endswith("Norm")
-        for module in model.modules()
+        for _, module in text_modules(model)
         if module._parameters or module._buffers.keys() - module._non_persistent_buffers_set
     )
 
 
+def _text_parts(model: Any) -> list[nn.Module]:
+    """What of `model` works on text: a vision tower stays on meta."""
+    return [trunk_of(model), model.get_output_embeddings()] if has_other_parts(model) else [model]
+
+
 def _cut(config: Any) -> Any:
     """`config` with one decoder layer of each kind, two at least, and small sizes where the family does not matter."""
-    smaller = copy.deepcopy(config)
+    whole = copy.deepcopy(config)
+    config, smaller = text_config_of(config), text_config_of(whole)
     depth = config.num_hidden_layers
     kinds = list(getattr(config, "layer_types", None) or ())
     kept = sorted({0, min(1, depth - 1), *(kinds.index(kind) for kind in set(kinds))})
@@ -256,21 +264,21 @@ def _cut(config: Any) -> Any:
             setattr(smaller, name, min(value, sizes[name]))
     if isinstance(getattr(config, "intermediate_size", None), list):  # Gemma 3n: a size for each layer
         smaller.intermediate_size = [INTERMEDIATE_SIZE] * len(kept)
-    return smaller
+    return whole
 
 
-def _fill(model: nn.Module) -> None:
+def _fill(model: Any) -> None:
     """Gives the parameters of `model`, on meta, memory and values: a short stretch of noise, repeated, since a random
     number for each would take seconds. Buffers, which are real, keep their values."""
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    model.to_empty(device="cpu")
-    plain: Any = model
-    plain.tie_weights()
+    parts = nn.ModuleList(_text_parts(model))
+    buffers = {name: buffer.clone() for name, buffer in parts.named_buffers()}
+    parts.to_empty(device="cpu")
+    model.tie_weights()
     noise = torch.randn((1 << 16) - 1, generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        for name, buffer in model.named_buffers():
+        for name, buffer in parts.named_buffers():
             buffer.copy_(buffers[name])
-        for index, parameter in enumerate(model.parameters()):
+        for index, parameter in enumerate(parts.parameters()):
             repeated = noise.roll(index * 7919).repeat(-(-parameter.numel() // len(noise)))[: parameter.numel()]
             values = repeated.view(parameter.shape)
             fan_in = max(parameter[0].numel(), 1) if parameter.dim() > 1 else 1

@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
+from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
 from finetune.export.blocks import Value, cast_rows
 from finetune.export.logits import Rows, stream
@@ -167,8 +168,7 @@ def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -
     labels = rows.labels.flatten()[real]
     losses, differences = torch.zeros(count, dtype=torch.float64), torch.zeros(count)
     with stream(model, variants):
-        trunk = getattr(plain, plain.base_model_prefix)
-        hidden = trunk(input_ids=rows.input_ids.repeat(count, 1), use_cache=False).last_hidden_state
+        hidden = trunk_of(plain)(input_ids=rows.input_ids.repeat(count, 1), use_cache=False).last_hidden_state
         hidden = hidden.reshape(count, real.numel(), -1)[:, real]
         for start in range(0, len(labels), chunk):
             scores, _ = transform.forward(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())

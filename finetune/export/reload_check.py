@@ -29,6 +29,7 @@ from finetune.export.read_ahead import read_ahead
 from finetune.export.target import TargetModel, describe_target, import_transformers
 from finetune.files.safetensors_header import HeaderEntry, read_header
 from finetune.files.tensors import SINGLE_FILE
+from finetune.models.load import auto_class_of
 from finetune.models.weights import Slices, boxes_of_parameters
 
 # How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose pages count as
@@ -163,13 +164,14 @@ def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> Non
 
     Raises `UserError` where any of it does not load, or a tensor is missing, unexpected or of another shape.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
     try:
         GenerationConfig.from_pretrained(folder)
         if (folder / "tokenizer_config.json").exists():
             AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        _, loading_info = AutoModelForCausalLM.from_pretrained(
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        _, loading_info = auto_class_of(config).from_pretrained(
             folder, device_map="meta", output_loading_info=True, trust_remote_code=trust_remote_code
         )
     except Exception as error:  # whatever is wrong, the folder must not be published

@@ -1,5 +1,6 @@
 """What the exported model consists of: the architecture that config.json describes, built on the meta device."""
 
+import copy
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,7 +15,9 @@ from finetune.errors import UserError
 from finetune.files.safetensors_header import read_json
 from finetune.models.load import build_on_meta
 from finetune.models.weights import Box, boxes_of_files
+from finetune.pretrained_config import text_config_of
 
+SECTIONS = ("text_config", "vision_config")  # of a vision-language model's config.json
 LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
 
 
@@ -38,6 +41,18 @@ class TargetModel:
         if not stored.is_floating_point:
             return stored
         return torch.float32 if name in self.float32 else wanted
+
+    def written_config(self, dtype: torch.dtype, trust_remote_code: bool) -> dict[str, Any]:
+        """The content of config.json, with the dtype and the class of what is written."""
+        config = copy.deepcopy(self.config_json) | {"architectures": [self.class_name]}
+        config["dtype"] = name = str(dtype).removeprefix("torch.")
+        for part in (config, *(config[key] for key in SECTIONS if isinstance(config.get(key), dict))):
+            part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
+            if part.get("use_cache") is False:
+                part["use_cache"] = True  # training turned it off; generation needs it
+        if not trust_remote_code:
+            config.pop("auto_map", None)  # the code that it names is not in the folder, and transformers has the class
+        return config
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -100,7 +115,7 @@ def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
     path = folder / CONFIG_FILE
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        layers = getattr(config.get_text_config(), "num_hidden_layers", 0)
+        layers = getattr(text_config_of(config), "num_hidden_layers", 0)
         if not isinstance(layers, int) or layers > LAYERS_LIMIT:
             raise UserError(f"num_hidden_layers: {layers} is not a number of layers")
         return build_on_meta(config, torch.float32, trust_remote_code).eval()

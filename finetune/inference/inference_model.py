@@ -31,6 +31,7 @@ from finetune.files.safetensors_header import read_header, read_json
 from finetune.files.tensors import read_folder
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
+from finetune.models.load import auto_class_of
 from finetune.models.lora import peft_name
 
 
@@ -157,15 +158,12 @@ def choose_template(
 
 def _load_pretrained(name: str, revision: str | None, options: LoadOptions) -> Any:
     """The model in a Hugging Face folder, or of a hub name."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig
 
+    keys = {"trust_remote_code": options.trust_remote_code, **({"revision": revision} if revision else {})}
     with _one_sentence(name, "its weights", revision):
-        return AutoModelForCausalLM.from_pretrained(
-            name,
-            **_placement(),
-            trust_remote_code=options.trust_remote_code,
-            **({"revision": revision} if revision else {}),
-        )
+        auto_class = auto_class_of(AutoConfig.from_pretrained(name, **keys))
+        return auto_class.from_pretrained(name, **_placement(), **keys)
 
 
 def _placement() -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from finetune.compiler import configure_compiler
+from finetune.distributed.language_model import text_modules
 from finetune.distributed.parallelize import decoder_layers
 from finetune.models.head.chunks import compute_fused_chunk
 from finetune.models.moe.experts import expert_modules
@@ -201,11 +202,13 @@ def checkpoint_activations(
     enable = getattr(transformer, "activation_checkpointing_enable", None) or transformer.gradient_checkpointing_enable
     contexts = {} if keeps == "nothing" else {"context_fn": partial(_make_contexts, model.config, keeps, offload)}
     enable({"use_reentrant": False, **contexts})
-    layers = [module for module in model.modules() if hasattr(module, "gradient_checkpointing") and _is_layer(module)]
+    layers: list[Any] = [
+        module for _, module in text_modules(model) if hasattr(module, "gradient_checkpointing") and _is_layer(module)
+    ]
     for index, layer in enumerate(layers):
-        layer.gradient_checkpointing = index % every == 0  # type: ignore[assignment]
+        layer.gradient_checkpointing = index % every == 0
         if offload is not None:
-            layer._gradient_checkpointing_func = offload.wrap(layer._gradient_checkpointing_func)  # type: ignore
+            layer._gradient_checkpointing_func = offload.wrap(layer._gradient_checkpointing_func)
     return sum(bool(layer.gradient_checkpointing) for layer in layers)
 
 

@@ -18,6 +18,7 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, GemmInputRole
 
 from finetune.config.layout import Sharding, gathers_fp8, is_multiplied_in_fp8
+from finetune.distributed.language_model import text_modules
 from finetune.models.lora import is_adapter
 
 
@@ -96,7 +97,7 @@ def multiply_in_fp8(model: nn.Module, sharding: Sharding) -> int:
     head = model.get_output_embeddings()  # type: ignore[operator]
     linears = [
         (name, module)
-        for name, module in model.named_modules()
+        for name, module in text_modules(model)
         if isinstance(module, nn.Linear) and module is not head and not is_adapter(f"{name}.weight")
     ]
     first = linears[0][0] if linears else ""

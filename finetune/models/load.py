@@ -13,7 +13,8 @@ from finetune.config.module_patterns import find_trained
 from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Lora, Model, Optimization, Quantization, Recipe
-from finetune.constants import COMPUTE_DTYPE
+from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
+from finetune.distributed.language_model import other_parts, text_names
 from finetune.distributed.parallelize import Values, gathered, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -44,7 +45,7 @@ from finetune.models.quantized.base import (
     split_quantized,
 )
 from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values
-from finetune.pretrained_config import Vocabulary, load_config
+from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of
 
 UNQUANTIZED = Quantization()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -79,8 +80,7 @@ def load_model(
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
     config = load_config(model, vocabulary)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # how the files are quantized: they are read here, and the model exported is not
+    forget_quantization(config)  # how the files are quantized: they are read here, and the model exported is not
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     base, stored = read_base_values(built, config, model, seed, vocabulary)
     values = base
@@ -139,18 +139,19 @@ def load_model(
 
 
 def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = False) -> nn.Module:
-    """`...ForCausalLM` of `config` with parameters on meta; buffers (rotary frequencies) are real."""
+    """`...ForCausalLM` of `config`, or the whole vision-language model, with parameters on meta; buffers (rotary
+    frequencies) are real."""
     from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
 
-    if not trust_remote_code and type(config) not in AutoModelForCausalLM._model_mapping:
+    auto_class: Any = auto_class_of(config)
+    if not trust_remote_code and type(config) not in auto_class._model_mapping:
         raise UserError(
             f"{config.model_type}: transformers has no causal language model of this type; name another model"
         )
     try:
         with init_empty_weights(include_buffers=False):
             # eager, since every family has it (Gemma 2 refuses sdpa); attention.py then installs the one that is used.
-            model: Any = AutoModelForCausalLM.from_config(
+            model: Any = auto_class.from_config(
                 config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
     except Exception as error:  # each family reads its config in its own way
@@ -168,15 +169,30 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     return model  # type: ignore[no-any-return]
 
 
+def auto_class_of(config: Any) -> Any:
+    """The class of transformers that opens a checkpoint with `config`."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+
+    return AutoModelForImageTextToText if is_vision_language(config) else AutoModelForCausalLM
+
+
+def forget_quantization(config: Any) -> None:
+    """Removes what `config` says of quantized files."""
+    for part in (config, text_config_of(config)):
+        if hasattr(part, "quantization_config"):
+            del part.quantization_config
+
+
 def freeze_modules(model: nn.Module, keys: Model) -> None:
-    """Freezes what `trainable_modules` and `frozen_modules` leave out, in the dtype of the rest.
+    """Freezes what `trainable_modules` and `frozen_modules` leave out, and what does not work on text, in the dtype of
+    the rest.
 
     Raises `UserError` where a pattern names nothing, or nothing is left to train.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    trained = find_trained(list(names.values()), keys)
+    trained = find_trained(list(names.values()), keys, text_names(model))
     for parameter, its in names.items():
         parameter.requires_grad_(its[0] in trained)
 
@@ -184,6 +200,7 @@ def freeze_modules(model: nn.Module, keys: Model) -> None:
 def count_parameters(model: Any) -> ModelSize:
     """The parameters of an unsharded model, tied ones once."""
     parameters, active = dict(model.named_parameters()), count_active(model)
+    active |= {p: 0 for part in other_parts(model) for p in part.parameters()}
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     multiplied = {name: p for name, p in parameters.items() if embedding is head or p is not embedding}
     return ModelSize(
@@ -218,8 +235,8 @@ def weights_folder(model: Model) -> Path:
     assert model.model_name_or_path is not None
     if Path(model.model_name_or_path).is_dir():
         return Path(model.model_name_or_path)
-    # Beside the weights, what an export says of its base: the tokens that end an answer, and the license.
-    patterns = ["*.safetensors", "*.safetensors.index.json", "generation_config.json", "README.md"]
+    # Beside the weights, what an export says of its base: the tokens that end an answer, and the license; processors.
+    patterns = ["*.safetensors", "*.safetensors.index.json", "generation_config.json", "README.md", *PROCESSOR_FILES]
     return download_folder(model.model_name_or_path, patterns, "its safetensors", model.model_revision)
 
 
@@ -233,7 +250,8 @@ class Teacher:
 
     def flop_per_token(self, length: float) -> float:
         """FLOP of a forward of one token in a document of `length` tokens."""
-        return forward_flop_per_token_of(self.model.config, parameters=self.size.multiplied, length=length)
+        config = text_config_of(self.model.config)
+        return forward_flop_per_token_of(config, parameters=self.size.multiplied, length=length)
 
     @torch.no_grad()
     def compare(self, inputs: Mapping[str, Any]) -> HeadFunction:
@@ -272,8 +290,7 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
     assert keys is not None
     config = load_config(keys)
     quantization = read_teacher_quantization(getattr(config, "quantization_config", None), recipe.method)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # how the files are quantized: they are read here
+    forget_quantization(config)
     model = build_on_meta(config, dtype, keys.trust_remote_code).requires_grad_(False).eval()
     values, stored = read_base_values(model, config, keys)
     install_attention(model, keys.attn_implementation, world.sequence_group)

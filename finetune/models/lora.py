@@ -1,6 +1,7 @@
 """LoRA by peft: adapters injected into a transformers model, which keeps its class and names, and their first
 values."""
 
+import copy
 import hashlib
 import math
 import re
@@ -18,8 +19,10 @@ from finetune.config.module_patterns import (
     refuse_unadapted,
     refuse_unknown_layers,
     refuse_unmatched,
+    refuse_unreached,
 )
 from finetune.config.schema import Lora
+from finetune.distributed.language_model import has_other_parts, text_modules, text_names, trunk_of
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
@@ -38,7 +41,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     part of the model, and where an adapter is asked of the output head.
     """
     head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())  # type: ignore[operator]
-    layers = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     known = {name.rpartition(".")[2] for name in layers}
     refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
     refuse_unadaptable(model, lora)
@@ -50,7 +53,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     with warnings.catch_warnings():  # of a pattern that names no layer, which is refused below
         warnings.filterwarnings("ignore", r"The following (rank|alpha)_pattern keys did not match", RuntimeWarning)
         config = peft_config(lora, known, head, whole)
-        inject_adapters(model, config)
+        inject_adapters(model, within_language_model(model, config))
     for name, parameter in model.named_parameters():
         if parameter in whole:
             parameter.requires_grad_(True)
@@ -61,7 +64,7 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     places = {name.partition(".lora_")[0] for name, _ in model.named_parameters() if is_adapter(name)}
     assert places, "the adapter is empty"
     refuse_unadapted(lora, {parameters[place].name if place in parameters else place for place in places})
-    config = config_for_peft(model, config, places - parameters.keys())
+    config = within_language_model(model, config_for_peft(model, config, places - parameters.keys()))
     configs: Any = model.peft_config
     configs["default"] = config
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
@@ -75,7 +78,21 @@ def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[s
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
-    return {parameter: its for parameter, its in names.items() if is_saved_whole(its, lora)}
+    reached = {parameter: its for parameter, its in names.items() if its[0].startswith(text_names(model))}
+    refuse_unreached("modules_to_save", lora.modules_to_save, list(reached.values()))
+    return {parameter: its for parameter, its in reached.items() if is_saved_whole(its, lora)}
+
+
+def within_language_model(model: Any, config: Any) -> Any:
+    """`config` for peft on `model`: of a vision-language one, with a regular expression for those of the
+    target_modules that are in its language model, since its tower has layers of the same names."""
+    if not has_other_parts(model) or not config.target_modules:
+        return config
+    trunk = next(name for name, module in model.named_modules() if module is trunk_of(model))
+    targets = "|".join(re.escape(target.removeprefix(f"{trunk}.")) for target in sorted(config.target_modules))
+    config = copy.copy(config)
+    config.target_modules = rf"{re.escape(trunk)}\.(.*\.)?({targets})"
+    return config
 
 
 def peft_config(lora: Lora, linear_layers: set[str], head: str, whole: Mapping[nn.Parameter, Sequence[str]]) -> Any:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
 
 LENGTH_DEPENDENT = ("longrope", "dynamic")
@@ -36,16 +37,16 @@ def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = No
     Raises:
         UserError: the config has such a RoPE, but the model's own code computes it in another way than transformers.
     """
-    modules = [module for module in model.modules() if _length_dependent_layers(getattr(module, "rope_type", None))]
+    trunk = trunk_of(model)
+    modules = [module for module in trunk.modules() if _length_dependent_layers(getattr(module, "rope_type", None))]
     if not modules:
-        if _length_dependent_layers(_configured_types(model.config)):
+        if _length_dependent_layers(_configured_types(trunk.config)):
             raise UserError(
                 f"{type(model).__name__}: the RoPE of its own code depends on the length of a row; "
                 "set trust_remote_code: false, or name another model"
             )
         return
     current = _Lengths()
-    trunk = getattr(model, model.base_model_prefix)
     trunk.register_forward_pre_hook(partial(_read_lengths, current, sequence_group), with_kwargs=True)
     for module in modules:
         # transformers' own forward updates the frequencies first, in a wrapper; what it wraps only applies them.

@@ -23,7 +23,7 @@ from finetune.config.optimizers import OPTIMIZERS, count_offloaded_bytes
 from finetune.config.schema import Optimization
 from finetune.constants import COMPUTE_DTYPE
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.parallelize import local_part, unwrap
+from finetune.distributed.parallelize import decoder_layers, local_part, unwrap
 from finetune.distributed.world import World
 from finetune.optim.scratch_file import ScratchFile, align, allocate_aligned, open_scratch_file
 
@@ -203,11 +203,11 @@ class StateLayout:
 
 def _find_layers(model: nn.Module) -> dict[nn.Parameter, str]:
     """The decoder layer of each parameter that is in one."""
-    layers = set(getattr(model, "_no_split_modules", None) or ())
+    layers = decoder_layers(model)
     return {
         parameter: name
         for name, module in model.named_modules()
-        if type(module).__name__.removeprefix("FSDP") in layers  # FSDP2 changes the class
+        if module in layers
         for parameter in module.parameters()
     }
 

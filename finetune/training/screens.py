@@ -17,7 +17,7 @@ from finetune.config.schema import Quantization, Recipe
 from finetune.console.metrics import DIVERGED_ADVICE, find_divergence, losses_of
 from finetune.constants import ADAPTER_CONFIG
 from finetune.data.findings import check_longest_example
-from finetune.distributed.parallelize import count_wrapped_units, unwrap
+from finetune.distributed.parallelize import count_wrapped_units, decoder_layers, unwrap
 from finetune.distributed.world import World
 from finetune.files.run_json import read_json_lines, read_json_object
 from finetune.models.cpu_products import describe_products
@@ -25,6 +25,7 @@ from finetune.models.load import ModelSize
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES
 from finetune.optim.nvme import OffloadedOptimizer
+from finetune.pretrained_config import text_config_of
 from finetune.progress import Progress
 from finetune.training.objectives.distill import Distillation
 from finetune.training.objectives.sft import Objective
@@ -41,7 +42,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     sharding, world, recipe = run.world.sharding, run.world, run.recipe
     model: Any = unwrap(run.model)
     name = type(model).__name__.removeprefix("FSDP")  # FSDP2 changes the class
-    layers = set(getattr(model, "_no_split_modules", None) or ())
+    layers = {type(layer).__name__.removeprefix("FSDP") for layer in decoder_layers(model)}
     units = ", ".join(
         f"{count} {name}" for name, count in count_wrapped_units(run.model, world).items() if name in layers
     )
@@ -75,7 +76,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     lines += describe_quantized(model, recipe.quantization)
     lines += describe_teacher(run.objectives.training, run.data.report.longest)
     report = run.data.report
-    positions = getattr(model.config, "max_position_embeddings", None)
+    positions = getattr(text_config_of(model.config), "max_position_embeddings", None)
     lines += [f"        {line}" for line in check_longest_example(report.longest, positions)]
     totals, *warnings = report.lines()
     lines += [f"data    {totals}", *(f"        {warning}" for warning in warnings)]
@@ -130,7 +131,7 @@ def describe_teacher(objective: Objective, longest: int) -> list[str]:
     if not isinstance(objective, Distillation):
         return []
     teacher = objective.teacher
-    positions = getattr(teacher.model.config, "max_position_embeddings", None)
+    positions = getattr(text_config_of(teacher.model.config), "max_position_embeddings", None)
     name, dtype = type(teacher.model).__name__.removeprefix("FSDP"), next(teacher.model.parameters()).dtype
     return [
         f"teacher {name}, {teacher.size.total:,} parameters, frozen in {SHORT[dtype]}",

@@ -29,6 +29,7 @@ from finetune.files.run_json import read_json_lines
 from finetune.flops import flop_per_token_of
 from finetune.models.load import ModelSize, load_teacher
 from finetune.models.probe import check_training_forward
+from finetune.pretrained_config import text_config_of
 from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
 from finetune.training.objectives.distill import Distillation, teacher_flop_per_token
@@ -98,7 +99,7 @@ def start_run(
 
     Raises `UserError` on all ranks where one of the run's files cannot be written, or the tracker does not start.
     """
-    config: Any = unwrap(model).config
+    config: Any = text_config_of(unwrap(model).config)
     if gathers_fp8(world.sharding):
         from finetune.models.fp8 import keep_scales_current  # imports torchao
 

@@ -13,7 +13,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+)
 
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Quantization, Recipe
@@ -44,7 +50,7 @@ def train(
     with the logits of `other`."""
     recipe = read_recipe(str(recipe_path))
     data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = _auto_class(recipe).from_pretrained(
         recipe.model.model_name_or_path,
         dtype=torch.float32,
         attn_implementation="eager",
@@ -89,6 +95,13 @@ def train(
         optimizer.zero_grad()
         results.append((loss.item(), norm.item()))
     return results
+
+
+def _auto_class(recipe: Recipe) -> Any:
+    """That of the class which config.json names."""
+    config = AutoConfig.from_pretrained(recipe.model.model_name_or_path)
+    is_whole = (config.architectures or [""])[0].endswith("ForConditionalGeneration")
+    return AutoModelForImageTextToText if is_whole else AutoModelForCausalLM
 
 
 Documents = list[

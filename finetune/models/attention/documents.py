@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask
 
+from finetune.distributed.language_model import has_other_parts, trunk_of
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
 from finetune.models.attention.kernels import (
@@ -60,8 +61,11 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
         implementation = "auto"
     if implementation == "auto":
         _register()
-    try:
-        model.set_attn_implementation(NAME if implementation == "auto" else implementation)
+    trunk = trunk_of(model)
+    try:  # a vision tower keeps its own
+        (trunk if has_other_parts(model) else model).set_attn_implementation(
+            NAME if implementation == "auto" else implementation
+        )
     except (ImportError, ValueError) as error:
         raise UserError(
             f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "
@@ -74,7 +78,7 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
         "flash_attention_3": _prepare_for_flash,
     }
     # A hook on the trunk, whose every caller passes `use_cache`: False is training.
-    getattr(model, model.base_model_prefix).register_forward_pre_hook(
+    trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
     )
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from finetune.constants import IGNORE_INDEX
+from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
 from finetune.models.head.chunks import (
     UNCHANGED,
@@ -154,8 +155,7 @@ def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
     ) -> Any:
         if labels is None:
             return plain(self, *args, **kwargs)
-        trunk = getattr(self, self.base_model_prefix)
-        hidden = trunk(*args, **kwargs | {"use_cache": False}).last_hidden_state
+        hidden = trunk_of(self)(*args, **kwargs | {"use_cache": False}).last_hidden_state
         return self.get_output_embeddings()(hidden, labels, trained_positions, head_function)
 
     # On the instance, not the class: FSDP's hooks run around this forward, and would be skipped by calling the trunk.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from finetune.config.facts import count_chosen, count_experts
 from finetune.config.layout import Sharding
+from finetune.distributed.language_model import trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
@@ -216,7 +217,7 @@ def _routers(model: Any) -> list[tuple[nn.Module, int]]:
     """The routers of `model`, layer by layer, each with the place of its logits in its output, as transformers records
     them for `output_router_logits`."""
     recorded = getattr(model, "_can_record_outputs", None) or {}
-    trunk = getattr(model, model.base_model_prefix, model)
+    trunk = trunk_of(model)
     recorder = recorded.get("router_logits") or (getattr(trunk, "_can_record_outputs", None) or {}).get("router_logits")
     target: Any = getattr(recorder, "target_class", recorder)
     if not isinstance(target, type):

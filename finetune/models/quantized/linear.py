@@ -18,6 +18,7 @@ from torch import Tensor, library, nn
 from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantized_bytes
 from finetune.config.schema import Quantization
 from finetune.constants import FP32
+from finetune.distributed.language_model import text_modules
 from finetune.errors import UserError
 from finetune.models.lora import base_name, is_adapter
 
@@ -153,7 +154,7 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
     head = set(model.get_output_embeddings().modules())  # of an adapted head, its base layer too
     found = [
         (name, module)
-        for name, module in model.named_modules()
+        for name, module in text_modules(model)  # a vision tower keeps its precision
         # A subclass with a forward of its own computes something else with its weight.
         if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
         if module not in head and not is_adapter(f"{name}.")

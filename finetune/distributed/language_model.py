@@ -1,0 +1,47 @@
+"""The language model inside a model: of a vision-language one a part, of any other all of it.
+
+A vision-language model is loaded whole. Its language model and output head are trained on text; the rest (the vision
+tower, the projector) is frozen, sharded with them, and never computed.
+"""
+
+from typing import Any
+
+from torch import nn
+
+PARTS = ("language_model", "text_model")  # what transformers calls it
+
+
+def trunk_of(model: Any) -> Any:
+    """What lies between the tokens and the output head of `model`, a `...ForCausalLM` or a vision-language one."""
+    base = _base_of(model)
+    return next((part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base)
+
+
+def has_other_parts(model: Any) -> bool:
+    """Whether `model` is more than a language model."""
+    return trunk_of(model) is not _base_of(model)
+
+
+def other_parts(model: Any) -> list[nn.Module]:
+    """What is beside the language model: vision tower, projector."""
+    if not has_other_parts(model):
+        return []
+    return [module for module in _base_of(model).children() if module is not trunk_of(model)]
+
+
+def text_names(model: Any) -> tuple[str, ...]:
+    """The beginnings of the names of all parameters that work on text; ("",) where all do."""
+    if not has_other_parts(model):
+        return ("",)
+    ends = (trunk_of(model), model.get_output_embeddings())
+    return tuple(f"{name}." for name, module in model.named_modules() if any(module is end for end in ends))
+
+
+def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
+    """The modules of `model` that work on text, by name."""
+    names = text_names(model)
+    return [(name, module) for name, module in model.named_modules() if f"{name}.".startswith(names)]
+
+
+def _base_of(model: Any) -> Any:
+    return getattr(model, model.base_model_prefix, model)

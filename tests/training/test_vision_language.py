@@ -1,0 +1,131 @@
+"""Text training of vision-language checkpoints: whole in and whole out. The losses are those of transformers' own class, the export
+is its files with the language model trained, and an adapter works on the class that a server opens."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.conftest import make_chat
+from tests.training import reference
+from tests.training.layouts import steps_of, train_families, write_recipe
+from tests.vision import FAMILIES, STATEFUL, image_prompt, make_vision_model, text_prompt
+
+STEPS = 3
+LORA: dict[str, Any] = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_target_modules": ["q_proj", "v_proj", "out_proj", "up_proj"],
+}
+WITH_LORA = ("gemma3", "qwen3_5", "qwen2_5_vl")
+# (family, layout, ranks)
+WANTED = [
+    *((family, "single", 1) for family in FAMILIES),
+    *((f"{family}-lora", "single", 1) for family in WITH_LORA),
+    *((family, "full_shard", 2) for family in FAMILIES),
+    *((f"{family}-lora", "full_shard", 2) for family in WITH_LORA),
+    ("gemma3", "ddp", 2),
+    ("qwen3_vl", "FULL_SHARD", 2),
+]
+EXPORTED = [each for each in WANTED if each[1:] == ("single", 1)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vision")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    """Recipes of full training and of LoRA."""
+    data = make_chat(folder / "chat.jsonl", rows=26)
+    paths = {}
+    for family in FAMILIES:
+        model = make_vision_model(folder / family / "model", family)
+        steps: dict[str, Any] = {"global_batch_size": 5, "max_steps": STEPS, "save_steps": 1, "packing": True}
+        steps |= {"packing": False, "attn_implementation": "sdpa"} if family in STATEFUL else {}
+        paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **steps)
+        paths[f"{family}-lora"] = write_recipe(folder / f"{family}-lora.yaml", model, data, **steps | LORA)
+    return paths
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+    """(family, layout, ranks) -> the run's folder."""
+    return train_families(folder, recipes, WANTED, EXPORTED)
+
+
+def open_whole(path: Path) -> Any:
+    """As a server opens it: with nothing missing and nothing left over."""
+    from transformers import AutoModelForImageTextToText
+
+    model, info = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@pytest.mark.parametrize(("family", "layout", "ranks"), WANTED)
+def test_losses_and_gradients_are_those_of_the_whole_class(
+    family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
+) -> None:
+    expected = reference.train(recipes[family])
+    for line, (loss, norm) in zip(steps_of(runs(family, layout, ranks)), expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_export_is_the_checkpoint_with_its_language_model_trained(
+    family: str, runs: Callable[..., Path], folder: Path
+) -> None:
+    """The same class, names and files beside them; what was not trained is equal bit for bit."""
+    source, exported = folder / family / "model", runs(family, "single", 1) / "export"
+    before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
+    assert before.keys() == after.keys()
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert moved and not any("vis" in name or "projector" in name for name in moved)
+    assert {name for name in before if "layers.1.mlp" in name and "vis" not in name} <= moved
+    for name in ("preprocessor_config.json", "processor_config.json", "generation_config.json"):
+        assert (exported / name).read_bytes() == (source / name).read_bytes()
+    configs = [json.loads((path / "config.json").read_text()) for path in (source, exported)]
+    assert configs[0]["architectures"] == configs[1]["architectures"]
+    assert configs[1]["text_config"].get("use_cache") is not False
+    whole = open_whole(exported)
+    with torch.no_grad():
+        assert torch.isfinite(whole(**image_prompt(family)).logits).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_untrained_checkpoint_answers_an_image_as_before(family: str, folder: Path, tmp_path: Path) -> None:
+    from finetune.export.export import export
+
+    source = make_vision_model(folder / family / "model", family)
+    exported = export(source, tmp_path / "export", log=lambda _: None)
+    with torch.no_grad():
+        models = [open_whole(path) for path in (source, exported)]
+        answers = [model(**image_prompt(family)).logits for model in models]
+    before, after = (model.state_dict() for model in models)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert torch.allclose(*answers, atol=1e-4)  # sums depend on where in memory a tensor begins
+
+
+@pytest.mark.parametrize("family", WITH_LORA)
+def test_plain_peft_opens_the_adapter_on_the_whole_class(family: str, runs: Callable[..., Path], folder: Path) -> None:
+    """Its keys are those that peft writes; its logits are those of the merged export, and not the base's."""
+    from peft import PeftModel
+
+    run, base = runs(f"{family}-lora", "single", 1), open_whole(folder / family / "model")
+    with torch.no_grad():
+        plain = base(**text_prompt()).logits
+        adapted = PeftModel.from_pretrained(base, run / "adapter")
+        found = adapted(**text_prompt()).logits
+        merged = open_whole(run / "export")(**text_prompt()).logits
+    assert torch.allclose(found, merged, atol=1e-5)
+    assert (found - plain).abs().max() > 1e-2
+    own = {name.replace(".default", "") for name in adapted.state_dict() if ".lora_" in name}
+    assert own == load_file(run / "adapter" / "adapter_model.safetensors").keys()
+    assert all(".language_model." in name for name in own)

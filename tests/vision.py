@@ -1,0 +1,128 @@
+"""Tiny vision-language checkpoints with random weights, by transformers, of the families that are tried."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import make_tokenizer
+
+TEXT: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.2,
+}
+VISION: dict[str, Any] = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+QWEN_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_heads": 2,
+    "patch_size": 14,
+    "out_hidden_size": 32,
+}
+IMAGE, VIDEO, START, END = 262, 263, 264, 265  # ids after those of the tokenizer
+VOCABULARY = 272
+QWEN_IDS = {
+    "image_token_id": IMAGE,
+    "video_token_id": VIDEO,
+    "vision_start_token_id": START,
+    "vision_end_token_id": END,
+}
+
+
+def rope(**keys: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0} | keys}
+
+
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+} | rope(mrope_section=[1, 0, 0], mrope_interleaved=True, partial_rotary_factor=0.25)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "gemma3": {
+        "text_config": {"sliding_window": 16},
+        "vision_config": VISION,
+        "mm_tokens_per_image": 1,
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral"},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8, "image_size": 56},
+        "image_token_index": IMAGE,
+        "tie_word_embeddings": False,
+    },
+    "qwen2_5_vl": {"text_config": rope(mrope_section=[1, 1, 2]), "vision_config": QWEN_VISION, **QWEN_IDS},
+    "qwen3_vl": {
+        "text_config": rope(mrope_section=[2, 1, 1], mrope_interleaved=True),
+        "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
+    "qwen3_5": {
+        "text_config": LINEAR,
+        "vision_config": QWEN_VISION | {"num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
+}
+
+
+STATEFUL = ("qwen3_5",)  # with linear attention
+
+
+def text_prompt() -> dict[str, Any]:
+    """Inputs of a forward."""
+    import torch
+
+    return {"input_ids": torch.arange(32).reshape(2, 16) * 7 % 250}
+
+
+def image_prompt(family: str) -> dict[str, Any]:
+    """Inputs of a forward with an image that takes the place of one token, or two."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    count = 2 if family == "mistral3" else 1
+    ids = torch.tensor([[5, 6, START, *[IMAGE] * count, END, 7, 8, 9]])
+    inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if family.startswith("qwen"):
+        inputs |= {"image_grid_thw": torch.tensor([[1, 2, 2]]), "mm_token_type_ids": (ids == IMAGE).int()}
+        return inputs | {"pixel_values": torch.randn(4, 3 * 2 * 14 * 14, generator=generator)}
+    inputs |= {"image_sizes": torch.tensor([[28, 28 * count]])} if family == "mistral3" else {}
+    return inputs | {"pixel_values": torch.randn(1, 3, 28, 28 * count, generator=generator)}
+
+
+def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float32") -> Path:
+    """A Hugging Face folder of the whole model, with the tokenizer of `make_model`, and a file of an image processor."""
+    import torch
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    tokenizer = make_tokenizer()
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    keys = FAMILIES[family]
+    config = AutoConfig.for_model(
+        family, **keys | {"text_config": TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]}
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    for name in ("preprocessor_config.json", "processor_config.json"):
+        (folder / name).write_text(json.dumps({"image_processor_type": f"{family} {name}"}))
+    return folder
