@@ -199,7 +199,9 @@ def _in_yaml(value: Any) -> str:
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def read_model_facts(config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False) -> ModelFacts:
+def read_model_facts(
+    config: Mapping[str, Any], name: str, tokens: int | None = None, *, vision: bool = False
+) -> ModelFacts:
     """The facts of a config: the text model's part of config.json with its family's defaults, or transformers'
     `to_dict()`.
 

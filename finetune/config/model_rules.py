@@ -270,21 +270,27 @@ RULES: tuple[Rule, ...] = (
     ),
     # Vision-language models
     _model_rule(
-        "Liger of a vision-language model", "use_liger_kernel",
-        when=lambda c: c.recipe.model.use_liger_kernel and c.model.vision,
-        message=lambda c: f"use_liger_kernel: {c.name} is a vision-language model, with whose class Liger's kernels were not tried",
+        "Liger of a vision-language model", "use_liger_kernel", when=lambda c: c["use_liger_kernel"] and c.model.vision,
+        message="use_liger_kernel: {name} is a vision-language model, with whose class Liger's kernels were not tried",
         fix={"use_liger_kernel": False},
+    ),
+    _size_rule(
+        "frozen tower without shards", "fsdp_sharding_strategy",
+        when=lambda c: c.model.vision and c.layout.layout == "fsdp1" and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
+        message="{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of a vision-language "
+        "model",
+        advice="use FSDP2, or DDP",
     ),
     _size_rule(
         "tensor parallelism of a vision-language model", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and c.model.vision,
-        message=lambda c: f"tp_size {c.layout.tensor_parallel_size}: not supported for {c.name}, a vision-language model",
+        message="tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language model",
         fix={"tp_size": 1},
     ),
     _size_rule(
         "sequence parallelism of a vision-language model", "cp_size", "sp_size",
         when=lambda c: c.layout.sequence_parallel_size > 1 and c.model.vision,
-        message=lambda c: f"cp_size, sp_size: not supported for {c.name}, a vision-language model", fix={"cp_size": 1},
+        message="cp_size, sp_size: not supported for {name}, a vision-language model", fix={"cp_size": 1},
     ),
     # Mixtures
     _model_rule(

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
-from finetune.config.facts import ACTIVATIONS, Case, MachineFacts, ModelFacts, read_model_facts
+from finetune.config.facts import (
+    ACTIVATIONS,
+    Case,
+    MachineFacts,
+    ModelFacts,
+    names_vision_language,
+    read_model_facts,
+)
 from finetune.config.layout import Fp8, Sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Quantization, recipe_keys
@@ -27,6 +34,7 @@ LLAMA = {
     "max_position_embeddings": 48,
 }
 MIXTURE = LLAMA | {"model_type": "mixtral", "num_local_experts": 12, "num_experts_per_tok": 2}
+VISION = LLAMA | {"architectures": ["LForConditionalGeneration"], "vision_config": {}}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FSDP2 = Sharding(layout="fsdp2", mixed_precision="bf16", activation_checkpointing=True, source="some.yaml")
 TP = replace(FSDP2, tensor_parallel_size=4, shard_size=1)
@@ -81,6 +89,11 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["attn_implementation=sdpa"], SP, 4, None, None, "attn_implementation: sdpa cannot be combined with cp_size"),
     (["max_length=32"], SP, 4, LLAMA | {"num_attention_heads": 6}, None,
      "cp_size (or sp_size) 4 must divide the attention heads, but the model has 6; set it to 1, 2, 3 or 6"),
+    # vision-language models
+    ([], TP, 4, VISION, None, "tp_size 4: not supported for M, a vision-language model; set tp_size: 1"),
+    ([], SP, 4, VISION, None, "cp_size, sp_size: not supported for M, a vision-language model"),
+    (["use_liger_kernel=true"], FSDP2, 1, VISION, A100, "with whose class Liger's kernels were not tried"),
+    ([], Sharding(layout="fsdp1"), 1, VISION, None, "cannot hold the frozen part of a vision-language model; use FSDP2"),
     # expert parallelism
     (["expert_parallel_size=2"], replace(EP, layout="ddp"), 2, None, None, "expert_parallel_size: 2 requires FSDP2"),
     ([], replace(EP, expert_parallel_size=4, strategy="HYBRID_SHARD", replicate_size=2, shard_size=2), 4, None, None,
@@ -175,7 +188,7 @@ def judge(
 ) -> list[str]:
     """The sentences of all problems that are no notes."""
     recipe = read_recipe(None, ["model_name_or_path=M", "datasets=[{path: D}]", "max_length=32", *overrides])
-    facts = None if config is None else read_model_facts(config, "M")
+    facts = None if config is None else read_model_facts(config, "M", vision=names_vision_language(config))
     found = find_problems(recipe, layout, facts, ranks, machine=machine)
     return [str(problem) for problem in found if not problem.is_note]
 
