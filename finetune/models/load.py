@@ -44,7 +44,13 @@ from finetune.models.quantized.base import (
     quantize_layers,
     split_quantized,
 )
-from finetune.models.weights import convert_to_parameters, load_buffers, seeded_values, stored_values
+from finetune.models.weights import (
+    convert_to_parameters,
+    load_buffers,
+    seeded_values,
+    stored_values,
+    untie_as_stored,
+)
 from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of
 
 UNQUANTIZED = Quantization()
@@ -222,6 +228,7 @@ def read_base_values(
     folder = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
     stored = convert_to_parameters(built, stored, str(folder))
+    untie_as_stored(built, stored)
     values = stored_values(built, stored, str(folder), quantized, vocabulary)
     load_buffers(built, stored)
     return values, quantized

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from finetune.distributed.parallelize import Values
+from finetune.distributed.parallelize import Values, tied_names
 from finetune.errors import UserError
 from finetune.files.tensors import StoredPart, StoredTensor, read_slice
 from finetune.models.embedding import find_grown, grown_reader, grown_shape
 from finetune.models.lora import base_name, seed_of
-from finetune.pretrained_config import Vocabulary
+from finetune.pretrained_config import Vocabulary, text_config_of
 
+COMPARED_ROWS = 4096  # at once
 Slices = tuple[slice, ...]
 Shape = tuple[int, ...]
 
@@ -314,6 +315,25 @@ def stored_values(
         return readers[name](slices) if name in readers else read_slice(stored[name], slices)
 
     return values
+
+
+def untie_as_stored(model: Any, stored: Mapping[str, StoredTensor]) -> None:
+    """Unties weights of `model`, on meta, that the files hold apart with other values, as transformers does whatever
+    config.json says: that of Mistral Small 3 leaves it out, and the default is tied."""
+    for second, first in tied_names(model).items():
+        if second in stored and first in stored and not _are_equal(stored[second], stored[first]):
+            parent, _, leaf = second.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, nn.Parameter(torch.empty_like(model.get_parameter(first))))
+            model.all_tied_weights_keys.pop(second, None)
+            for config in (model.config, text_config_of(model.config)):
+                config.tie_word_embeddings = False
+
+
+def _are_equal(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    rows = [(slice(start, start + COMPARED_ROWS),) for start in range(0, one.shape[0], COMPARED_ROWS)]
+    return all(torch.equal(read_slice(one, part), read_slice(other, part)) for part in rows)
 
 
 def refuse_mismatch(

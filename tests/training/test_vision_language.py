@@ -46,6 +46,10 @@ def recipes(folder: Path) -> dict[str, Path]:
     paths = {}
     for family in FAMILIES:
         model = make_vision_model(folder / family / "model", family)
+        if family == "mistral3":  # as Mistral publishes it: untied, and config.json does not say so
+            config = json.loads((model / "config.json").read_text())
+            del config["tie_word_embeddings"], config["text_config"]["tie_word_embeddings"]
+            (model / "config.json").write_text(json.dumps(config))
         steps: dict[str, Any] = {"global_batch_size": 5, "max_steps": STEPS, "save_steps": 1, "packing": True}
         steps |= {"packing": False, "attn_implementation": "sdpa"} if family in STATEFUL else {}
         paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **steps)
