@@ -276,7 +276,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _size_rule(
         "frozen tower without shards", "fsdp_sharding_strategy",
-        when=lambda c: c.model.vision and c.layout.layout == "fsdp1" and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
+        when=lambda c: c.model.vision
+        and c.layout.layout == "fsdp1" and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
         message="{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of a vision-language "
         "model",
         advice="use FSDP2, or DDP",

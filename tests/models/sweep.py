@@ -272,8 +272,9 @@ def row(family: str, world: World, root: Path) -> str:
 
 
 def table_of(lines: list[str]) -> list[str]:
-    """The lines of the page's table."""
-    return [line for line in lines if line.startswith("|")]
+    """The lines of the page's table of families; that of vision-language models stands before it."""
+    start = next(index for index, line in enumerate(lines) if line.startswith("| `model_type` | `packing"))
+    return [line for line in lines[start:] if line.startswith("|")]
 
 
 def main(arguments: list[str]) -> None:
