@@ -44,12 +44,14 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # that older name would be overruled
         # Rows differ in length: without segments that grow, a GPU's memory is soon in pieces that fit none.
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if recipe.run.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
     from finetune.checkpoint.inputs import fingerprint_inputs
     from finetune.checkpoint.resume import find_start, load_start
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
     from finetune.distributed.collective import RankGroup
-    from finetune.distributed.world import describe_machine, join, leave
+    from finetune.distributed.world import describe_machine, join, leave, use_deterministic_kernels
     from finetune.export.logits import check_streamed_logits
     from finetune.models.load import load_model
     from finetune.models.probe import check_training_forward
@@ -86,7 +88,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     if is_finished(folder, recipe, inputs, data.train.steps, world):
         return leave(world)
     start = find_start(recipe, folder, world, inputs)
-    with explain_out_of_memory(recipe, world):
+    with explain_out_of_memory(recipe, world), use_deterministic_kernels(on=recipe.run.deterministic):
         keys = recipe.quantization, recipe.optimization, vocabulary
         model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
         optimizer = build_optimizer(model, recipe.optimization, world)

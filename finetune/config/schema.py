@@ -454,6 +454,11 @@ class Run:
     output_dir: Annotated[FileName | None, "The run's folder; null: runs/<run_name>."] = None
     accelerate_config: Annotated[str | None, FileOrName, "The Accelerate config where the command names none."] = None
     seed: Annotated[int, Ge(0), Lt(2**63), SameOnResume, "Of the weights, the data order and dropout."] = 42
+    deterministic: Annotated[
+        bool,
+        "On a GPU, use only kernels that give the same bits each time, such as a deterministic backward of attention: "
+        "a resumed run is then bit for bit the run that was not stopped. Slower; a CPU needs no such key.",
+    ] = False
     logging_steps: Annotated[StepsOrShare, "Steps between two lines of metrics; below 1 a share of the run."] = 10
     eval_strategy: Annotated[
         Literal["no", "steps", "epoch"],

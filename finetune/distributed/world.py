@@ -6,8 +6,8 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -249,6 +249,32 @@ def leave(world: World) -> None:
             os.environ[name] = value
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
+
+
+@contextmanager
+def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
+    """Within it, torch and flash-attn run only kernels whose results are the same bits each time. Not `on`: any kernel.
+
+    Raises:
+        UserError: For an operation that has no such kernel.
+    """
+    if not on:
+        yield
+        return
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # every tensor here is written before it is read
+    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers at each call
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        raise UserError(
+            f"deterministic: true: {str(error).split('. ')[0]}; remove the key, or what needs it"
+        ) from error
+    finally:
+        torch.use_deterministic_algorithms(False)
+        del os.environ["FLASH_ATTENTION_DETERMINISTIC"]
 
 
 def _end_with_launcher() -> None:

@@ -9,7 +9,8 @@ import torch
 
 from finetune.config.layout import Sharding
 from finetune.distributed import world
-from finetune.distributed.world import ALONE, join, leave
+from finetune.distributed.world import ALONE, join, leave, use_deterministic_kernels
+from finetune.errors import UserError
 from tests.ranks import run_command, run_python
 
 
@@ -63,3 +64,16 @@ def test_a_world_of_one_leaves_the_environment_as_it_found_it(monkeypatch: pytes
     for layout in ("fsdp2", "single", "fsdp2"):
         leave(join(Sharding(layout=layout, use_cpu=True)))  # type: ignore[arg-type]
         assert dict(os.environ) == found
+
+
+def test_a_kernel_that_is_not_deterministic_is_refused_by_name() -> None:
+    values, places = torch.zeros(4), torch.tensor([1, 1])
+    with use_deterministic_kernels(on=False):
+        values.put_(places, torch.ones(2))
+    with (
+        pytest.raises(UserError, match=r"^deterministic: true: put_ .*; remove the key"),
+        use_deterministic_kernels(on=True),
+    ):
+        assert os.environ["FLASH_ATTENTION_DETERMINISTIC"] == "1"
+        values.put_(places, torch.ones(2))
+    assert not torch.are_deterministic_algorithms_enabled() and "FLASH_ATTENTION_DETERMINISTIC" not in os.environ
