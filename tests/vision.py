@@ -107,17 +107,22 @@ def image_prompt(family: str) -> dict[str, Any]:
     return inputs | {"pixel_values": torch.randn(1, 3, 28, 28 * count, generator=generator)}
 
 
+def whole_config(family: str) -> dict[str, Any]:
+    """The content of config.json."""
+    tokenizer = make_tokenizer()
+    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    keys = FAMILIES[family]
+    text = TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]
+    return keys | {"model_type": family, "text_config": text}
+
+
 def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float32") -> Path:
     """A Hugging Face folder of the whole model, with the tokenizer of `make_model`, and a file of an image processor."""
     import torch
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     tokenizer = make_tokenizer()
-    ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    keys = FAMILIES[family]
-    config = AutoConfig.for_model(
-        family, **keys | {"text_config": TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]}
-    )
+    config = AutoConfig.for_model(**whole_config(family))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))

@@ -12,7 +12,8 @@ from finetune.config.pretrained_adapter import refuse_other_path
 from finetune.config.schema import Model
 from finetune.errors import UserError
 from finetune.files.hub import download_file
-from finetune.plan.families import FAMILIES, Family, MixtureKeys
+from finetune.plan.families import FAMILIES, VISION_FAMILIES, Family, MixtureKeys
+from finetune.plan.towers import WHOLE, list_parts, split_config
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,6 +178,17 @@ class Architecture:
     latent: LatentAttention | None = None
     query_key_norm: bool = False  # of the kind that the family has
     attention_dropout: float = 0.0
+    beside: tuple[tuple[TensorShape, ...], ...] = ()  # the other parts of a vision-language model
+
+    @property
+    def prefix(self) -> str:
+        """The name of the language model."""
+        return "model.language_model" if self.beside else "model"
+
+    @property
+    def text_names(self) -> tuple[str, ...]:
+        """The beginnings of the names of what works on text."""
+        return (f"{self.prefix}.", "lm_head.") if self.beside else ("",)
 
     @property
     def query_width(self) -> int:
@@ -201,17 +213,17 @@ class Architecture:
     @property
     def embedding(self) -> TensorShape:
         """The input embedding."""
-        return TensorShape("model.embed_tokens.weight", (self.vocabulary, self.hidden))
+        return TensorShape(f"{self.prefix}.embed_tokens.weight", (self.vocabulary, self.hidden))
 
     @property
     def tail(self) -> tuple[TensorShape, ...]:
         """The final norm, and the output head where it is a tensor of its own."""
-        norm = TensorShape("model.norm.weight", (self.hidden,))
+        norm = TensorShape(f"{self.prefix}.norm.weight", (self.hidden,))
         return (norm,) if self.tied else (norm, TensorShape("lm_head.weight", (self.vocabulary, self.hidden)))
 
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        attention, mlp = f"{self.prefix}.layers.{layer}.self_attn", f"{self.prefix}.layers.{layer}.mlp"
         attended = (
             self.latent.linears(attention, self.hidden, self.heads)
             if self.latent
@@ -259,7 +271,7 @@ class Architecture:
         """The weights of all routed experts of decoder layer `layer`."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
-        return self.mixture.expert_weights(f"model.layers.{layer}.mlp", self.hidden)
+        return self.mixture.expert_weights(f"{self.prefix}.layers.{layer}.mlp", self.hidden)
 
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
         """(out, in) of one expert's part of `weights`."""
@@ -270,7 +282,7 @@ class Architecture:
         """All that belongs to the routed experts of decoder layer `layer`, biases too."""
         if self.mixture is None or not self.has_experts(layer):
             return ()
-        return (*self.experts(layer), *self.mixture.expert_biases(f"model.layers.{layer}.mlp", self.hidden))
+        return (*self.experts(layer), *self.mixture.expert_biases(f"{self.prefix}.layers.{layer}.mlp", self.hidden))
 
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
@@ -279,7 +291,7 @@ class Architecture:
         ]
         mlp = [t for linear in self.linears(index) if ".mlp." in linear.name for t in self._with_bias(linear)]
         if self.mixture is not None and self.has_experts(index):
-            mlp += [*self.mixture.router(f"model.layers.{index}.mlp", self.hidden), *self.routed(index)]
+            mlp += [*self.mixture.router(f"{self.prefix}.layers.{index}.mlp", self.hidden), *self.routed(index)]
         return (*self._sinks(index), *attention, *self._query_key_norms(index), *mlp, *self._norms(index))
 
     def tensors(self) -> Iterator[TensorShape]:
@@ -288,6 +300,8 @@ class Architecture:
         for index in range(self.layers):
             yield from self.layer(index)
         yield from self.tail
+        for part in self.beside:
+            yield from part
 
     def _with_bias(self, linear: TensorShape) -> Iterator[TensorShape]:
         yield linear
@@ -301,21 +315,21 @@ class Architecture:
 
     def _sinks(self, index: int) -> Iterator[TensorShape]:
         if self.family.sinks:
-            yield TensorShape(f"model.layers.{index}.self_attn.sinks", (self.heads,))
+            yield TensorShape(f"{self.prefix}.layers.{index}.self_attn.sinks", (self.heads,))
 
     def _query_key_norms(self, index: int) -> Iterator[TensorShape]:
         if self.latent is not None:
-            yield from self.latent.norms(f"model.layers.{index}.self_attn")
+            yield from self.latent.norms(f"{self.prefix}.layers.{index}.self_attn")
         if not self.query_key_norm:
             return
         per_head = self.family.query_key_norm == "head"
         widths = (self.head_size,) * 2 if per_head else (self.query_width, self.key_value_width)
         for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
-            yield TensorShape(f"model.layers.{index}.self_attn.{name}.weight", (width,))
+            yield TensorShape(f"{self.prefix}.layers.{index}.self_attn.{name}.weight", (width,))
 
     def _norms(self, index: int) -> Iterator[TensorShape]:
         for norm in self.family.norms:
-            yield TensorShape(f"model.layers.{index}.{norm}.weight", (self.hidden,))
+            yield TensorShape(f"{self.prefix}.layers.{index}.{norm}.weight", (self.hidden,))
 
     @property
     def parameters(self) -> int:
@@ -324,11 +338,12 @@ class Architecture:
 
     @property
     def idle_parameters(self) -> int:
-        """Numbers of routed experts that do not work on a given token."""
+        """Numbers that do not work on a given token: of routed experts, and of what text does not reach."""
+        beside = sum(tensor.numel for part in self.beside for tensor in part)
         if self.mixture is None:
-            return 0
+            return beside
         routed = sum(tensor.numel for index in range(self.layers) for tensor in self.routed(index))
-        return routed - routed * self.mixture.chosen // self.mixture.experts
+        return beside + routed - routed * self.mixture.chosen // self.mixture.experts
 
     @property
     def mlp_width(self) -> int:
@@ -364,9 +379,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
         raise UserError(f"{path}: not JSON ({error}); download it again") from None
     if not isinstance(config, dict):
         raise UserError(f"{path}: an object is expected; download it again")
-    # The config of a model of text and images has its language model's in a section.
-    text = config.get("text_config")
-    return ({**text} if isinstance(text, dict) else config), str(path)
+    return split_config(config), str(path)
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
@@ -391,7 +404,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     260032
     """
     model_type = config.get("model_type")
-    family = FAMILIES.get(str(model_type))
+    family = (FAMILIES | VISION_FAMILIES).get(str(model_type))
     if family is None:
         raise UserError(f"{where}: model_type {model_type!r} cannot be planned; supported: {', '.join(FAMILIES)}")
     sizes = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
@@ -400,7 +413,9 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         raise UserError(
             f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
         )
-    facts = read_model_facts(sizes, where)
+    whole = config.get(WHOLE)
+    parts = list_parts(whole, sizes["hidden_size"], where) if whole is not None else ()
+    facts = read_model_facts(sizes, where, vision=whole is not None)
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:
@@ -426,4 +441,5 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         query_key_norm=family.query_key_norm is not None
         and (family.query_key_norm_key is None or bool(config.get(family.query_key_norm_key))),
         attention_dropout=config.get("attention_dropout") or 0.0,
+        beside=tuple(tuple(TensorShape(*tensor) for tensor in part) for part in parts),
     )

@@ -4,7 +4,7 @@ Source: the model and configuration classes of transformers 5; tests/plan builds
 and compares names and shapes, so that a release that changes one is noticed.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 
@@ -297,4 +297,21 @@ FAMILIES: dict[str, Family] = {
             gate_tensors=6,
         ),
     ),
+}
+
+# The language models of vision-language ones that transformers has no class of their own for.
+VISION_FAMILIES: dict[str, Family] = {
+    "qwen2_5_vl_text": replace(
+        FAMILIES["qwen2"],
+        decoder_layer="Qwen2_5_VLDecoderLayer",
+        defaults={
+            "hidden_size": 8192,
+            "intermediate_size": 29568,
+            "num_hidden_layers": 80,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "vocab_size": 152064,
+        },
+    ),
+    "qwen3_vl_text": replace(FAMILIES["qwen3"], decoder_layer="Qwen3VLTextDecoderLayer"),
 }

@@ -120,7 +120,11 @@ def _with_tokens(architecture: Architecture, recipe: Recipe) -> tuple[Architectu
     tokens = architecture.vocabulary + len(set(keys.added_tokens))
     rows = grow_rows(architecture.vocabulary, tokens, keys.pad_vocab_to_multiple_of)
     if recipe.lora.use_peft:
-        whole = (*recipe.lora.modules_to_save, re.escape("model.embed_tokens"), "lm_head")
+        whole = (
+            *recipe.lora.modules_to_save,
+            re.escape(architecture.embedding.name.removesuffix(".weight")),
+            "lm_head",
+        )
         recipe = replace(recipe, lora=replace(recipe.lora, modules_to_save=whole))
     return replace(architecture, vocabulary=rows, facts=replace(architecture.facts, vocabulary=rows)), recipe
 

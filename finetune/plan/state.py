@@ -16,6 +16,7 @@ from finetune.config.module_patterns import (
     refuse_unadapted,
     refuse_unknown_layers,
     refuse_unmatched,
+    refuse_unreached,
 )
 from finetune.config.optimizers import count_optimizer_bytes
 from finetune.config.quantization import quantized_bytes
@@ -24,6 +25,7 @@ from finetune.constants import COMPUTE_DTYPE, FP32, ITEMSIZE
 from finetune.plan.architecture import Architecture, TensorShape
 
 HEAD = "lm_head.weight"
+BESIDE = "beside"  # begins the units of what is beside a language model
 FLAT_ALIGNMENT = 16  # bytes, of each tensor in FSDP1's flat parameter (_flat_param.py, _get_aligned_numel)
 
 
@@ -33,7 +35,7 @@ class StateTensor:
 
     name: str
     shape: tuple[int, ...]
-    unit: str  # embedding, layer 0, layer 1, ..., tail
+    unit: str  # embedding, layer 0, layer 1, ..., tail, beside 0, ...
     itemsize: int
     trainable: bool
     divided: int = (
@@ -83,19 +85,22 @@ def list_state_tensors(
         for t in ts
     }
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
+    text = architecture.text_names
+    reached = [its for its in names.values() if its[0].startswith(text)]
+    refuse_unreached("modules_to_save", lora.modules_to_save, reached)
     if lora.use_peft:
         refuse_adapted_head("lm_head", next(its for its in names.values() if HEAD in its), lora)
         experts = [tensor.name for index in range(architecture.layers) for tensor in architecture.experts(index)]
         layers = ["lm_head", *(t.name.removesuffix(".weight") for ts in linears.values() for t in ts)]
         refuse_unknown_layers(lora, layers, "the model", has_experts=bool(experts))
         refuse_other_parameters(lora.lora_target_parameters, experts, list(names))
-    trained = set() if lora.use_peft else find_trained(list(names.values()), model)
+    trained = set() if lora.use_peft else find_trained(list(names.values()), model, text)
     routed = {tensor.name for index in range(architecture.layers) for tensor in architecture.routed(index)}
     found: list[StateTensor] = []
     adapted: list[str] = []
     for unit, tensors in units:
         for tensor in tensors:
-            whole = is_saved_whole(names[tensor.name], lora)
+            whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
             is_linear = tensor in linears.get(unit, ())
             if is_linear and quantization.bits is not None and not whole:
                 found += _list_quantized(tensor, unit, itemsize, quantization)
@@ -133,7 +138,8 @@ def list_frozen_tensors(
 def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape, ...]]]:
     """The tensors of each FSDP unit."""
     layers = [(f"layer {index}", architecture.layer(index)) for index in range(architecture.layers)]
-    return [("embedding", (architecture.embedding,)), *layers, ("tail", architecture.tail)]
+    beside = [(f"{BESIDE} {index}", part) for index, part in enumerate(architecture.beside)]
+    return [("embedding", (architecture.embedding,)), *layers, ("tail", architecture.tail), *beside]
 
 
 def _list_quantized(linear: TensorShape, unit: str, itemsize: int, quantization: Quantization) -> Iterator[StateTensor]:
@@ -251,7 +257,7 @@ def _name_flat_unit(tensor: StateTensor, adapters_are_units: bool) -> str:
     """A layer is a unit, an adapter's matrix is its own (not with DoRA), and the rest belongs to the root."""
     if adapters_are_units and ".default." in tensor.name:
         return tensor.name
-    return tensor.unit if tensor.unit.startswith("layer") else "root"
+    return tensor.unit if tensor.unit.startswith(("layer", BESIDE)) else "root"
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,8 @@ import pytest
 from finetune.errors import UserError
 from finetune.plan.architecture import read_architecture
 from finetune.plan.families import FAMILIES
+from finetune.plan.towers import split_config
+from tests.vision import whole_config
 
 TINY = {
     "hidden_size": 64,
@@ -94,3 +96,75 @@ def test_a_mixture_has_its_published_numbers_of_parameters(
     architecture = read_architecture(config, "config.json")
     assert architecture.parameters == pytest.approx(total, rel=0.01)
     assert architecture.parameters - architecture.idle_parameters == pytest.approx(active, rel=0.03)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_a_vision_language_model_has_the_names_and_shapes_that_transformers_builds(family: str) -> None:
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    config = whole_config(family)
+    with init_empty_weights():
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model(**config))
+    model.tie_weights()
+    architecture = read_architecture(split_config(config | {"architectures": [type(model).__name__]}), "config.json")
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    assert {tensor.name: tensor.shape for tensor in architecture.tensors()} == shapes
+    assert architecture.family.decoder_layer in model._no_split_modules
+
+
+GEMMA_TEXT = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+GEMMA_VISION = {
+    "hidden_size": 1152,
+    "intermediate_size": 4304,
+    "num_hidden_layers": 27,
+    "patch_size": 14,
+    "image_size": 896,
+}
+QWEN_2_5 = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+QWEN_3 = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_key_value_heads": 8}
+MISTRAL = {
+    "hidden_size": 5120,
+    "intermediate_size": 32768,
+    "num_hidden_layers": 40,
+    "head_dim": 128,
+    "vocab_size": 131072,
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "total"),
+    [  # the parameters that the hub counts in the files of gemma-3-4b-it, Qwen2.5-VL-7B, Qwen3-VL-8B, Mistral-Small-3.1
+        (
+            {
+                "model_type": "gemma3",
+                "text_config": GEMMA_TEXT,
+                "vision_config": GEMMA_VISION | {"vision_use_head": False},
+            },
+            4_300_079_472,
+        ),
+        (
+            QWEN_2_5 | {"model_type": "qwen2_5_vl", "num_key_value_heads": 4, "vision_config": {"hidden_size": 1280}},
+            8_292_166_656,
+        ),
+        (
+            {
+                "model_type": "qwen3_vl",
+                "text_config": QWEN_3 | {"model_type": "qwen3_vl_text"},
+                "vision_config": {"out_hidden_size": 4096},
+            },
+            8_767_123_696,
+        ),
+        (
+            {
+                "model_type": "mistral3",
+                "text_config": MISTRAL | {"model_type": "mistral"},
+                "vision_config": {"patch_size": 14},
+            },
+            24_011_361_280,
+        ),
+    ],
+)
+def test_a_vision_language_model_has_its_published_number_of_parameters(config: dict[str, object], total: int) -> None:
+    whole = config | {"architectures": ["TheForConditionalGeneration"]}
+    assert read_architecture(split_config(whole), "config.json").parameters == total

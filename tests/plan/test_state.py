@@ -13,6 +13,8 @@ from finetune.config.reader import read_recipe
 from finetune.plan.plan import make_plan
 from tests.conftest import make_chat, make_model
 from tests.ranks import launch_ranks
+from tests.vision import FAMILIES as VISION
+from tests.vision import make_vision_model
 
 # Sizes that no number of ranks divides.
 UNEVEN = {
@@ -72,6 +74,9 @@ RECIPES: dict[str, dict[str, Any]] = {
         "offload_dir": "FOLDER",
     },
     "even, in files": {"even": True, "optim_offload": "nvme", "offload_dir": "FOLDER"},
+    "vision": {"model": "qwen2_5_vl"},
+    "vision lora": {"model": "gemma3", "use_peft": True, "lora_r": 4},
+    "vision qlora": {"model": "mistral3", "use_peft": True, "lora_r": 4, "load_in_4bit": True},
     "lora in files": {"use_peft": True, "lora_r": 4, "optim_offload": "nvme", "offload_dir": "FOLDER"},
 }
 
@@ -114,6 +119,7 @@ TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_m
 TWO_RANKS += [("fsdp2", "divided"), ("fsdp2 offload", "divided"), ("fsdp2", "divided, frozen")]
 TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
 TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")] + [("tensor parallel, offload", "even")]
+TWO_RANKS += [("fsdp2", "vision"), ("fsdp1", "vision"), ("ddp", "vision lora"), ("fsdp2", "vision qlora")]
 FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora"), ("fsdp2", "divided"), ("fsdp2", "divided, frozen")]
 FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
@@ -167,7 +173,9 @@ def _recipe(folder: Path, name: str) -> str:
     keys = dict(RECIPES[name])
     tied, even, family = keys.pop("tied", False), keys.pop("even", False), keys.pop("model", "llama")
     model = folder / f"{family}-{'tied' if tied else 'untied'}-{'even' if even else 'uneven'}"
-    if not model.exists():
+    if not model.exists() and family in VISION:
+        make_vision_model(model, family)
+    elif not model.exists():
         sizes = (EVEN if even else UNEVEN) | MIXTURES.get(family, {})
         make_model(model, **sizes, tie_word_embeddings=tied)
     path = folder / f"{name}.yaml"
