@@ -3,7 +3,7 @@ needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -16,15 +16,78 @@ GROUP_SIZES: Mapping[RowKind, int] = {"answers": 1, "pairs": 2, "ratings": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MethodFacts:
+    """What data, training, plan and `finetune init` ask about a method."""
+
+    says: str  # what the model learns, for the recipe that `finetune init` writes
+    rows: RowKind = "answers"  # what it reads of the data
+    keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
+    needs_reference: bool = False  # the log-probabilities of the model before training
+    needs_teacher: bool = False  # another model's probabilities
+
+    @property
+    def compares(self) -> bool:
+        """Whether it compares answers, so that a row is a group of documents."""
+        return self.rows != "answers"
+
+    @property
+    def documents(self) -> int:
+        """Documents in a group, which no batch takes apart."""
+        return GROUP_SIZES[self.rows]
+
+
+METHODS: Mapping[str, MethodFacts] = {
+    DEFAULT_METHOD: MethodFacts(says="learns the answers (supervised fine-tuning)", keys=("label_smoothing",)),
+    "dpo": MethodFacts(
+        says="learns from pairs which answer is the better one, against the model before training",
+        rows="pairs",
+        keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"),
+        needs_reference=True,
+    ),
+    "orpo": MethodFacts(
+        says="learns the chosen answers, and to prefer them to the rejected ones", rows="pairs", keys=("beta",)
+    ),
+    "simpo": MethodFacts(
+        says="learns from pairs which answer is the better one, without a reference",
+        rows="pairs",
+        keys=("beta", "simpo_gamma"),
+    ),
+    "kto": MethodFacts(
+        says="learns from answers that are rated good or bad",
+        rows="ratings",
+        keys=("beta", "desirable_weight", "undesirable_weight"),
+        needs_reference=True,
+    ),
+    "distill": MethodFacts(
+        says="learns a larger model's probabilities for every token of the answers",
+        keys=(
+            "teacher_model_name_or_path",
+            "teacher_model_revision",
+            "teacher_load_in_4bit",
+            "distill_beta",
+            "temperature",
+            "distill_alpha",
+            "label_smoothing",
+        ),
+        needs_teacher=True,
+    ),
+}
+PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
+RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
+TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher)
+if TYPE_CHECKING:
+    MethodName = str
+else:
+    MethodName = Literal[tuple(METHODS)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Method:
     """What the model learns from: answers, pairs of answers, rated answers, or another model."""
 
     method: Annotated[
-        Literal["sft", "dpo", "orpo", "simpo", "kto", "distill"],
-        SameOnResume,
-        "sft: supervised fine-tuning; dpo, orpo, simpo: on pairs of a chosen and a rejected answer; kto: on answers "
-        "rated good or bad; distill: from a teacher's probabilities.",
-    ] = "sft"
+        MethodName, SameOnResume, "; ".join(f"{name}: {facts.says}" for name, facts in METHODS.items()) + "."
+    ] = DEFAULT_METHOD
     beta: Annotated[
         float,
         Gt(0),
@@ -76,67 +139,6 @@ class Method:
         "distill: the weight of the divergence; the rest is the weight of the labels' cross entropy.",
     ] = 1.0
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MethodFacts:
-    """What data, training, plan and `finetune init` ask about a method."""
-
-    says: str  # what the model learns, for the recipe that `finetune init` writes
-    rows: RowKind = "answers"  # what it reads of the data
-    keys: tuple[str, ...] = ()  # the recipe's keys, beside `method`, that it uses and another method does not
-    needs_reference: bool = False  # the log-probabilities of the model before training
-    needs_teacher: bool = False  # another model's probabilities
-
-    @property
-    def compares(self) -> bool:
-        """Whether it compares answers, so that a row is a group of documents."""
-        return self.rows != "answers"
-
-    @property
-    def documents(self) -> int:
-        """Documents in a group, which no batch takes apart."""
-        return GROUP_SIZES[self.rows]
-
-
-METHODS: Mapping[str, MethodFacts] = {
-    DEFAULT_METHOD: MethodFacts(says="learns the answers", keys=("label_smoothing",)),
-    "dpo": MethodFacts(
-        says="learns from pairs which answer is the better one; orpo and simpo need no reference",
-        rows="pairs",
-        keys=("beta", "loss_type", "label_smoothing", "rpo_alpha"),
-        needs_reference=True,
-    ),
-    "orpo": MethodFacts(
-        says="learns the chosen answers, and to prefer them to the rejected ones", rows="pairs", keys=("beta",)
-    ),
-    "simpo": MethodFacts(
-        says="learns from pairs which answer is the better one, without a reference",
-        rows="pairs",
-        keys=("beta", "simpo_gamma"),
-    ),
-    "kto": MethodFacts(
-        says="learns from answers that are rated good or bad",
-        rows="ratings",
-        keys=("beta", "desirable_weight", "undesirable_weight"),
-        needs_reference=True,
-    ),
-    "distill": MethodFacts(
-        says="learns a larger model's probabilities for every token of the answers",
-        keys=(
-            "teacher_model_name_or_path",
-            "teacher_model_revision",
-            "teacher_load_in_4bit",
-            "distill_beta",
-            "temperature",
-            "distill_alpha",
-            "label_smoothing",
-        ),
-        needs_teacher=True,
-    ),
-}
-PAIRED = tuple(name for name, facts in METHODS.items() if facts.rows == "pairs")
-RATED = tuple(name for name, facts in METHODS.items() if facts.rows == "ratings")
-TAUGHT = tuple(name for name, facts in METHODS.items() if facts.needs_teacher)
 
 # The keys of an entry of `datasets` that name columns of only some rows.
 COLUMN_KEYS: Mapping[str, tuple[RowKind, ...]] = {

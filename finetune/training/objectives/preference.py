@@ -75,8 +75,9 @@ def simpo_losses(averages: Pairs, keys: Method) -> tuple[Tensor, dict[str, Tenso
     return -F.logsigmoid(keys.beta * averages.margin - keys.simpo_gamma), {}
 
 
-# Methods without a reference: their loss, and the weight of the chosen answers' cross entropy beside it.
-WITHOUT_REFERENCE: Mapping[str, tuple[Callable[[Pairs, Method], tuple[Tensor, dict[str, Tensor]]], float]] = {
+# A loss with metrics of its own, and the weight of the chosen answers' cross entropy beside it.
+PairedLoss = tuple[Callable[[Pairs, Method], tuple[Tensor, dict[str, Tensor]]], float]
+WITHOUT_REFERENCE: Mapping[str, PairedLoss] = {
     "orpo": (orpo_losses, 1.0),
     "simpo": (simpo_losses, 0.0),
 }
