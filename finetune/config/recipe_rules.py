@@ -240,11 +240,14 @@ RULES: tuple[Rule, ...] = (
         "prompt",
         advice="remove it",
     ),
-    no_effect(
-        "turns",
-        f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with assistant_only_loss: false: a row "
-        "is whole",
-        lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"], "method",
+    *(
+        no_effect(
+            key,
+            f"where answers are compared ({', '.join((*PAIRED, *RATED))}), or with assistant_only_loss: false: a row "
+            "is whole",
+            lambda c: c.recipe.method_facts.compares or not c["assistant_only_loss"], "method",
+        )
+        for key in ("turns", "train_on_reasoning")
     ),
     # LoRA and a quantized base
     *(

@@ -299,6 +299,11 @@ class Data:
         "it is asked for that turn. auto: whole where each turn has that prompt anyway, else as few documents as "
         "give it. last: the last turn alone.",
     ] = "auto"
+    train_on_reasoning: Annotated[
+        bool,
+        SameOnResume,
+        "Train on the words of the answers' reasoning too; false: on the tags around it and the rest.",
+    ] = True
     on_bad_row: Annotated[
         Literal["error", "skip"], SameOnResume, "What is done with a row that fits no known format; skips are counted."
     ] = "error"

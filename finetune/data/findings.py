@@ -50,7 +50,7 @@ class Check:
 CHECKS: dict[str, Check] = {
     "nothing_trained": Check("warning", "fatal", "no token is trained on; such rows are not used"),
     "no_end_of_turn": Check(
-        "warning",
+        "fatal",
         "fatal",
         "no end-of-turn token is trained on, so the model does not learn to stop; use a chat_template that writes "
         "one after the assistant's content (a named one, such as glm4 or chatml, or your own with it inside {% "
@@ -58,9 +58,9 @@ CHECKS: dict[str, Check] = {
     ),
     "stop_not_trained": Check(
         "warning",
-        "warning",
+        "fatal",
         "the token that is trained at the end of the assistant's turn is none at which generation stops (eos_token, "
-        "generation_config.json); name it in eot_tokens",
+        "generation_config.json), so no answer would end; name it in eot_tokens",
     ),
     "end_of_turn_is_text": Check(
         "warning",
@@ -115,6 +115,19 @@ CHECKS: dict[str, Check] = {
         "without reasoning): the model is never trained at the place where it is asked; give the answers "
         "reasoning_content, ask without it (chat_template_kwargs: {enable_thinking: false} in the entry of datasets, "
         "and in chat), or use a chat_template whose prompt is what its answers begin with",
+    ),
+    "no_reasoning": Check(
+        "notice",
+        "warning",
+        "no answer has reasoning, which the chat template writes where the model thinks: it learns to answer without; "
+        "give the answers reasoning_content, or set chat_template_kwargs: {enable_thinking: false} in the entry of "
+        "datasets, and in chat, where the template reads it",
+    ),
+    "not_read_back": Check(
+        "warning",
+        "warning",
+        "the tokenizer's own response_template reads an answer back otherwise than the row has it, and so would a "
+        "server; use the chat_template that it was made for, or set it to null in tokenizer_config.json",
     ),
     "turns_split": Check(
         "notice",

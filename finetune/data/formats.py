@@ -343,4 +343,5 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
     if not isinstance(variables, dict):
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     given = {name: value for name, value in variables.items() if value is not None}  # Parquet fills with nulls
-    return Conversation(messages, trained, parse_tools(columns.take("tools")), given)
+    of_system = messages[0].pop("tools", None) if messages[0]["role"] in ("system", "developer") else None
+    return Conversation(messages, trained, parse_tools(columns.take("tools") or of_system), given)

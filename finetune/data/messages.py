@@ -1,6 +1,7 @@
 """Messages, tool calls and tool schemas, brought into the form that chat templates read."""
 
 import json
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -34,6 +35,9 @@ CALL_ROLES = ("function_call", "tool_call")  # the content is the calls, as JSON
 # What rendering gives a chat template itself, so that chat_template_kwargs cannot.
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 KNOWN_KEYS = frozenset({"role", "from", "content", "value", "train", "weight", "tool_calls", "function_call"})
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers passes them to templates as one
+THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
+THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
 
 
 class BadRow(Exception):
@@ -53,10 +57,23 @@ def parse_messages(turns: Sequence[Any]) -> tuple[tuple[Message, ...], tuple[boo
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
             trained[-1] = trained[-1] and is_trained
             continue
+        if messages and messages[-1].get("channel") == "analysis" and message["role"] == "assistant":
+            # gpt-oss has a turn for each channel; a chat template reads the reasoning as part of what it leads to.
+            message = {**message, "reasoning_content": messages.pop()["content"]}
+            is_trained = trained.pop() and is_trained
         messages.append(message)
         trained.append(is_trained and message["role"] == "assistant")
     _check_order([message["role"] for message in messages])
+    for message in messages:
+        message.pop("channel", None)
     return tuple(messages), tuple(trained)
+
+
+def read_reasoning(message: Message) -> str:
+    """What the assistant thinks before it answers: from its own key, or from the tags inside the content."""
+    own = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "").strip()
+    inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1] if not own else ""
+    return own or (inside.strip() if THINKING_END.search(message["content"]) else "")
 
 
 def parse_tools(value: Any) -> tuple[Tool, ...]:
@@ -121,13 +138,20 @@ def _parse_message(turn: Any, number: int) -> tuple[Message, bool]:
         content, calls = "", parse_json(content)
         if not calls:
             raise BadRow(f"message {number}: {role}: JSON of {{name, arguments}} is expected, found nothing")
+    recipient = turn.get("recipient")
+    if isinstance(recipient, str) and recipient.startswith("functions.") and ROLES[role] == "assistant":
+        content, calls = "", {"name": recipient.removeprefix("functions."), "arguments": content}  # gpt-oss
     if content is None and calls:
         content = ""
+    is_parts = isinstance(content, list) and any(isinstance(part, dict) and "type" in part for part in content)
+    if ROLES[role] == "tool" and content is not None and not isinstance(content, str) and not is_parts:
+        content = json.dumps(content, ensure_ascii=False)  # a result as an object: templates write texts
     if isinstance(content, list):
         content = "".join(_parse_part(part, number) for part in content)
     if not isinstance(content, str):
         raise BadRow(f"message {number}: content: text is expected, found {describe_value(content)}")
-    message = {key: value for key, value in turn.items() if key not in KNOWN_KEYS and value is not None}
+    known = KNOWN_KEYS | {"recipient"} if isinstance(recipient, str) else KNOWN_KEYS
+    message = {key: value for key, value in turn.items() if key not in known and value is not None}
     if calls:
         message["tool_calls"] = [_parse_call(call, number) for call in (calls if isinstance(calls, list) else [calls])]
     train = turn.get("train") if turn.get("train") is not None else turn.get("weight")

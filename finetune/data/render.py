@@ -1,22 +1,20 @@
 """Documents as text with the spans that are trained on, and checks of what the chat template made of them."""
 
 import json
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import zip_longest
 
+from transformers.utils.chat_parsing import parse_response
+
 from finetune.data.formats import Completion, Conversation, Document, Text
-from finetune.data.messages import Message
+from finetune.data.messages import REASONING_KEYS, THINKING_END, Message, parse_json, read_reasoning
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
-from finetune.data.template import Renderer, Span, add_variables, apply_template
+from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
-THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]")
-THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]")
-COMPARED = ("unlike_inference", "prompt_not_continued")  # the findings that show a difference
-REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers passes them to templates as one
+COMPARED = ("unlike_inference", "prompt_not_continued", "not_read_back", "no_reasoning")  # the findings with a detail
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +27,7 @@ class RenderedText:
     findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
-    difference: str = ""  # the first token that is not what inference sees, for the finding that says so
+    difference: str = ""  # for a finding of COMPARED: the first token that is not what inference sees, say
 
 
 def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
@@ -116,9 +114,8 @@ def _render_whole(conversation: Conversation, asked: Mapping[int, AskedTurn], re
     text, turns = find_turns(conversation, asked, renderer)
     spans = [span for i in sorted(turns) for span in turns[i]] if renderer.assistant_only else [(0, len(text))]
     whole = {i: (of_turn[0][0], of_turn[-1][1]) for i, of_turn in turns.items() if of_turn}
-    return _compare_with_asked(
-        _check(conversation, RenderedText(text, tuple(spans), False), whole, renderer), asked, renderer
-    )
+    rendered = _check(conversation, RenderedText(text, tuple(spans), False), whole, renderer)
+    return _compare_with_asked(rendered, conversation, asked, renderer)
 
 
 def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
@@ -127,21 +124,45 @@ def _render_asked(conversation: Conversation, turns: Mapping[int, AskedTurn], re
     spans = tuple(span for _, turn in sorted(turns.items()) for span in turn.spans)
     rendered = RenderedText(turns[max(turns)].text, spans, False)
     whole = {i: (turn.start, turn.end) for i, turn in turns.items()}
-    return _compare_with_asked(_check(conversation, rendered, whole, renderer), turns, renderer)
+    return _compare_with_asked(_check(conversation, rendered, whole, renderer), conversation, turns, renderer)
 
 
 def _check(
     conversation: Conversation, rendered: RenderedText, turns: Mapping[int, Span], renderer: Renderer
 ) -> RenderedText:
-    """`rendered`, with what is found in it."""
-    found = (
-        *_check_turns(conversation, rendered.text, rendered.spans, renderer),
+    """`rendered`, with what is found in it, and without the reasoning that is not to be trained on."""
+    messages = conversation.messages
+    ends = [end for i, (_, end) in turns.items() if conversation.trained[i]] if renderer.assistant_only else []
+    found = [
+        *_check_turns(conversation, rendered.text, rendered.spans, ends, renderer),
         *_find_dropped(conversation, rendered.text, turns),
-    )
-    return replace(rendered, findings=found)
+    ]
+    opens = ""
+    if renderer.unthinking is not None and not any(
+        read_reasoning(message) for message, on in zip(messages, conversation.trained, strict=True) if on
+    ):
+        found.append("no_reasoning")
+        opens = f"inference opens with {renderer.generation_prompt!r}, and answers go on with {renderer.unthinking!r}"
+    if not renderer.train_on_reasoning:
+        for i, turn in turns.items():
+            rendered = _leave_out(rendered, read_reasoning(messages[i]), turn)
+    return replace(rendered, findings=tuple(found), difference=opens)
 
 
-def _compare_with_asked(rendered: RenderedText, turns: Mapping[int, AskedTurn], renderer: Renderer) -> RenderedText:
+def _leave_out(rendered: RenderedText, words: str, turn: Span) -> RenderedText:
+    """`rendered`, with the words in a turn, and the white space after them, not trained on."""
+    start = rendered.text.find(words, *turn) if words else -1
+    if start < 0:
+        return rendered
+    end = start + len(words)
+    end += len(rendered.text[end : turn[1]]) - len(rendered.text[end : turn[1]].lstrip())
+    cut = [piece for a, b in rendered.spans for piece in ((a, min(b, start)), (max(a, end), b)) if piece[0] < piece[1]]
+    return replace(rendered, spans=tuple(cut))
+
+
+def _compare_with_asked(
+    rendered: RenderedText, conversation: Conversation, turns: Mapping[int, AskedTurn], renderer: Renderer
+) -> RenderedText:
     """`rendered`, with the findings of what inference would see or write otherwise, and the first token of that."""
     for i, turn in sorted(turns.items()):
         expected = turn.prompt if not turn.is_continued else turn.text[: turn.end]
@@ -150,8 +171,52 @@ def _compare_with_asked(rendered: RenderedText, turns: Mapping[int, AskedTurn], 
         name = "prompt_not_continued" if not turn.is_continued else "unlike_inference"
         found, seen = _show_difference(rendered.text, expected, renderer)
         difference = f"message {i + 1} is trained with {found!r} where inference has {seen!r}"
-        return replace(rendered, findings=(*rendered.findings, name), difference=difference)
+        known = [each for each in rendered.findings if each != "no_reasoning"]  # what it would say is part of this
+        return replace(rendered, findings=(*known, name), difference=difference)
+    for i, turn in sorted(turns.items() if renderer.response_template else ()):
+        difference = _read_back(turn, conversation.messages[i], conversation.tools, renderer)
+        if difference:
+            difference = f"message {i + 1}: {difference}"
+            return replace(rendered, findings=(*rendered.findings, "not_read_back"), difference=difference)
     return rendered
+
+
+def _read_back(turn: AskedTurn, message: Message, tools: Tools, renderer: Renderer) -> str:
+    """How a turn differs from the message it comes from, read by the tokenizer's response_template; "" if it does
+    not."""
+    reply = turn.text[len(turn.prompt) : turn.end]
+    try:
+        read = parse_response(reply, renderer.response_template, prefix=turn.prompt, tools=list(tools))
+    except Exception as error:  # a template of the model's own, with patterns of its own
+        return f"response_template cannot read {reply!r}: {error}"
+    content = (
+        message["content"]
+        if any(key in message for key in REASONING_KEYS)
+        else THINKING_END.split(message["content"])[-1]
+    )
+    expected = {"reasoning": read_reasoning(message), "content": content.strip(), "calls": _list_calls(message)}
+    found = {
+        "reasoning": read_reasoning({**read, "content": ""}),
+        "content": str(read.get("content") or "").strip(),
+        "calls": _list_calls(read),
+    }
+    name = next((name for name in expected if found[name] != expected[name]), None)
+    return f"{name} {expected[name]!r} is read back as {found[name]!r}" if name else ""
+
+
+def _list_calls(message: Message) -> list[tuple[str, dict[str, str]]]:
+    """The name and arguments of each call. A format without types, such as XML, gives each value as text."""
+    calls = [call.get("function", call) for call in message.get("tool_calls") or ()]
+    return [
+        (
+            call.get("name", ""),
+            {
+                name: value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+                for name, value in dict(parse_json(call.get("arguments")) or {}).items()
+            },
+        )
+        for call in calls
+    ]
 
 
 def _show_difference(text: str, expected: str, renderer: Renderer) -> tuple[str, str]:
@@ -201,7 +266,9 @@ def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]
         yield "template_unused"
 
 
-def _check_turns(conversation: Conversation, text: str, spans: tuple[Span, ...], renderer: Renderer) -> Iterator[str]:
+def _check_turns(
+    conversation: Conversation, text: str, spans: tuple[Span, ...], ends: Sequence[int], renderer: Renderer
+) -> Iterator[str]:
     messages = conversation.messages
     if any(renderer.special_tokens.search(message["content"]) for message in messages):
         yield "typed_special_token"
@@ -211,11 +278,12 @@ def _check_turns(conversation: Conversation, text: str, spans: tuple[Span, ...],
         yield "calls_without_tools"
     if not renderer.has_template:
         yield "plain_template"
-    if spans and not _ends_turn(text[slice(*spans[-1])], renderer):
+    trained = [text[start:end] for start, end in spans if not ends or end in ends or end == spans[-1][1]]
+    if not all(_ends_turn(turn, renderer) for turn in trained):
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
         yield "end_of_turn_is_text"
-    elif spans and not _stops(text[slice(*spans[-1])], renderer):
+    elif not all(_stops(turn, renderer) for turn in trained):
         yield "stop_not_trained"
 
 
@@ -267,19 +335,12 @@ def _find_dropped(conversation: Conversation, text: str, turns: Mapping[int, Spa
     if any(not trained[i] for i in dropped) or not _holds_tools(conversation, text, turns):
         yield "tools_dropped"
     reasoned = (i for i in answers if trained[i])
-    if any(not _holds(answers[i], _read_reasoning(messages[i]).rpartition("\n")[2].strip()) for i in reasoned):
+    if any(not _holds(answers[i], read_reasoning(messages[i]).rpartition("\n")[2].strip()) for i in reasoned):
         yield "reasoning_dropped"
 
 
 def _is_empty(message: Message) -> bool:
-    return not (message["content"].strip() or message.get("tool_calls") or _read_reasoning(message))
-
-
-def _read_reasoning(message: Message) -> str:
-    """What the assistant thinks before it answers: from its own key, or from the tags inside the content."""
-    own = next((message[key] for key in REASONING_KEYS if isinstance(message.get(key), str)), "").strip()
-    inside = THINKING_START.split(THINKING_END.split(message["content"])[0])[-1] if not own else ""
-    return own or (inside.strip() if THINKING_END.search(message["content"]) else "")
+    return not (message["content"].strip() or message.get("tool_calls") or read_reasoning(message))
 
 
 def _take_last_line(content: str) -> str:

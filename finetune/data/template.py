@@ -12,7 +12,7 @@ import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from finetune.config.schema import Turns
-from finetune.data.messages import OWN_VARIABLES, BadRow, Message, Tool
+from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
 from finetune.data.tokenizer import PLAIN, find_stop_tokens
 
@@ -53,9 +53,18 @@ class Renderer:
     backend: Any = None  # tokenizers.Tokenizer, to show a token in a finding
     generation_prompt: str = ""  # what the template writes before the assistant's content
     end_of_turn: str = ""  # what it writes after that content, up to the token at which generation stops
+    unthinking: str | None = None  # before a content without reasoning; None: it writes no reasoning, or is told not to
+    train_on_reasoning: bool = True
+    response_template: Any = None  # how transformers reads a reply back as a message
 
 
-def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None, turns: Turns = "auto") -> Renderer:
+def make_renderer(
+    tokenizer: Any,
+    assistant_only: bool,
+    date: str | None = None,
+    turns: Turns = "auto",
+    train_on_reasoning: bool = True,
+) -> Renderer:
     """`date`: the day, as 2026-01-31, for a template that asks for today's; None: today.
 
     Raises `UserError` if the tokenizer's chat template is not valid Jinja.
@@ -83,9 +92,10 @@ def make_renderer(tokenizer: Any, assistant_only: bool, date: str | None = None,
         reads_input=bool(INPUT.search(template)),
         turns=turns,
         backend=tokenizer.backend_tokenizer,
+        train_on_reasoning=train_on_reasoning,
+        response_template=getattr(tokenizer, "response_template", None),
     )
-    prompt, end = _probe_turn(renderer)
-    return replace(renderer, generation_prompt=prompt, end_of_turn=end)
+    return _probe_turn(renderer)
 
 
 def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Renderer:
@@ -100,9 +110,7 @@ def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Re
 
 @lru_cache(maxsize=64)
 def _add_variables(renderer: Renderer, variables: str) -> Renderer:
-    renderer = replace(renderer, variables=renderer.variables | json.loads(variables))
-    prompt, end = _probe_turn(renderer)
-    return replace(renderer, generation_prompt=prompt, end_of_turn=end)
+    return _probe_turn(replace(renderer, variables=renderer.variables | json.loads(variables)))
 
 
 def _match_any(words: set[str]) -> str:
@@ -127,21 +135,26 @@ def asks_for_date(tokenizer: Any) -> bool:
     return ASKS_FOR_DATE in str(tokenizer.chat_template)
 
 
-def _probe_turn(renderer: Renderer) -> tuple[str, str]:
-    """(what the template writes before the assistant's content, what it writes after), from an example."""
-    user = {"role": "user", "content": "QUESTION"}
+def _probe_turn(renderer: Renderer) -> Renderer:
+    """`renderer`, with what the template writes around the assistant's content, from an example."""
+    user, answer = {"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}
     try:
         bare = apply_template(renderer, [user])
-        prompt = apply_template(renderer, [user], add_generation_prompt=True).removeprefix(bare)
-        answered = apply_template(renderer, [user, {"role": "assistant", "content": "ANSWER"}])
+        asked = apply_template(renderer, [user], add_generation_prompt=True)
+        answered = apply_template(renderer, [user, answer])
+        reasoned = apply_template(renderer, [user, {**answer, "reasoning_content": "REASONING"}])
     except BadRow:
-        return "", ""
-    after = answered.rpartition("ANSWER")[2]
+        return replace(renderer, generation_prompt="", end_of_turn="", unthinking=None)
+    prompt, (before, _, after) = asked.removeprefix(bare), answered.rpartition("ANSWER")
+    thinks = "REASONING" in reasoned and not THINKING_END.search(prompt)
     special = renderer.special_tokens.search(after)
-    if special is None:
-        return prompt, after.rstrip()
-    stop = renderer.up_to_stop.match(after, special.start())
-    return prompt, after[: (stop or special).end()]
+    stop = renderer.up_to_stop.match(after, special.start()) if special else None
+    return replace(
+        renderer,
+        generation_prompt=prompt,
+        end_of_turn=after[: (stop or special).end()] if special else after.rstrip(),
+        unthinking=before.removeprefix(asked).removeprefix(bare) if thinks else None,
+    )
 
 
 def apply_template(

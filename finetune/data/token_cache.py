@@ -29,7 +29,7 @@ from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file, stage_and_rename
 from finetune.files.hub import find_cache
 
-VERSION = 14  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 15  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
@@ -99,7 +99,8 @@ def cache_key(
 def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     """A name for the tokens of what is read of `rows` (whatever describes them) under the tokenizer and the options."""
     options: dict[str, Any] = {"assistant_only_loss": data.assistant_only_loss, "on_bad_row": data.on_bad_row}
-    options["turns"] = data.turns
+    options |= {"turns": data.turns, "train_on_reasoning": data.train_on_reasoning}
+    options["response_template"] = getattr(tokenizer, "response_template", None)  # findings are stored too
     if data.chat_template_date is not None and asks_for_date(tokenizer):
         options["date"] = data.chat_template_date
     template = tokenizer.chat_template or PLAIN

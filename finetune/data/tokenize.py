@@ -211,7 +211,9 @@ def tokenize_rows(
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
     stats.group_size, stats.is_rated = GROUP_SIZES[kind], kind == "ratings"
-    renderer = make_renderer(tokenizer, data.assistant_only_loss, data.chat_template_date, data.turns)
+    renderer = make_renderer(
+        tokenizer, data.assistant_only_loss, data.chat_template_date, data.turns, data.train_on_reasoning
+    )
     reader, encoder = GroupReader(kind), make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()

@@ -358,6 +358,46 @@ def test_a_published_set_of_tool_calls_is_inspected_masked_and_trained_on(
     assert report["sources"][0]["unused_columns"] == {"id": 9}
 
 
+def test_forms_of_calls_results_and_schemas_are_read_alike() -> None:
+    """gpt-oss's channels, several calls in a turn, results as objects, schemas in the system message."""
+    schema = {"type": "function", "function": {"name": "weather", "parameters": {}}}
+    calls = [{"name": "weather", "arguments": {"city": city}} for city in ("Oslo", "Bergen")]
+    system, result = {"role": "system", "content": "Be brief."}, {"rain": True, "mm": [1, "ø"]}
+    wanted = document(
+        {
+            "tools": [schema],
+            "messages": [
+                system,
+                ASKED,
+                {"role": "assistant", "content": "", "reasoning_content": "Both.", "tool_calls": calls},
+                {"role": "tool", "content": '{"rain": true, "mm": [1, "ø"]}'},
+                {"role": "tool", "content": "[]"},
+                {"role": "assistant", "content": "Rain.", "reasoning_content": "So."},
+            ],
+        }
+    )
+    channels = [
+        {**system, "tools": [schema]},
+        ASKED,
+        {"role": "assistant", "channel": "analysis", "content": "Both."},
+        {"role": "assistant", "channel": "commentary", "content": "", "tool_calls": calls},
+        {"role": "tool", "content": result},
+        {"role": "tool", "content": []},
+        {"role": "assistant", "channel": "analysis", "content": "So."},
+        {"role": "assistant", "channel": "final", "content": "Rain."},
+    ]
+    read = document({"messages": channels})
+    assert (read.messages, read.tools, read.trained) == (wanted.messages, wanted.tools, wanted.trained)
+    called = {
+        "role": "assistant",
+        "channel": "commentary",
+        "recipient": "functions.weather",
+        "content": '{"city": "Oslo"}',
+    }
+    (message,) = document({"messages": [ASKED, called]}).messages[1:]
+    assert message == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": calls[0]}]}
+
+
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 def test_keys_that_arrow_added_are_not_trained_on(kind: str, tmp_path: Path) -> None:
     def schema(name: str, **properties: Any) -> dict[str, Any]:

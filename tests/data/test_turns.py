@@ -214,6 +214,81 @@ def test_turns_become_documents(
     assert [count for found in more for count in found] == ([str(first)] if len(trained) == 2 else [])
 
 
+REASONED = {
+    "messages": [
+        {"role": "user", "content": "Q"},
+        {"role": "assistant", "content": "A.", "reasoning_content": "so.\n\nyes."},
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("qwen3", ["<think>\n", "</think>\n\nA.<|im_end|>"]),
+        ("qwen3_5_think", ["</think>\n\nA.<|im_end|>"]),  # whose prompt opens <think>
+        ("qwen3_training", ["<think>\n", "</think>\n\nA.<|im_end|>"]),  # with markers
+        (
+            "gptoss",
+            ["<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>A.<|return|>"],
+        ),
+    ],
+)
+def test_the_words_of_reasoning_are_trained_or_not(name: str, expected: list[str], shared_tokenizer: Any) -> None:
+    tokenizer = use_template(shared_tokenizer, read_published(name))
+    row = read(REASONED)
+    for on, wanted in ((True, ["so.\n\nyes.\n" if "think" in expected[-1] else "so.\n\nyes."]), (False, [])):
+        (text,) = render_turns(row, make_renderer(tokenizer, True, train_on_reasoning=on))
+        found = [text.text[slice(*span)] for span in text.spans]
+        found[-1] = found[-1].removesuffix("\n")  # which markers enclose
+        pieces = [*expected[:-1], *wanted, expected[-1]]
+        assert found == (["".join(pieces)] if on else pieces)
+
+
+@pytest.mark.parametrize(
+    ("name", "kwargs", "opens"),
+    [
+        ("qwen3", {}, "'<|im_start|>assistant\\n', and answers go on with '<think>\\n\\n</think>\\n\\n'"),
+        ("qwen3", {"enable_thinking": False}, None),
+        ("qwen3_5_think", {}, "'<|im_start|>assistant\\n<think>\\n', and answers go on with"),
+        ("gptoss", {}, "'<|start|>assistant', and answers go on with '<|channel|>final<|message|>'"),
+        ("qwen2_5", {}, None),  # knows no reasoning
+    ],
+)
+def test_rows_without_reasoning_for_a_model_that_thinks_are_a_finding(
+    name: str, kwargs: dict[str, Any], opens: str | None, shared_tokenizer: Any
+) -> None:
+    tokenizer = use_template(shared_tokenizer, read_published(name))
+    rows = [
+        {"messages": ASKED["messages"][:2], "chat_template_kwargs": kwargs},
+        {**REASONED, "chat_template_kwargs": {}},
+    ]
+    texts = [text for row in rows for text in render_turns(read(row), make_renderer(tokenizer, True))]
+    assert ["no_reasoning" in text.findings for text in texts] == [opens is not None, False]
+    assert opens is None or opens in texts[0].difference
+
+
+def test_answers_are_read_back_by_the_tokenizers_own_response_template(shared_tokenizer: Any) -> None:
+    """The response templates are transformers' own, by the type of the model."""
+    known = pytest.importorskip("transformers.cli.serving.utils")._RESPONSE_TEMPLATE_FALLBACKS
+    for name, model_type in (("qwen3", "qwen3"), ("qwen3_5_think", "qwen3_5"), ("gemma4_v5", "gemma4")):
+        tokenizer = use_template(shared_tokenizer, read_published(name))
+        tokenizer.response_template = next(spec for types, spec in known.items() if model_type in types)
+        renderer, generator, read_back = make_renderer(tokenizer, True), np.random.default_rng(28), 0
+        for _ in range(ROWS):
+            row = make_row(generator)
+            texts = render_turns(read(row), renderer)
+            differences = [text.difference for text in texts if "not_read_back" in text.findings]
+            # A value in XML loses the white space around it.
+            assert not differences or (model_type == "qwen3_5" and all("{'city': '\\n" in each for each in differences))
+            read_back += "tools" in row
+        assert read_back
+    tokenizer.response_template = next(spec for types, spec in known.items() if "qwen3" in types)  # of another family
+    (text,) = render_turns(read(REASONED), make_renderer(tokenizer, True))
+    assert "not_read_back" in text.findings
+    assert text.difference.startswith("message 2: reasoning 'so.\\n\\nyes.' is read back as ''")
+
+
 @pytest.mark.parametrize("kwargs", [{}, {"enable_thinking": False}, {"enable_thinking": True}])
 @pytest.mark.parametrize("name", ["qwen3", "smollm3", "glm4moe", "qwen3_5_think", "qwen3_8", "nemotron_3_nano"])
 def test_chat_asks_with_the_tokens_that_were_trained(
