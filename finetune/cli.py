@@ -149,7 +149,8 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
 
     inspect = _add(subcommands, "inspect", "show the data as the model will see it, and what is wrong with it")
     inspect.usage = (
-        "finetune inspect [FILE [--model M] | --recipe R] [--rows N | --examples ID,ID] [--json] [key=value ...]"
+        "finetune inspect [FILE [--model M] | --recipe R] [--rows N | --examples ID,ID] [--turns] [--html FILE] "
+        "[--json] [key=value ...]"
     )
     inspect.description = (
         "Show the data as the model will see it, and what is wrong with it: a recipe's, or FILE's without one."
@@ -160,6 +161,10 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     )
     inspect.add_argument("--rows", type=int, default=3, metavar="N", help="examples to show (default: 3)")
     inspect.add_argument("--examples", metavar="ID,ID", help="show these instead, by the numbers in a run's messages")
+    inspect.add_argument(
+        "--turns", action="store_true", help="and the prompt that inference gives for each turn of them"
+    )
+    inspect.add_argument("--html", metavar="FILE", help="write these prompts beside what is trained into a page")
     inspect.add_argument("--json", action="store_true", help="print JSON")
 
 

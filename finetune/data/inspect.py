@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,10 @@ from finetune.constants import IGNORE_INDEX
 from finetune.data.data_report import DataReport, SourceReport, count_examples
 from finetune.data.examples import Example, Examples
 from finetune.data.findings import check_longest_example
+from finetune.data.inspect_turns import format_turns, read_turns, write_page
 from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
+from finetune.data.template import make_renderer
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.pretrained_config import load_config, read_facts, text_config_of
@@ -32,6 +35,7 @@ TRAINED = ("\033[1;32m", "\033[1;92m")  # two shades of green, so that one sees 
 UNTRAINED = ("\033[2m", "\033[2;37m")  # two grays
 COLORS = {"fatal": "\033[1;31m", "warning": "\033[33m", "notice": "\033[36m"}
 RESET = "\033[0m"
+STYLES = {"prompt": UNTRAINED[0], "other": "\033[31m", "trained": TRAINED[0], "untrained": UNTRAINED[0], "end": RESET}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +63,32 @@ def inspect_command(options: argparse.Namespace) -> int:
     longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())
     warnings = check_model(recipe, tokenizer, longest) if names_model else []
     example_ids = _select_examples(options, train.examples)
+    places = [train.examples.where(example_id) for example_id in example_ids]
+    turns = read_turns(recipe, tokenizer, places) if options.turns or options.html else {}
     if options.json:
         examples = [example_as_json(train.examples, tokenizer, example_id) for example_id in example_ids]
+        for example, place in zip(examples, places, strict=True):
+            example |= {"turns": [turn.as_json() for turn in turns[place]]} if place in turns else {}
         content = {"report": report.as_json(), "warnings": warnings, "rows": examples}
         print(json.dumps(content, indent=1, ensure_ascii=False))
     else:
         color = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         stream = unfiltered(sys.stdout)  # the lines are printable except for their colors
-        for example_id in example_ids:
-            print("\n".join(format_example(train.examples, tokenizer, example_id, color)), end="\n\n", file=stream)
+        shown: set[str] = set()
+        for example_id, place in zip(example_ids, places, strict=True):
+            lines = list(format_example(train.examples, tokenizer, example_id, color))
+            lines += format_turns(turns[place], STYLES if color else {}) if place in {*turns} - shown else []
+            shown.add(place)  # a row that became several examples shows its turns once
+            print("\n".join(lines), end="\n\n", file=stream)
         print("\n".join(format_report(report, warnings, color)), file=stream)
+    if options.html:
+        write_page(
+            Path(options.html),
+            "What inference asks, and what is trained",
+            turns,
+            make_renderer(tokenizer, True).special_tokens,
+        )
+        print(options.html, file=sys.stderr)
     is_fatal = any(f.is_fatal for f in report.findings) or any(line.startswith("fatal:") for line in warnings)
     return EXIT_USER_ERROR if is_fatal else 0
 

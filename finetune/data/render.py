@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
 
@@ -27,6 +27,7 @@ class RenderedText:
     findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
+    turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers
     difference: str = ""  # for a finding of COMPARED: the first token that is not what inference sees, say
 
 
@@ -146,7 +147,8 @@ def _check(
     if not renderer.train_on_reasoning:
         for i, turn in turns.items():
             rendered = _leave_out(rendered, read_reasoning(messages[i]), turn)
-    return replace(rendered, findings=tuple(found), difference=opens)
+    where = {i: span for i, span in turns.items() if conversation.trained[i]}
+    return replace(rendered, findings=tuple(found), turns=where, difference=opens)
 
 
 def _leave_out(rendered: RenderedText, words: str, turn: Span) -> RenderedText:
@@ -283,7 +285,7 @@ def _check_turns(
         yield "no_end_of_turn"
     elif spans and not renderer.special_tokens.search(renderer.end_of_turn):
         yield "end_of_turn_is_text"
-    elif not all(_stops(turn, renderer) for turn in trained):
+    elif trained and not _stops(trained[-1], renderer):
         yield "stop_not_trained"
 
 

@@ -199,6 +199,12 @@ def find_turns(
             turns[i] = asked[i].spans
         elif (found := _find_by_substitution(text, messages, i, tools, renderer)) is not None:
             turns[i] = (found,)
+        elif (
+            i in asked
+            and text.startswith(asked[i].prompt)
+            and (stop := renderer.up_to_stop.search(text, len(asked[i].prompt)))
+        ):  # a call, which cannot be replaced before its result
+            turns[i] = ((len(asked[i].prompt), stop.end()),)
         else:
             raise BadRow(
                 f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "

@@ -1,5 +1,6 @@
 """`finetune inspect` from the command line, and the examples of docs/data.md."""
 
+import html
 import json
 import os
 import pty
@@ -17,9 +18,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from finetune.cli import main
+from finetune.config.reader import read_recipe
 from finetune.data.examples import Example as TokenExample
 from finetune.data.findings import CHECKS
 from finetune.data.inspect import decode_tokens
+from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import EXIT_USER_ERROR
 from tests.ranks import ROOT, environment
 
@@ -225,3 +228,38 @@ def test_a_column_name_that_breaks_the_line_is_quoted(recipe: Path, capsys: pyte
     Path("a.jsonl").write_text('{"b\\nfatal: c": 1}\n')
     assert main(["inspect", "--recipe", str(recipe)]) == EXIT_USER_ERROR
     assert "its columns are 'b\\nfatal: c'; known formats:" in capsys.readouterr().err
+
+
+def test_the_prompt_of_each_turn_stands_beside_what_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `apply_chat_template` gives it; in the terminal, as JSON and as a page."""
+    monkeypatch.chdir(tmp_path)
+    messages = [
+        {"role": "user", "content": "<b>One</b>?"},
+        {"role": "assistant", "content": "one", "reasoning_content": "hm"},
+        {"role": "user", "content": "Two?"},
+        {"role": "assistant", "content": "two", "reasoning_content": "so"},
+    ]
+    Path("a.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    keys = 'chat_template: qwen3\nadded_tokens: ["<|im_start|>", "<|im_end|>"]\neot_tokens: ["<|im_end|>"]\n'
+    Path("recipe.yaml").write_text(HEAD + keys + "datasets:\n  - path: a.jsonl\n")
+    tokenizer = load_tokenizer(read_recipe("recipe.yaml").model, read_recipe("recipe.yaml").data)
+    prompts = [
+        tokenizer.apply_chat_template(messages[:end], add_generation_prompt=True, tokenize=False) for end in (1, 3)
+    ]
+    asked = ["inspect", "--recipe", "recipe.yaml", "--turns"]
+    assert main([*asked, "--json", "--html", "page.html"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [turn["prompt"] for turn in rows[0]["turns"]] == prompts
+    texts = ["<think>\nhm\n</think>\n\none<|im_end|>", "<think>\nso\n</think>\n\ntwo<|im_end|>"]
+    assert [turn["answer"] for turn in rows[0]["turns"]] == [[{"text": text, "trained": True}] for text in texts]
+    page = Path("page.html").read_text()
+    columns = [html.unescape(re.sub("<[^>]*>", "", part)) for part in re.findall("<pre>(.*?)</pre>", page, re.S)]
+    assert columns == [prompts[0], texts[0], prompts[1], texts[1]]
+    assert '<span class="other">' not in page.partition("</p>")[2] and '<span class="token">' in page
+
+    assert main([*asked, "turns=whole"]) == EXIT_USER_ERROR  # reasoning_dropped
+    printed = capsys.readouterr().out
+    assert printed.count("which is not what stands before it in training") == 0  # the first answer is not in a prompt
+    assert "  message 2, asked with:\n" + prompts[0] + "\n  and trained to answer:\n>>one<|im_end|><<\n" in printed
