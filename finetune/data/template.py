@@ -53,7 +53,7 @@ class Renderer:
     backend: Any = None  # tokenizers.Tokenizer, to show a token in a finding
     generation_prompt: str = ""  # what the template writes before the assistant's content
     end_of_turn: str = ""  # what it writes after that content, up to the token at which generation stops
-    unthinking: str | None = None  # before a content without reasoning; None: it writes no reasoning, or is told not to
+    unthinking: str | None = None  # before a content without reasoning; None: it writes no reasoning, or closes it
     train_on_reasoning: bool = True
     response_template: Any = None  # how transformers reads a reply back as a message
 
