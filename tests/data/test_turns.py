@@ -248,10 +248,10 @@ def test_the_words_of_reasoning_are_trained_or_not(name: str, expected: list[str
 @pytest.mark.parametrize(
     ("name", "kwargs", "opens"),
     [
-        ("qwen3", {}, "'<|im_start|>assistant\\n', and answers go on with '<think>\\n\\n</think>\\n\\n'"),
+        ("qwen3", {}, "'<|im_start|>assistant\\n', and the answers continue with '<think>\\n\\n</think>\\n\\n'"),
         ("qwen3", {"enable_thinking": False}, None),
-        ("qwen3_5_think", {}, "'<|im_start|>assistant\\n<think>\\n', and answers go on with"),
-        ("gptoss", {}, "'<|start|>assistant', and answers go on with '<|channel|>final<|message|>'"),
+        ("qwen3_5_think", {}, "'<|im_start|>assistant\\n<think>\\n', and the answers continue with"),
+        ("gptoss", {}, "'<|start|>assistant', and the answers continue with '<|channel|>final<|message|>'"),
         ("qwen2_5", {}, None),  # knows no reasoning
     ],
 )
