@@ -143,7 +143,8 @@ def _check(
         read_reasoning(message) for message, on in zip(messages, conversation.trained, strict=True) if on
     ):
         found.append("no_reasoning")
-        opens = f"inference opens with {renderer.generation_prompt!r}, and the answers continue with {renderer.unthinking!r}"
+        prompt, after = renderer.generation_prompt, renderer.unthinking
+        opens = f"inference opens with {prompt!r}, and the answers continue with {after!r}"
     if not renderer.train_on_reasoning:
         for i, turn in turns.items():
             rendered = _leave_out(rendered, read_reasoning(messages[i]), turn)
