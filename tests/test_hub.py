@@ -1,5 +1,8 @@
 """Every failure of the hub becomes one sentence that says what to do. The hub itself is replaced."""
 
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub
@@ -8,6 +11,7 @@ from huggingface_hub import errors
 
 from finetune.errors import UserError
 from finetune.files.hub import download_file
+from tests.ranks import ROOT, environment
 
 
 def test_the_export_of_a_run_that_has_not_been_trained_names_the_run() -> None:
@@ -53,3 +57,18 @@ def test_a_hub_that_fails_is_one_sentence(raised: Exception, said: str, monkeypa
     assert str(refused.value).startswith("a/b: ")
     assert said in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("offline", ["", "1"])
+def test_without_a_network_one_sentence_answers_at_once(offline: str, tmp_path: Path) -> None:
+    commands = ["chat", "a/b", "--prompt", "Hi"], ["evaluate", "a/b", "--tasks", "hellaswag", "--no-compare"]
+    code = f"import sys; from finetune.cli import main; print(*map(main, {commands!r}), 'torch' in sys.modules)"
+    # No server listens at this port, so each request is refused, as without a network.
+    own = {"HF_HUB_OFFLINE": offline, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path)}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=environment() | own, text=True, capture_output=True
+    )
+    reason = "HF_HUB_OFFLINE is set" if offline else "the hub is unreachable"
+    said = f"a/b: config.json is not on this machine and {reason}; download it while online with `hf download a/b`, or name"
+    assert [line.startswith(said) for line in ended.stderr.splitlines()] == [True, True], ended.stderr
+    assert ended.stdout.split() == ["2", "2", "False"]

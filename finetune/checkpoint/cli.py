@@ -5,12 +5,12 @@ import json
 import shlex
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
-from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest, read_object
+from finetune.checkpoint.manifest import MODEL, STATE, find_problems, read_manifest
 from finetune.checkpoint.retention import checkpoints_folder, list_checkpoints
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports
+from finetune.files.run_json import read_json_object
 from finetune.units import counted, disk_size
 
 EXIT_DAMAGED = 1
@@ -93,7 +93,7 @@ def _summarize(step: int, path: Path, problems: list[str]) -> Summary:
     if problems:
         return Summary(path=str(path), step=step, problems=problems)
     manifest = read_manifest(path)
-    state, config = _json(path / STATE), _json(path / MODEL / "config.json")
+    state, config = read_json_object(path / STATE), read_json_object(path / MODEL / "config.json")
     return Summary(
         path=str(path),
         step=step,
@@ -108,10 +108,3 @@ def _summarize(step: int, path: Path, problems: list[str]) -> Summary:
         base_model=state.get("base_model"),
         is_adapter=(path / MODEL / "adapter_config.json").exists(),
     )
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return read_object(path)[0]
-    except (OSError, ValueError):
-        return {}

@@ -21,7 +21,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.hub import find_local_folder
-from finetune.files.run_json import read_json_object
+from finetune.files.run_json import load_json, read_json_object
 from finetune.files.tensors import read_folder
 from finetune.models.load import weights_folder
 
@@ -152,7 +152,7 @@ def _find_folder(model: Model | None) -> Path | None:
 
 
 def _hash_config(folder: Path) -> str:
-    config = json.loads((folder / CONFIG_FILE).read_bytes())
+    config = load_json(folder / CONFIG_FILE)
     return _hash({key: value for key, value in config.items() if key not in BOOKKEEPING})
 
 

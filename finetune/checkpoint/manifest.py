@@ -16,8 +16,8 @@ from typing import Any
 
 from finetune.errors import UserError
 from finetune.files import durable
+from finetune.files.run_json import parse_json, read_bounded
 
-LIMIT_BYTES = 64 * 1024 * 1024
 NAME_LIMIT_BYTES = 255  # of one name in a path, on every file system in use
 PATH_LIMIT_BYTES = 4096
 
@@ -27,11 +27,10 @@ Check = Callable[[Any], bool]
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
     """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) where it holds none, `OSError` as it
     comes."""
-    with path.open("rb") as file:
-        raw = file.read(LIMIT_BYTES + 1)
+    raw = read_bounded(path)
     try:
-        content = json.loads(raw)
-    except (ValueError, RecursionError):
+        content = parse_json(raw)
+    except ValueError:
         raise ValueError(f"{path.name} is damaged") from None
     if not isinstance(content, dict):
         raise ValueError(f"{path.name} is damaged: it holds no JSON object")

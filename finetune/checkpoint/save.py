@@ -40,6 +40,7 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files import durable
 from finetune.files.hub import find_local_folder
+from finetune.files.run_json import load_json
 from finetune.progress import Progress
 
 GENERATION_TOKENS = ("bos_token", "eos_token", "pad_token")  # whose ids generation_config.json has
@@ -265,7 +266,7 @@ def add_token_ids(path: Path, model: Model, tokenizer: PreTrainedTokenizerBase) 
     special, ends = model.special_tokens or {}, list(model.eot_tokens)
     if not (special or ends):
         return
-    content = json.loads(path.read_bytes()) if path.is_file() else {}
+    content = load_json(path) if path.is_file() else {}
     ids = {
         f"{name}_id": tokenizer.convert_tokens_to_ids(special[name]) for name in GENERATION_TOKENS if name in special
     }

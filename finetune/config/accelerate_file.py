@@ -1,9 +1,9 @@
 """Reads the layout of a run from an Accelerate config or from the launcher's environment. Torch-free."""
 
 import difflib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, cast, get_args
 
@@ -27,6 +27,7 @@ from finetune.config.schema import recipe_keys
 from finetune.config.unknown_keys import ACCELERATE_KEYS, IN_RECIPE
 from finetune.config.yaml_file import read_entries
 from finetune.errors import UserError
+from finetune.files.run_json import parse_json, read_bounded
 
 # Sections of other libraries. Accelerate writes them empty too; only a section with content asks for something.
 OTHER_SECTIONS = {
@@ -179,11 +180,11 @@ def _plain_places(where: Mapping[str, str]) -> dict[str, str]:
 
 def _refuse_broken_json(path: Path) -> None:
     try:
-        if json.loads(path.read_text(encoding="utf-8-sig")) == {}:
+        if parse_json(read_bounded(path).decode("utf-8-sig")) == {}:
             raise UserError(f"{path}: an empty object; DeepSpeed's keys or Accelerate's are expected")
-    except json.JSONDecodeError as error:
+    except JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}: not JSON: {error.msg}") from None
-    except (OSError, UnicodeDecodeError):  # reported where the file is read
+    except (OSError, ValueError):  # reported where the file is read
         return
 
 

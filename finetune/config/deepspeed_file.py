@@ -1,7 +1,6 @@
 """DeepSpeed's part of an Accelerate file, and its JSON file, as the FSDP2 layout that distributes the same.
 Torch-free."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 
 from finetune.config.yaml_file import read_entries
 from finetune.errors import UserError
+from finetune.files.run_json import parse_json, read_bounded
 
 STAGES = {
     0: "DDP, as every rank holds everything",
@@ -147,7 +147,7 @@ class _DeepspeedReader:
             self._refuse("deepspeed_config_file", f"{name}: no such file, here or beside it")
             return
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            content = parse_json(read_bounded(path))
         except (OSError, ValueError) as error:
             self._refuse("deepspeed_config_file", f"{path}: not JSON that can be read ({error})")
             return

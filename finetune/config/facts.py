@@ -30,10 +30,27 @@ LARGEST_SIZES: Mapping[str, int] = {
     "hidden_size": 1 << 20,
     "intermediate_size": 1 << 22,
     "moe_intermediate_size": 1 << 22,
+    "shared_expert_intermediate_size": 1 << 22,
     "num_attention_heads": 1 << 14,
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
-} | dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS), 1 << 14)
+    "decoder_sparse_step": 1000,
+}
+# The same, of sizes that may be 0.
+LARGEST_COUNTS: Mapping[str, int] = {
+    "first_k_dense_replace": 1000,
+    **dict.fromkeys((*EXPERT_COUNTS, *CHOSEN_COUNTS, "n_shared_experts"), 1 << 14),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 1 << 20),
+}
+KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
+    "hidden_act": ((str,), "a name"),
+    "hidden_activation": ((str,), "a name"),
+    "attention_dropout": ((int, float), "a number"),
+    "layer_types": ((list, tuple), "a list"),
+    "mlp_only_layers": ((list, tuple), "a list"),
+    "rope_scaling": ((dict,), "a mapping"),
+    "rope_parameters": ((dict,), "a mapping"),
+}
 # The names that transformers' ACT2FN knows (tests/config/test_compatibility.py compares them).
 ACTIVATIONS = frozenset(
     """
@@ -215,13 +232,16 @@ def read_model_facts(
         UserError: For every size or name in the config with which no model can be built.
     """
     problems = []
-    for key, largest in LARGEST_SIZES.items():
+    for key, largest in {**LARGEST_SIZES, **LARGEST_COUNTS}.items():
         value = config.get(key)
-        least = 0 if key in EXPERT_COUNTS or key in CHOSEN_COUNTS else 1
-        if value is not None and not _is_whole(value, least, largest) and not isinstance(value, list | tuple):
+        least = 0 if key in LARGEST_COUNTS else 1
+        if value is not None and not _is_whole(value, least, largest) and not _are_sizes(value):
             problems.append(f"{name}: {key}: {_shorten(value)}: a whole number from {least} to {largest:,} is expected")
+    for key, (kinds, expected) in KINDS.items():
+        if config.get(key) is not None and not isinstance(config[key], kinds):
+            problems.append(f"{name}: {key}: {_shorten(config[key])}: {expected} is expected")
     activation = config.get("hidden_act", config.get("hidden_activation"))
-    if activation is not None and activation not in ACTIVATIONS:
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
         problems.append(
             f"{name}: hidden_act: {_shorten(activation)}: no activation of transformers; for example silu is expected"
         )
@@ -278,6 +298,11 @@ def _size(config: Mapping[str, Any], *keys: str) -> int:
         if isinstance(value, int | float) and value:
             return int(value)
     return 0
+
+
+def _are_sizes(value: Any) -> bool:
+    """Whether it is a list of one size for each layer."""
+    return isinstance(value, list | tuple) and bool(value) and all(_is_whole(each, 0, 1 << 24) for each in value)
 
 
 def _is_whole(value: Any, least: int, largest: int) -> bool:

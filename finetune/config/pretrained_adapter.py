@@ -11,7 +11,7 @@ from finetune.config.schema import Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG
 from finetune.errors import UserError
 from finetune.files.hub import download_file, download_folder
-from finetune.files.run_json import read_json_object
+from finetune.files.run_json import LIMIT_BYTES, parse_object, read_json_object
 
 ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.
@@ -30,7 +30,6 @@ UNSUPPORTED = (
 INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, CorDA … change it
 # Keys whose difference no shape would show; the others are compared by the names and shapes of the adapter's tensors.
 COMPARED = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-HEADER_LIMIT_BYTES = 100_000_000  # of a safetensors file, the reference implementation's own limit
 
 
 def check_adapter_config(config: Mapping[str, Any], where: str) -> None:
@@ -166,9 +165,9 @@ def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
-            names = list(json.loads(file.read(size))) if size <= HEADER_LIMIT_BYTES else []
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from None
+            names = list(parse_object(path, file.read(size), "header: ")) if size <= LIMIT_BYTES else []
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     short = {name.removeprefix("base_model.model.") for name in names}
     chosen = {name for name in short if (".lora_" in name) == (kind != ".weight")}
     return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))

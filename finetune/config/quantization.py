@@ -86,7 +86,9 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
     """
     if settings is None:
         return None
-    settings = settings if isinstance(settings, dict) else settings.to_dict()
+    settings = settings.to_dict() if hasattr(settings, "to_dict") else settings
+    if not isinstance(settings, dict):
+        raise UserError(f"{name}: quantization_config: a mapping is expected; fix its config.json")
     method = str(settings.get("quant_method") or "")
     in_4_bits, in_8_bits = settings.get("load_in_4bit") is True, settings.get("load_in_8bit") is True
     if method not in ("", "bitsandbytes", "QuantizationMethod.BITS_AND_BYTES") or in_4_bits == in_8_bits:

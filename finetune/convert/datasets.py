@@ -1,6 +1,5 @@
 """Other tools' data sets as entries of `datasets` and `eval_datasets`."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from finetune.convert.dataset_keys import (
 from finetune.convert.rules import Conversion, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
+from finetune.files.run_json import load_json
 
 # Axolotl's types are called template.form; the columns of a form that joins texts, of which the prompt is a user's
 # turn.
@@ -385,13 +385,7 @@ def _dataset_info(path: Path) -> Mapping[str, Any]:
     """LLaMA-Factory's list of data sets; empty where there is none."""
     if not path.is_file():
         return {}
-    try:
-        info = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # not UTF-8 is a ValueError too
-        raise UserError(f"{path}: cannot be read as JSON ({error}); fix it, or name another dataset_dir") from None
-    if not isinstance(info, dict):
-        raise UserError(f"{path}: a mapping of names to data sets is expected, found {shorten(info)}; fix it")
-    return info
+    return load_json(path, "fix it, or name another dataset_dir")
 
 
 def _factory_sources(entry: TheirEntry, folder: Path, method: str) -> Sources:

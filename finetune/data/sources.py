@@ -22,6 +22,7 @@ from finetune.data.readers import KINDS, convert_os_errors, file_kind, read_file
 from finetune.data.sampler import make_generator
 from finetune.errors import UserError
 from finetune.files.durable import CHECKSUM, checksum
+from finetune.files.hub import go_offline_without_network
 
 BATCH_ROWS = 500
 SAMPLE_BYTES = 64 * 1024  # of a file, read for a stream's fingerprint
@@ -181,7 +182,8 @@ def count_rows(file: str, modified_ns: int) -> int:
 
 def load_hub_rows(source: DatasetSource, streaming: bool) -> Any:
     """A data set of the hub, downloaded (or found in the Hugging Face cache), or streamed."""
-    import datasets
+    go_offline_without_network()
+    import datasets  # reads once whether the process is offline
 
     try:
         return datasets.load_dataset(source.path, source.name, split=source.split, streaming=streaming)

@@ -10,7 +10,8 @@ from finetune.config.pretrained_adapter import refuse_other_path
 from finetune.config.schema import Data, Model
 from finetune.constants import GENERATION_FILE, grow_rows
 from finetune.errors import UserError
-from finetune.files.hub import hub_error
+from finetune.files.hub import go_offline_without_network, hub_error
+from finetune.files.run_json import read_json_object
 from finetune.pretrained_config import Vocabulary, load_config, text_config_of
 
 FOLDER = Path(__file__).parent / "templates"
@@ -146,6 +147,8 @@ def _load_own(model: Model) -> Any:
     if Path(name).exists() and not Path(name).is_dir():
         raise UserError(f"{name}: a folder with tokenizer.json is expected, this is a file")
     revision = model.model_revision if model.tokenizer_name_or_path is None else None
+    if not Path(name).is_dir():
+        go_offline_without_network()
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             name, revision=revision or "main", trust_remote_code=model.trust_remote_code
@@ -224,10 +227,7 @@ def _read_stop_tokens(model: Model, tokenizer: Any) -> list[str]:
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    try:
-        content = json.loads(Path(found).read_bytes()) if found else {}
-    except (OSError, ValueError):  # said where the file is written into an export
-        return []
-    stops = content.get("eos_token_id") if isinstance(content, dict) else None
+    # A damaged file is reported where it is written into an export.
+    stops = read_json_object(Path(found)).get("eos_token_id") if found else None
     ids = stops if isinstance(stops, list) else [stops]
     return [str(token) for token in tokenizer.convert_ids_to_tokens([i for i in ids if isinstance(i, int)]) if token]

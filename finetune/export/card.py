@@ -22,8 +22,7 @@ from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights
 from finetune.files.durable import sync_folder, write_file
-from finetune.files.run_json import BenchmarkResult, benchmark_table, read_json_lines
-from finetune.files.safetensors_header import read_json
+from finetune.files.run_json import BenchmarkResult, benchmark_table, load_json, read_json_lines, read_json_object
 
 CARD_FILE = "README.md"
 RECIPE_KEYS = (
@@ -114,7 +113,7 @@ def _teacher(source: Source) -> str:
 def _license(source: Source) -> dict[str, Any]:
     """The base model's license, as its own card or config says; no one else can grant one."""
     for folder in filter(None, (source.base, source.description)):
-        for front in (_front_of(folder / CARD_FILE), _read_json(folder / CONFIG_FILE)):
+        for front in (_front_of(folder / CARD_FILE), read_json_object(folder / CONFIG_FILE)):
             if isinstance(front.get("license"), str):
                 return {key: front[key] for key in LICENSE_KEYS if isinstance(front.get(key), str)}
     return {"license": UNKNOWN_LICENSE}
@@ -205,7 +204,7 @@ def read_metrics(run: Path | None) -> list[dict[str, Any]]:
 
 def _data(source: Source) -> str:
     """A table of what was trained on and what the held-out loss was measured on."""
-    report = _read_json(source.run / "data_report.json") if source.run else {}
+    report = read_json_object(source.run / "data_report.json") if source.run else {}
     kinds = (("datasets", "sources", "training"), ("eval_datasets", "eval_sources", "held out"))
     rows = []
     for key, report_key, use in kinds:
@@ -231,14 +230,6 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
         str(entry.get("weight", 1.0)),
         f"{pairs:,} pairs" if pairs else f"{examples:,}" if isinstance(examples, int) else "",
     )
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """The content of a JSON file; empty where it cannot be read: the card then lacks it."""
-    try:
-        return read_json(path, path.read_bytes())
-    except (OSError, UserError):
-        return {}
 
 
 def _recipe_rows(source: Source) -> list[tuple[str, str]]:
@@ -372,7 +363,7 @@ def _copy_tokenizer(description: Path, folder: Path) -> None:
         destination = folder / path.relative_to(description)
         destination.parent.mkdir(exist_ok=True)
         if path.suffix == ".json":
-            read_json(path, path.read_bytes())
+            load_json(path)
         _copy(path, destination)
         sync_folder(destination.parent)
 
@@ -386,7 +377,7 @@ def _check_tokenizer_code(description: Path) -> None:
     from transformers.models.auto.tokenization_auto import tokenizer_class_from_name
 
     path = description / TOKENIZER_CONFIG
-    config = read_json(path, path.read_bytes()) if path.is_file() else {}
+    config = load_json(path) if path.is_file() else {}
     name = config.get("tokenizer_class")
     if "auto_map" in config and (not isinstance(name, str) or tokenizer_class_from_name(name) is None):
         raise UserError(
@@ -422,12 +413,7 @@ def _generation_config(source: Source, target: TargetModel) -> dict[str, Any]:
         folders.reverse()  # the checkpoint's is the base's with these tokens
     path = next((folder / GENERATION_FILE for folder in folders if (folder / GENERATION_FILE).exists()), None)
     if path is not None:
-        try:
-            content: Any = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            raise UserError(f"{path}: not JSON; fix it, or remove it to derive one from config.json") from None
-        if not isinstance(content, dict):
-            raise UserError(f"{path}: a JSON object is expected")
+        content: Any = load_json(path, "fix it, or remove it to derive one from config.json")
     else:
         content = GenerationConfig.from_model_config(target.model.config).to_diff_dict()
     if content.get("use_cache") is False:

@@ -21,6 +21,7 @@ from finetune.export.options import ExportOptions, MergeOnto
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.files.durable import replace_file
+from finetune.files.run_json import parse_json, read_bounded
 from finetune.models.head.chunks import LogitTransform
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
@@ -74,7 +75,7 @@ def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) 
     if folder is None or not (folder / ROWS_FILE).is_file():
         return None
     try:
-        content = json.loads((folder / ROWS_FILE).read_bytes())
+        content = parse_json(read_bounded(folder / ROWS_FILE))
         rows = [(_as_ids(row["input_ids"]), _as_ids(row["labels"])) for row in content["rows"]]
         held_out = content["held_out"] is True
         are_rows = all(_is_row(ids, labels, vocabulary) for ids, labels in rows)

@@ -1,7 +1,6 @@
 """Files that will be needed are read from the disk into the kernel's cache while the processor is busy with imports. No
 torch."""
 
-import json
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from threading import Event, Thread
 
 from finetune.checkpoint.manifest import MODEL, NAME
 from finetune.constants import ADAPTER_CONFIG
+from finetune.files.run_json import read_json_object
 
 FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
 BUFFER_BYTES = 1024 * 1024  # what fits a core's cache is copied fastest
@@ -72,12 +72,8 @@ def _find_weights(source: Path) -> list[Path]:
 
 
 def _find_base(config: Path) -> Path | None:
-    with suppress(
-        OSError, ValueError, AttributeError, TypeError
-    ):  # whatever is wrong with it is reported where it is needed
-        base = Path(json.loads(config.read_bytes()).get("base_model_name_or_path"))
-        return base if base.is_dir() else None
-    return None
+    name = read_json_object(config).get("base_model_name_or_path")  # what is wrong with it is said where it is needed
+    return Path(name) if isinstance(name, str) and Path(name).is_dir() else None
 
 
 def _available_bytes() -> int:

@@ -27,7 +27,7 @@ from finetune.export import torch_files
 from finetune.export.dcp_metadata import METADATA
 from finetune.export.read_ahead import FSDP_FOLDER
 from finetune.files.hub import download_file, download_folder, find_local_folder
-from finetune.files.safetensors_header import read_json
+from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_folder
 from finetune.models.lora import peft_name
 from finetune.models.quantized.base import StoredQuantized, split_quantized
@@ -151,7 +151,7 @@ def _open_checkpoint(checkpoint: Path, base_model: str | None) -> Source:
     source = Source(checkpoint, model, read_folder(model), base_model=name, state=state, run=run)
     revision = source.recipe.get("model_revision")
     if (model / ADAPTER_CONFIG).exists():
-        return _add_base(source, _read_json_file(model / ADAPTER_CONFIG), revision)
+        return _add_base(source, load_json(model / ADAPTER_CONFIG), revision)
     if base_model is not None:
         return replace(source, base=find_base(base_model, revision))
     return replace(source, base=find_local_folder(name, revision) if name else None)
@@ -177,7 +177,7 @@ def _is_base_the_trained_one(source: Source, given: str | None, log: Callable[[s
 
 
 def _open_adapter(path: Path, base_model: str | None) -> Source:
-    config = _read_json_file(path / ADAPTER_CONFIG)
+    config = load_json(path / ADAPTER_CONFIG)
     if not (path / ADAPTER_WEIGHTS).exists() and (path / ADAPTER_TORCH_FILE).exists():
         tensors = torch_files.read_torch_files([path / ADAPTER_TORCH_FILE])
     else:
@@ -215,10 +215,3 @@ def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
         f"{path}: nothing to export: no checkpoint of a run, no {FSDP_FOLDER}, no .metadata, no *.safetensors, no "
         f"{' or '.join(TORCH_FILES[:2])}"
     )
-
-
-def _read_json_file(path: Path) -> dict[str, Any]:
-    try:
-        return read_json(path, path.read_bytes())
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None

@@ -12,7 +12,7 @@ from torch import nn
 
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
-from finetune.files.safetensors_header import read_json
+from finetune.files.run_json import load_json
 from finetune.models.load import build_on_meta
 from finetune.models.weights import Box, boxes_of_files
 from finetune.pretrained_config import text_config_of
@@ -58,12 +58,9 @@ class TargetModel:
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of `folder`. Raises `UserError` where it is missing or not a JSON object."""
     path = folder / CONFIG_FILE
-    try:
-        return read_json(path, path.read_bytes())
-    except FileNotFoundError:
-        raise UserError(f"{path}: missing; name the model that was trained with --base-model") from None
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if not path.exists():
+        raise UserError(f"{path}: missing; name the model that was trained with --base-model")
+    return load_json(path)
 
 
 def import_transformers() -> None:

@@ -1,6 +1,7 @@
 """Downloads from the Hugging Face hub, and a one-sentence error for every way one can fail. No torch."""
 
 import os
+from functools import cache
 from pathlib import Path
 
 from finetune.constants import EXPORT
@@ -12,6 +13,23 @@ def find_cache(name: str) -> Path:
     return Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser() / "finetune" / name
 
 
+@cache
+def go_offline_without_network() -> None:
+    """Takes this process offline if the hub does not answer one request.
+
+    Otherwise the hub's client asks six times for each file, for half a minute and with two lines each time, before it
+    looks into the cache.
+    """
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return
+    try:
+        get_session().head(constants.ENDPOINT, timeout=10)
+    except Exception:  # of the network, a proxy or a certificate: the file that is asked for may be in the cache
+        constants.HF_HUB_OFFLINE = True
+
+
 def download_file(repository: str, name: str, revision: str | None = None) -> Path:
     """The local path of one file of a hub repository, downloaded unless it is in the cache.
 
@@ -19,6 +37,7 @@ def download_file(repository: str, name: str, revision: str | None = None) -> Pa
     """
     from huggingface_hub import hf_hub_download
 
+    go_offline_without_network()
     try:
         return Path(hf_hub_download(repository, name, revision=revision))
     except Exception as error:  # the hub, the network and the disk each raise their own
@@ -33,6 +52,7 @@ def download_folder(repository: str, patterns: list[str], what: str, revision: s
     """
     from huggingface_hub import snapshot_download
 
+    go_offline_without_network()
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=patterns))
     except Exception as error:  # as above

@@ -1,19 +1,63 @@
-"""benchmarks.json of a run: what lm-eval measured of its model and its base, for the report and the model card. No
-torch."""
+"""JSON files that come from outside, read within bounds; and benchmarks.json of a run, which the report and the model
+card show. No torch."""
 
+import errno
 import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
+LIMIT_BYTES = 100_000_000  # of a file; the reference implementation of safetensors allows a header as many
 MAX_DEPTH = 100
-LONG_NUMBER = re.compile(rb"[0-9]{19}")
+MAX_DIGITS = 20  # of an integer; 2^64 has as many
+LONG_NUMBER = re.compile(f"[0-9]{{{MAX_DIGITS + 1}}}")
+DAMAGED = "the file is damaged, copy or download it again"
+
+
+def read_bounded(path: Path) -> bytes:
+    """The bytes of a plain file. Raises `OSError`, also for a larger file and for what is none: a pipe would never
+    end."""
+    with open_plain(path) as file:
+        if os.fstat(file.fileno()).st_size > LIMIT_BYTES:
+            raise OSError(errno.EFBIG, f"more than {LIMIT_BYTES:,} bytes")
+        return file.read(LIMIT_BYTES)
+
+
+def open_plain(path: Path) -> FileIO:
+    """A plain file, opened for reading. Raises `OSError`."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "not a plain file")
+    return FileIO(path)
+
+
+def load_json(path: Path, advice: str = DAMAGED) -> dict[str, Any]:
+    """The object in a JSON file. Raises `UserError`, with `advice`, where there is none that can be read."""
+    try:
+        return parse_object(path, read_bounded(path), advice=advice)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED) -> dict[str, Any]:
+    """The JSON object in `text`, which is (`part` of) the file `path`. Raises `UserError`, for repeated names too."""
+    try:
+        value = parse_json(text, is_strict=True)
+    except RepeatedName as error:
+        raise UserError(f"{path}: {error}: {part}named twice; the file is damaged") from None
+    except ValueError:
+        raise UserError(f"{path}: {part}not JSON; {advice}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: {part}a JSON object is expected; {advice}")
+    return value
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
@@ -32,7 +76,7 @@ def read_json_lines(path: Path) -> list[dict[str, Any] | None]:
 def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a file; empty where there is no such file, or none in it."""
     try:
-        return _parse(path.read_bytes()) or {}
+        return _parse(read_bounded(path)) or {}
     except OSError:
         return {}
 
@@ -53,32 +97,41 @@ def _drop_cut_line(file: Any) -> None:
     file.truncate(end)
 
 
-def parse_json(text: bytes) -> Any:
-    """The value of a JSON text that comes from outside; an integer of more digits than any count has is a float.
+class RepeatedName(ValueError):
+    """Two values in one JSON object have the same name, which is the error's text."""
 
-    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH.
+
+def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
+    """The value of a JSON text that comes from outside; an integer of more than MAX_DIGITS digits is a float.
+
+    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH; `RepeatedName` if `is_strict`.
     """
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
     read_integer = _read_integer if LONG_NUMBER.search(text) else None  # json's own is faster
     try:
-        value = json.loads(text.decode("utf-8"), parse_int=read_integer)
+        value = json.loads(text, parse_int=read_integer, object_pairs_hook=_make_unique if is_strict else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
-    level, depth = [value], 0
-    while level and text.count(b"[") + text.count(b"{") > MAX_DEPTH:
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, list | dict)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
+    level, depth = [value] if isinstance(value, list | dict) else [], 0
+    while level and text.count("[") + text.count("{") > MAX_DEPTH:
+        inside = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for values in inside for inner in values if isinstance(inner, list | dict)]
         depth += 1
         if depth > MAX_DEPTH:
             raise ValueError("nested too deep")
     return value
 
 
+def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise RepeatedName(next(name for number, name in enumerate(names) if name in names[:number]))
+    return entries
+
+
 def _read_integer(digits: str) -> int | float:
-    return int(digits) if len(digits) < 19 else float(digits)
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

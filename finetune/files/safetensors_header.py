@@ -9,16 +9,15 @@ Format: https://huggingface.co/docs/safetensors#format
 import json
 import math
 import os
-import stat
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any, NoReturn, TypeGuard
 
 import torch
 
 from finetune.errors import UserError
+from finetune.files.run_json import LIMIT_BYTES, load_json, open_plain, parse_object
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -42,7 +41,6 @@ DTYPES: Mapping[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-TEXT_LIMIT_BYTES = 100_000_000  # the reference implementation's own limit
 DIMENSIONS_LIMIT = 16
 NAME_LIMIT = 500
 
@@ -61,7 +59,11 @@ class HeaderEntry:
 
 def read_header(path: Path) -> list[HeaderEntry]:
     """The entries of a safetensors file. Raises `UserError` unless its tensors fill it without overlap or gap."""
-    with _open(path) as file:
+    try:
+        file = open_plain(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    with file:
         size = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if size < 8 or length > size - 8:
@@ -69,9 +71,9 @@ def read_header(path: Path) -> list[HeaderEntry]:
                 f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; copy or "
                 "download it again"
             )
-        if length > TEXT_LIMIT_BYTES:
+        if length > LIMIT_BYTES:
             raise UserError(f"{path}: its header claims {length:,} bytes; this is no safetensors file")
-        header = read_json(path, file.read(length), "header: ")
+        header = parse_object(path, file.read(length), "header: ")
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise UserError(f"{path}: __metadata__: a mapping of strings is expected")
@@ -103,11 +105,7 @@ def header_bytes(
 def read_weight_map(index: Path) -> dict[str, str]:
     """Tensor -> the name of its file, as a Hugging Face index says. Raises `UserError` for a file that is not in its
     folder."""
-    with _open(index) as file:
-        text = file.read(TEXT_LIMIT_BYTES + 1)
-    if len(text) > TEXT_LIMIT_BYTES:
-        raise UserError(f"{index}: over {TEXT_LIMIT_BYTES:,} bytes; this is no index")
-    weight_map = read_json(index, text).get("weight_map")
+    weight_map = load_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index}: weight_map: a mapping of tensors to files is expected")
     for name, file_name in weight_map.items():
@@ -120,36 +118,6 @@ def read_weight_map(index: Path) -> dict[str, str]:
         if not (index.parent / file_name).exists():
             raise UserError(f"{index}: {name}: its file {file_name} is missing; copy or download it again")
     return weight_map
-
-
-def _open(path: Path) -> FileIO:
-    """Opens `path` for reading bytes. Raises `UserError` unless it is a readable, regular file."""
-    try:
-        if not stat.S_ISREG(path.stat().st_mode):  # opening a named pipe would block forever
-            raise UserError(f"{path}: not a plain file")
-        return FileIO(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-
-
-def read_json(path: Path, text: bytes, part: str = "") -> dict[str, Any]:
-    """The JSON object in `text`, which is (`part` of) the file `path`. Raises `UserError` for duplicate names, too."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        entries: dict[str, Any] = {}
-        for name, value in pairs:
-            if name in entries:
-                raise UserError(f"{path}: {name}: {part}named twice; the file is damaged")
-            entries[name] = value
-        return entries
-
-    try:
-        value = json.loads(text.decode("utf-8"), object_pairs_hook=unique)
-    except (ValueError, RecursionError):  # UnicodeDecodeError and JSONDecodeError are ValueErrors
-        raise UserError(f"{path}: {part}not JSON; the file is damaged, copy or download it again") from None
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: {part}a JSON object is expected")
-    return value
 
 
 def _parse_entry(path: Path, name: str, entry: Any) -> tuple[torch.dtype, tuple[int, ...], int, int]:
@@ -208,7 +176,7 @@ def _read_offsets(path: Path, metadata: dict[str, Any]) -> Callable[[str, tuple[
         return lambda name, shape: (0,) * len(shape)
     if not isinstance(text, str):
         raise UserError(f"{path}: DCP_SHARDING_INFO: a string is expected")
-    sharding = read_json(path, text.encode("utf-8", "surrogatepass"), "DCP_SHARDING_INFO: ")
+    sharding = parse_object(path, text.encode("utf-8", "surrogatepass"), "DCP_SHARDING_INFO: ")
 
     def of(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         entry = sharding.get(name)

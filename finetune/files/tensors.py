@@ -20,7 +20,8 @@ import torch
 
 from finetune.constants import CONFIG_FILE, ITEMSIZE
 from finetune.errors import UserError
-from finetune.files.safetensors_header import read_header, read_json, read_weight_map
+from finetune.files.run_json import load_json
+from finetune.files.safetensors_header import read_header, read_weight_map
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -254,4 +255,4 @@ def _base_dtype(base: Path | None) -> torch.dtype | None:
         return main_dtype(read_folder(base).values())
     except UserError:
         path = base / CONFIG_FILE
-        return config_dtype(read_json(path, path.read_bytes())) if path.exists() else None
+        return config_dtype(load_json(path)) if path.exists() else None

@@ -21,6 +21,7 @@ from finetune.files.run_json import (
     BenchmarkResult,
     benchmark_table,
     merge_results,
+    parse_json,
     read_benchmarks,
     write_benchmarks,
 )
@@ -185,8 +186,8 @@ def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
     """The value of --chat-template-kwargs. Raises `UserError` where it cannot be used."""
     text = options.chat_template_kwargs
     try:
-        variables = json.loads(text or "{}")
-    except (ValueError, RecursionError):
+        variables = parse_json(text or "{}")
+    except ValueError:
         variables = None
     if not isinstance(variables, dict):
         raise UserError(f'--chat-template-kwargs {text}: a JSON object, as {{"enable_thinking": false}}, is expected')

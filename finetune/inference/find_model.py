@@ -1,6 +1,7 @@
 """Which model a run's folder, a checkpoint, an adapter, a Hugging Face folder or a hub name stands for. Imports no
 torch."""
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from finetune.config.yaml_file import load_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports, restore_folder
+from finetune.files.hub import download_file
 from finetune.files.run_json import read_json_object
 
 RUN_FILES = ("recipe.yaml", "metrics.jsonl", "checkpoints")  # any of them makes a folder a run's
@@ -32,7 +34,7 @@ class ModelReference:
     notices: tuple[str, ...] = ()  # what a person should know about the choice
 
 
-def find_model(name: str) -> ModelReference:
+def find_model(name: str, revision: str | None = None) -> ModelReference:
     """The model that `name` stands for.
 
     A run's folder stands for what it has exported (the adapter, where it trained one), else for its newest checkpoint.
@@ -50,7 +52,8 @@ def find_model(name: str) -> ModelReference:
         raise UserError(f"{name}: a file; give the folder that holds it")
     if not path.exists():
         if name.count("/") == 1 and not name.startswith((".", "/", "~", "runs/")):
-            return ModelReference(name=name, kind="model")  # the hub's answer is one sentence
+            _find_on_hub(name, revision)
+            return ModelReference(name=name, kind="model", revision=revision)
         raise UserError(f"{name}: no such folder; give a run's folder, a checkpoint, a model's folder, or a hub name")
     if find_checkpoint_of(path) is not None:
         return _describe(path, "checkpoint", _run_of(path))
@@ -63,10 +66,18 @@ def find_model(name: str) -> ModelReference:
     return _describe(path, "checkpoint", None)  # another tool's, which the export reads or refuses
 
 
+def _find_on_hub(name: str, revision: str | None) -> None:
+    """Raises `UserError` unless the hub, or its cache, has a model or an adapter of this name."""
+    with suppress(UserError):
+        download_file(name, ADAPTER_CONFIG, revision)
+        return
+    download_file(name, CONFIG_FILE, revision)
+
+
 def locate_base(model: ModelReference) -> ModelReference:
     """The model that `model` was trained from. Raises `UserError` where it has none, or none that is known."""
     if model.base is not None:
-        return replace(find_model(model.base), revision=model.base_revision)
+        return replace(find_model(model.base, model.base_revision), revision=model.base_revision)
     if model.run is not None and _read_recipe(model.run).get("model_config"):
         raise UserError(
             f"{model.name}: was trained from random weights, so there is no base model; name another with "

@@ -27,7 +27,8 @@ from finetune.export.source import Source, find_base, open_source
 from finetune.export.target import describe_target
 from finetune.export.write import plan_weights
 from finetune.files.hub import hub_error
-from finetune.files.safetensors_header import read_header, read_json
+from finetune.files.run_json import load_json
+from finetune.files.safetensors_header import read_header
 from finetune.files.tensors import read_folder
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
@@ -175,7 +176,7 @@ def _load_adapter(folder: Path, options: LoadOptions) -> Any:
     """A PEFT folder on its base model, not merged."""
     from peft import PeftModel
 
-    config = read_json(folder / ADAPTER_CONFIG, (folder / ADAPTER_CONFIG).read_bytes())
+    config = load_json(folder / ADAPTER_CONFIG)
     name = options.base_model or config.get("base_model_name_or_path")
     if not isinstance(name, str) or not name:
         raise UserError(f"{folder / ADAPTER_CONFIG}: names no base model; name it with --base-model")

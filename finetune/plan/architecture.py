@@ -1,17 +1,17 @@
 """A model's tensors, counted from its config.json: their names and shapes, by decoder layer."""
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from finetune.config.facts import ModelFacts, read_model_facts
+from finetune.config.facts import LARGEST_COUNTS, LARGEST_SIZES, ModelFacts, read_model_facts
 from finetune.config.pretrained_adapter import refuse_other_path
 from finetune.config.schema import Model
 from finetune.errors import UserError
 from finetune.files.hub import download_file
+from finetune.files.run_json import load_json
 from finetune.plan.families import FAMILIES, VISION_FAMILIES, Family, MixtureKeys
 from finetune.plan.towers import WHOLE, list_parts, split_config
 
@@ -371,15 +371,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
         raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
     else:
         path = download_file(name, "config.json", model.model_revision)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON ({error}); download it again") from None
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: an object is expected; download it again")
-    return split_config(config), str(path)
+    return split_config(load_json(path)), str(path)
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
@@ -416,6 +408,8 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     whole = config.get(WHOLE)
     parts = list_parts(whole, sizes["hidden_size"], where) if whole is not None else ()
     facts = read_model_facts(sizes, where, vision=whole is not None)
+    if lists := [key for key in (*LARGEST_SIZES, *LARGEST_COUNTS) if isinstance(sizes.get(key), list | tuple)]:
+        raise UserError(f"{where}: {', '.join(lists)}: a size for each layer cannot be planned; one number can")
     heads = sizes["num_attention_heads"]
 
     def flag(fact: bool | str) -> bool:

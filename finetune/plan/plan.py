@@ -12,7 +12,7 @@ from finetune.config.layout import Sharding
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Method, Model, Recipe
-from finetune.constants import grow_rows
+from finetune.constants import ITEMSIZE, grow_rows
 from finetune.errors import UserError
 from finetune.plan.advice import Advice, describe_changes
 from finetune.plan.architecture import Architecture, find_config, read_architecture
@@ -78,11 +78,11 @@ def make_plan(
         teacher=None if recipe.teacher is None else _read_teacher(recipe.teacher, recipe.method),
     )
     problems = refuse_problems(replace(spec, recipe=asked).find_problems())
-    base_dtype = str(config.get("dtype") or config.get("torch_dtype") or "bfloat16")
+    stored_dtype = str(config.get("dtype") or config.get("torch_dtype"))
     return Plan(
         spec=spec,
         phases=plan_phases(spec),
-        disk=plan_disk(spec, base_dtype),
+        disk=plan_disk(spec, stored_dtype if stored_dtype in ITEMSIZE else "bfloat16"),
         host=plan_host(spec),
         speed=estimate_speed(spec, mfu, read, links),
         remarks=(*map(str, problems), *_find_remarks(config, recipe.data.max_length)),

@@ -1,12 +1,12 @@
 """Time at an assumed MFU: FLOP per token, tokens per second, seconds per step and per epoch."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data
+from finetune.files.run_json import parse_json
 from finetune.flops import PEAK_FLOPS, flop_per_token, fp8_share_of, mix_peaks
 from finetune.plan.communication import Collective, Links, count_communication
 from finetune.plan.run_spec import NVME_BYTES_PER_SECOND, RunSpec, count_multiplied
@@ -187,7 +187,7 @@ def _text_share(path: Path, rows: RowKind) -> float:
     with path.open("rb") as file:
         lines = file.readlines(SAMPLE_BYTES)
     try:
-        read = [json.loads(line) for line in lines if line.strip()]
+        read = [parse_json(line) for line in lines if line.strip()]
     except ValueError:  # reported where the data is read
         return 1.0
     texts = sum(_text_bytes(row) + _text_bytes(_find_repeated(row, rows)) for row in read)

@@ -146,7 +146,7 @@ def plan_run(run: RunRecord) -> Plan | None:
             recipe = replace(recipe, model=replace(recipe.model, model_name_or_path=None, model_config=config))
         sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
         return make_plan(recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU"))
-    except Exception:  # a damaged config fails wherever the plan first computes with it
+    except UserError:
         return None
 
 

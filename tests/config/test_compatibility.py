@@ -1,8 +1,11 @@
 """The rulebook: each rule's sentence, and plan, dry run and start held to one answer on random recipes, layouts and models."""
 
+import math
 import re
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from string import Formatter
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 from finetune.config.compatibility import RULES, find_problems, refuse_problems
 from finetune.config.facts import (
     ACTIVATIONS,
+    KINDS,
     Case,
     MachineFacts,
     ModelFacts,
@@ -315,6 +319,22 @@ def test_what_a_message_names_exists() -> None:
 def test_a_config_of_which_no_model_can_be_built_is_refused(change: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=re.escape(said)):
         read_model_facts(LLAMA | change, "M")
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2_moe", "deepseek_v3"])
+def test_a_damaged_config_is_planned_or_refused_in_sentences(family: str) -> None:
+    from finetune.plan.plan import format_plan, make_plan
+
+    sizes = dict.fromkeys(("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8)
+    sizes |= {"num_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    sizes |= {"n_shared_experts": 1, "shared_expert_intermediate_size": 32, "first_k_dense_replace": 1}
+    whole = LLAMA | sizes | {"model_type": family}
+    others = dict.fromkeys((*KINDS, "decoder_sparse_step", "quantization_config", "dtype", "tie_word_embeddings"))
+    recipe = read_recipe("quickstart")
+    for key, value in product(whole | others, ([1], {}, "x", 1.5, math.nan, -1, True)):
+        model = replace(recipe.model, model_config=whole | {key: value})
+        with suppress(UserError):
+            format_plan(make_plan(replace(recipe, model=model), Sharding(layout="ddp"), 2))
 
 
 def test_the_activations_are_those_of_transformers() -> None:

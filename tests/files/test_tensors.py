@@ -215,7 +215,7 @@ def test_a_folder_without_tensors_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such folder"):
         read_folder(tmp_path / "gone")
     os.mkfifo(tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"model\.safetensors: not a plain file"):
+    with pytest.raises(UserError, match=r"model\.safetensors: cannot be read: not a plain file"):
         read_folder(tmp_path)
 
 

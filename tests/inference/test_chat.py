@@ -265,7 +265,7 @@ def test_what_cannot_be_talked_to_is_one_sentence(
         ((run, *ask), f"{run}: has no export and no checkpoint yet; train on, or name another run"),
         ((empty, *ask), f"{empty}: nothing to export: "),
         ((gguf, *ask), f"{gguf}: a GGUF file; chat with it in llama.cpp or Ollama"),
-        (("owner/name", *ask), "owner/name: its weights is not on this machine and HF_HUB_OFFLINE is set"),
+        (("owner/name", *ask), "owner/name: config.json is not on this machine and HF_HUB_OFFLINE is set"),
         ((model, *ask, "--compare"), f"{model}: does not say which model it was trained from; name it with "),
         ((model, *ask, "--top-p", "0"), "--top-p 0.0: above 0 and at most 1 is expected"),
         ((model, *ask, "--system", "S", "--no-chat-template"), "--system: goes through the chat template"),
