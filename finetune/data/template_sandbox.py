@@ -1,199 +1,254 @@
-"""Chat templates compiled with limits: transformers' own sandbox keeps them from the machine, not from its time and
+"""Chat templates compiled with a budget: transformers' own sandbox keeps them from the machine, not from its time and
 memory.
 
 A template comes with a model, from anywhere. `{{ "a" * 10**10 }}`, a text doubled in a loop or a few nested loops would
-take all memory, or run forever. Here every operation that makes a longer text is checked before it is carried out, and
-the steps of loops and calls are counted. What passes renders as transformers renders it.
+take all memory, or run forever. Here every operation whose cost grows with its values says what it will cost before it
+is carried out, and one rendering has MAX_WORK to spend. What passes renders as transformers renders it.
 """
 
 import inspect
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Iterator, Sized
-from functools import lru_cache, reduce, wraps
-from itertools import chain, islice
+from functools import lru_cache, wraps
 from typing import Any
 
 import jinja2
 from jinja2 import nodes
-from jinja2.compiler import CodeGenerator, Frame
-from jinja2.runtime import Context, LoopContext
+from jinja2.runtime import Context, LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 from transformers.utils import chat_template_utils
 
 from finetune.errors import UserError
 
-MAX_CHARACTERS = 2**26  # of a text that a template makes; also elements of a list
-MAX_STEPS = 5_000_000  # of one rendering: elements of all loops, and ten for a call or a filter
+MAX_WORK = 2**30  # of one rendering, in characters that are read; about a second
+MADE = 4  # what a character that is made costs; so a template makes texts of 2^28 characters together
+POINTER = 8  # what an element costs where a list is copied
+ELEMENT = 256  # what an element costs of a loop, of a list that is read, and of one that is made of a text
+CALL = 2560  # what a call or a filter costs, whatever its values
+MAX_TEMPLATE = 2**20  # characters
 MAX_DIGITS = 1000  # of an integer
-MAX_PARTS = 100_000  # in a list or mapping that a template builds, those inside of it counted
-WIDE_FORMAT = re.compile(r"[%:.<>=^+ 0-]\d{7,}")  # in "%10000000d" and "{:10000000}"
+WIDTH = re.compile(r"[%:.<>=^+ 0-](\d+)|(\*|\{[^{}]*\{)")  # in "%10d" and "{:10}"; in "%*d" and "{:{width}}"
 DICT_ATTRIBUTES = frozenset(dir(dict))
+TEXTS, PARTED = (str, bytes), (list, tuple, dict, range)
 
 
 def _refuse(what: str) -> None:
     raise jinja2.TemplateRuntimeError(f"it {what}; use another chat template")
 
 
-def _limit(size: float) -> None:
-    if size > MAX_CHARACTERS:
-        _refuse(f"makes a text of more than {MAX_CHARACTERS:,} characters")
+def _weigh(value: Any) -> int:
+    """The characters of a text; of a list or mapping all that its text would have, as often as they occur in it."""
+    if isinstance(value, str | bytes):
+        return len(value)
+    left, weight = [value], 0
+    while left and weight <= MAX_WORK:
+        part = left.pop()
+        if isinstance(part, TEXTS):
+            weight += len(part)
+            continue
+        if isinstance(part, Namespace):
+            weight, part = weight + CALL, part._Namespace__attrs
+        if isinstance(part, PARTED):
+            weight += ELEMENT * len(part)
+            left += [*part, *part.values()] if isinstance(part, dict) else () if isinstance(part, range) else part
+    return weight
 
 
-def _limit_pieces(pieces: Iterable[str], at_once: int = 100) -> Iterator[str]:
-    size, left = 0, iter(pieces)
-    while some := list(islice(left, at_once)):
-        size += sum(map(len, some))
-        _limit(size)
-        yield from some
+# What an operation makes, in characters: of the values that it is called with.
+def _size_format(text: Any, *values: Any, **named: Any) -> Any:
+    text, given = str(text), (*values, *named.values())
+    widths = [int(match[1][:20]) if match[1] else math.inf for match in WIDTH.finditer(text)]
+    numbers = [abs(value) for value in given if type(value) is int] if math.inf in widths else []
+    wide = sum(width for width in (*widths, *numbers) if width < math.inf)
+    return len(text) + wide + (text.count("%") + text.count("{")) * sum(map(_weigh, given))
 
 
-def _limit_format(text: Any, *values: Any, **named: Any) -> None:
-    if WIDE_FORMAT.search(str(text)):
-        _limit(math.inf)
-    for value in (*values, *named.values()):
-        if type(value) is int:
-            _limit(abs(value))
-
-
-def _limit_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> None:
+def _size_replace(text: Any, old: Any = "", new: Any = "", *_: Any, **__: Any) -> Any:
     text, new = str(text), str(new)
-    if len(text) * len(new) > MAX_CHARACTERS:
-        _limit(len(text) + text.count(str(old)) * len(new))
+    return len(text) + (text.count(str(old)) * len(new) if len(new) > 1 else 0)
 
 
-def _limit_width(text: Any, width: int = 80, *_: Any, **__: Any) -> None:
-    _limit(width)
+def _size_join(separator: Any, parts: Any) -> Any:
+    return _weigh(parts) + len(parts) * len(str(separator))
 
 
-def _limit_lines(text: Any, width: Any = 4, *_: Any, **__: Any) -> None:
+def _size_width(text: Any, width: Any = 80, *_: Any, **__: Any) -> Any:
+    return _weigh(text) + (abs(width) if isinstance(width, int) else 0)
+
+
+def _size_lines(text: Any, width: Any = 4, *_: Any, **__: Any) -> Any:
     text = str(text)
-    _limit((text.count("\n") + text.count("\t") + 1) * (width if isinstance(width, int) else len(width)))
+    lines = text.count("\n") + text.count("\t") + 1
+    return len(text) + lines * (width if isinstance(width, int) else len(width))
 
 
-def _limit_words(text: Any, width: int = 79, _: bool = True, wrapstring: str | None = None, *__: Any) -> None:
+def _size_words(text: Any, width: int = 79, _: bool = True, wrapstring: str | None = None, *__: Any) -> Any:
     text = str(text)
-    _limit((len(text) // max(1, width) + text.count("\n") + 1) * len(wrapstring or "\n"))
+    return len(text) + (len(text) // max(1, width) + text.count("\n") + 1) * len(wrapstring or "\n")
 
 
-def _limit_join(separator: Any, parts: Any) -> None:
-    _limit(sum(len(part) if isinstance(part, str) else 1 for part in parts) + len(parts) * len(str(separator)))
-
-
-def _limit_translate(text: str, table: Any) -> None:
+def _size_translate(text: str, table: Any) -> Any:
     values = table.values() if isinstance(table, dict) else table if isinstance(table, list | tuple) else ()
-    _limit(len(text) * max((len(value) for value in values if isinstance(value, str)), default=0))
+    return len(text) * max((len(value) for value in values if isinstance(value, str)), default=1)
 
 
-def _limit_urls(text: Any, *options: Any, **named: Any) -> None:
-    text, options = str(text), (*options, *named.values())
-    size = sum(len(option) for option in options if isinstance(option, Sized))
-    _limit(len(text) + sum(map(text.count, ".:@")) * size)
+def _size_urls(text: Any, *options: Any, **named: Any) -> Any:
+    text = str(text)
+    return len(text) + sum(map(text.count, ".:@")) * sum(map(_weigh, (*options, *named.values())))
 
 
-def _limit_split(text: str, separator: Any = None, *_: Any, **__: Any) -> None:
+def _size_split(text: str, separator: Any = None, *_: Any, **__: Any) -> Any:
     parts = text.count(separator) if isinstance(separator, str) and separator else sum(map(text.count, " \t\r\n"))
-    if parts > MAX_STEPS:
-        _refuse(f"makes a list of more than {MAX_STEPS:,} elements")
+    return len(text) + parts * ELEMENT // MADE
 
 
-def _limit_indent(value: Any, *_: Any, indent: Any = None, **__: Any) -> None:
-    _limit(indent * MAX_PARTS if isinstance(indent, int) else 0)
+def _size_json(value: Any, *_: Any, indent: Any = None, **__: Any) -> Any:
+    return _weigh(value) * (1 + (abs(indent) if isinstance(indent, int) else _weigh(indent)))
 
 
-# What is asked before a method of a text, or a filter, is called with the same arguments.
-METHODS: dict[str, Callable[..., None]] = {
-    "replace": _limit_replace,
-    "join": _limit_join,
-    "expandtabs": _limit_lines,
-    "translate": _limit_translate,
-    **dict.fromkeys(("split", "rsplit", "splitlines"), _limit_split),
-    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes"), _limit_width),
-    **dict.fromkeys(("format", "format_map"), _limit_format),
+METHODS: dict[str, Callable[..., Any]] = {
+    "replace": _size_replace,
+    "join": _size_join,
+    "expandtabs": _size_lines,
+    "translate": _size_translate,
+    **dict.fromkeys(("split", "rsplit", "splitlines"), _size_split),
+    **dict.fromkeys(("center", "ljust", "rjust", "zfill", "to_bytes"), _size_width),
+    **dict.fromkeys(("format", "format_map"), _size_format),
 }
-FILTERS: dict[str, Callable[..., None]] = {
-    "replace": _limit_replace,
-    "join": lambda parts, d="", *_, **__: _limit_join(d, parts),
-    "indent": _limit_lines,
-    "wordwrap": _limit_words,
-    "format": _limit_format,
-    "tojson": _limit_indent,
-    "urlize": _limit_urls,
-    **dict.fromkeys(("center", "batch", "slice"), _limit_width),
+FILTERS: dict[str, Callable[..., Any]] = {
+    "replace": _size_replace,
+    "join": lambda parts, d="", *_, **__: _size_join(d, parts),
+    "indent": _size_lines,
+    "wordwrap": _size_words,
+    "format": _size_format,
+    "tojson": _size_json,
+    "urlize": _size_urls,
+    "round": lambda value, precision=0, *_: precision * precision,  # of 10 to this power
+    **dict.fromkeys(("center", "batch", "slice"), _size_width),
 }
-
 AT_ONCE = frozenset(("length", "count", "first", "last", "default", "d"))  # filters whose time no value lengthens
 BY_CHARACTER = frozenset(("list", "map", "select", "reject", "sort", "unique", "batch", "slice", "urlize", "wordwrap"))
+COMPARING = ("in", "==", "eq", "equalto", "!=", "ne", ">", "gt", "greaterthan", ">=", "ge", "<", "lt", "lessthan", "<=",
+             "le", "lower", "upper")  # fmt: skip
 
 
-class _Code(CodeGenerator):
-    """`+`, `~` and built lists go through the environment."""
+class _Charges(NodeTransformer):
+    """Puts filters that charge for their value where a template compares, joins, slices or takes the elements of
+    one."""
 
-    def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:  # noqa: N802
-        self._wrap("concat(map(str, (", ")))", node.nodes, frame)
+    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.iter = _charge("take", node.iter)
+        return node
 
-    def visit_Add(self, node: nodes.Add, frame: Frame) -> None:  # type: ignore[override]  # noqa: N802
-        values, first = [node.right], node.left
-        while isinstance(first, nodes.Add):
-            values, first = [*values, first.right], first.left
-        self._wrap("add(", ")", [first, *values[::-1]], frame)
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        sides = [node.expr, *(operand.expr for operand in node.ops)]
+        if node.ops[0].op in ("in", "notin") or not any(isinstance(side, nodes.Const) for side in sides):
+            node.expr = _charge("read", node.expr)
+            for operand in node.ops:
+                operand.expr = _charge("search" if operand.op in ("in", "notin") else "read", operand.expr)
+        return node
 
-    def visit_List(self, node: nodes.List, frame: Frame) -> None:  # noqa: N802
-        self._wrap("limit_parts([", "])", node.items, frame)
+    def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.left, node.right = _charge("copy", node.left), _charge("copy", node.right)
+        return node
 
-    def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:  # noqa: N802
-        if node.ctx == "load":
-            self._wrap("limit_parts((", "))", node.items, frame)
-        else:
-            super().visit_Tuple(node, frame)
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        node.nodes = [_charge("copy", each) for each in node.nodes]
+        return node
 
-    def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:  # noqa: N802
-        self.write("environment.limit_parts(")
-        super().visit_Dict(node, frame)
-        self.write(")")
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
+        self.generic_visit(node)
+        for pair in node.items:
+            pair.key = _charge("read", pair.key)  # it is hashed
+        return node
 
-    def _wrap(self, before: str, after: str, items: Iterable[nodes.Expr], frame: Frame) -> None:
-        self.write(f"environment.{before}")
-        for item in items:
-            self.visit(item, frame)
-            self.write(", ")
-        self.write(after)
+    def visit_Getitem(self, node: nodes.Getitem) -> Any:  # noqa: N802
+        self.generic_visit(node)
+        return _charge("copy_part", node) if isinstance(node.arg, nodes.Slice) else node
 
 
-class _LimitedEnvironment(ImmutableSandboxedEnvironment):
-    code_generator_class = _Code
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+def _charge(kind: str, node: Any) -> Any:
+    is_short = isinstance(node, nodes.Const) or (isinstance(node, nodes.List | nodes.Tuple) and not node.items)
+    return node if is_short else nodes.Filter(node, f"charge_{kind}", [], [], None, None)
+
+
+class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
+    intercepted_binops = frozenset(("*", "**", "%"))
+    work = 0  # of the rendering that is under way
+    written = 0  # characters of its text so far
 
     def _generate(self, source: nodes.Template, *names: Any, **options: Any) -> str:
-        for loop in list(source.find_all(nodes.For)):
-            loop.iter = nodes.Filter(loop.iter, "count_steps", [], [], None, None)
-        return super()._generate(source, *names, **options)
+        return super()._generate(_Charges().visit(source), *names, **options)
+
+    def charge(self, work: float) -> None:
+        """Counts work that is about to be done. Raises `TemplateRuntimeError` where the budget is spent."""
+        self.work += work  # type: ignore[assignment]
+        if self.work > MAX_WORK:
+            _refuse("takes more time or memory than any conversation needs")
+
+    def charge_read(self, value: Any) -> Any:
+        self.charge(_weigh(value))
+        return value
+
+    def charge_search(self, value: Any) -> Any:
+        return value if isinstance(value, dict) else self.charge_read(value)
+
+    def charge_copy(self, value: Any) -> Any:
+        self.charge(MADE * (len(value) if type(value) is str else _weigh(value)))
+        return value
+
+    def charge_copy_part(self, value: Any) -> Any:
+        self.charge((MADE if isinstance(value, str | bytes) else POINTER) * len(value))
+        return value
+
+    def charge_take(self, values: Any) -> Any:
+        values = self.hold(values)
+        self.charge(ELEMENT * len(values))
+        return values
+
+    def hold(self, values: Any) -> Any:
+        """`values`, as a list where they are made one by one."""
+        if not isinstance(values, Iterator):
+            return values
+        held = []
+        for value in values:
+            self.charge(ELEMENT)
+            held.append(value)
+        return held
+
+    def finalize(self, value: Any) -> Any:
+        """`value`, which is about to be written."""
+        self.work += len(value) if type(value) is str else CALL + MADE * _weigh(value)
+        if self.work > MAX_WORK:
+            self.charge(0)
+        return value
 
     def concat(self, pieces: Iterable[str]) -> str:
-        some = list(islice(left := iter(pieces), 100))
-        if len(some) == 100:
-            return "".join(_limit_pieces(chain(some, left)))
-        if sum(map(len, some)) > MAX_CHARACTERS:
-            _limit(math.inf)
-        return "".join(some)
+        held = list(pieces)
+        self.charge(MADE * sum(map(len, held)))
+        return "".join(held)
 
-    @staticmethod
-    def add(*values: Any) -> Any:
-        """The sum of `values`, of which there are many in a template: nearly always texts."""
-        try:
-            _limit(sum(map(len, values)))
-            return "".join(values)
-        except TypeError:
-            return reduce(operator.add, values)
+    def write(self, pieces: Iterable[str]) -> Iterator[str]:
+        """The pieces of the whole text, which are counted: transformers joins some of them itself."""
+        self.work = self.written = 0
+        for piece in pieces:
+            self.written += len(piece)
+            yield piece
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            _limit_format(left, *(right if isinstance(right, tuple) else (right,)))
+            self.charge(MADE * _size_format(left, *(right if isinstance(right, tuple) else (right,))))
         elif operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, Sized) and isinstance(other, int):
-                    _limit(len(one) * other)
+                    self.charge((MADE if isinstance(one, str | bytes) else POINTER) * len(one) * other)
         if isinstance(left, int) and isinstance(right, int) and operator in "**":
             bits = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
             if bits > MAX_DIGITS * 3:
@@ -202,12 +257,25 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N805
         own = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)  # the sandbox wraps `format`
-        steps = len(args[0]) if isinstance(__obj, LoopContext) else _count_parts(own)
-        __self.add_steps(__context, 10 + steps)
-        if isinstance(own, str | bytes | int) and (limit := METHODS.get(__obj.__name__)) is not None:
-            limit(own, *map(_hold, args), **{name: value for name, value in kwargs.items() if name[0] != "_"})
-        result = super().call(__context, __obj, *args, **kwargs)
-        return __self.limit_parts(result) if isinstance(result, dict) else result
+        __self.charge(CALL)
+        if isinstance(__obj, LoopContext):
+            args = (__self.charge_take(args[0]),)
+        elif isinstance(own, str | bytes | int | list | tuple | dict):
+            held = [__self.charge_read(__self.hold(value)) for value in args]
+            given = {name: __self.charge_read(value) for name, value in kwargs.items() if name[0] != "_"}
+            if not isinstance(own, dict):
+                __self.charge_read(own)
+            if (size := METHODS.get(__obj.__name__)) is not None and not isinstance(own, list | tuple | dict):
+                __self.charge(MADE * size(own, *held, **given))
+            args = tuple(held)
+        elif not isinstance(__obj, Macro) and getattr(__obj, "__name__", "") == "_generation_support":
+            __self.charge(__self.written // 32)  # transformers joins all that was written, to know its length
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if type(obj) is dict and type(argument) is str and argument in obj:
+            return obj[argument]
+        return super().getitem(obj, self.charge_read(argument))  # which is hashed
 
     def getattr(self, obj: Any, attribute: str) -> Any:
         # The same value as below, without an exception on the way for each `message.role`.
@@ -215,74 +283,23 @@ class _LimitedEnvironment(ImmutableSandboxedEnvironment):
             return obj[attribute]
         return super().getattr(obj, attribute)
 
-    def add_steps(self, context: Context, count: int) -> None:
-        steps = context.__dict__.get("steps", 0) + count
-        context.__dict__["steps"] = steps
-        if steps > MAX_STEPS:
-            _refuse(f"takes more than {MAX_STEPS:,} steps for one conversation")
+    def guard(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The filter or test `function`, which pays for its values and its result."""
+        if name in AT_ONCE:
+            return function
+        size, first = FILTERS.get(name), 0 if getattr(function, "jinja_pass_arg", None) is None else 1
 
-    @staticmethod
-    def limit_parts(value: Any) -> Any:
-        """`value`, unless it holds itself so often that its text would have no end."""
-        left, count = [value], 0
-        while left:
-            part = left.pop()
-            if isinstance(part, list | tuple | dict):
-                count += len(part)
-                if count > MAX_PARTS:
-                    _refuse(f"builds a list of more than {MAX_PARTS:,} parts")
-                left += part.values() if isinstance(part, dict) else part
-        return value
+        @wraps(function)  # what jinja is to pass first is an attribute of the function
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            given = [self.hold(value) for value in args[first:]]
+            self.charge(CALL + sum(map(_weigh, (*given[1:], *kwargs.values()))))
+            by_character = name in BY_CHARACTER and isinstance(given[0], str)
+            self.charge(_weigh(given[0]) * (ELEMENT if by_character else 1))
+            if size is not None:
+                self.charge(MADE * size(*given, **kwargs))
+            return self.hold(function(*args[:first], *given, **kwargs))
 
-
-def _hold(values: Any) -> Any:
-    """`values`, as a list where a filter makes them one by one."""
-    if not isinstance(values, Iterator):
-        return values
-    held = list(islice(values, MAX_STEPS + 1))
-    if len(held) > MAX_STEPS:
-        _refuse(f"makes a list of more than {MAX_STEPS:,} elements")
-    return held
-
-
-@jinja2.pass_context
-def _count_steps(context: Context, values: Any) -> Any:
-    """`values`, which a loop is about to take, counted."""
-    held = _hold(values)
-    context.environment.add_steps(context, len(held))  # type: ignore[attr-defined]
-    return held
-
-
-def _count_parts(value: Any, by_character: bool = False) -> int:
-    """The steps that count for a filter or a method that reads the whole of `value`."""
-    if isinstance(value, str | bytes):
-        return len(value) // (1 if by_character else 256)
-    return len(value) // 10 if isinstance(value, list | tuple | dict | range) else 0
-
-
-def _guard(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter `function`, with its steps counted and its arguments limited."""
-    limit, wanted = FILTERS.get(name), getattr(function, "jinja_pass_arg", None)
-
-    @jinja2.pass_context
-    @wraps(function)
-    def guarded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        environment: Any = context.environment
-        if name not in AT_ONCE:
-            environment.add_steps(context, 10 + _count_parts(value, name in BY_CHARACTER))
-        if limit is not None:
-            limit(value := _hold(value), *args, **kwargs)
-        given = {"context": context, "eval_context": context.eval_ctx, "environment": environment}
-        result = function(*([given[wanted.name]] if wanted else []), value, *args, **kwargs)
-        return _count_each(context, result) if isinstance(result, Iterator) else result
-
-    return guarded
-
-
-def _count_each(context: Context, values: Iterator[Any]) -> Iterator[Any]:
-    for value in values:
-        context.environment.add_steps(context, 2)  # type: ignore[attr-defined]
-        yield value
+        return guarded
 
 
 _compile_unlimited = inspect.unwrap(chat_template_utils._compile_jinja_template)
@@ -290,21 +307,23 @@ _compile_unlimited = inspect.unwrap(chat_template_utils._compile_jinja_template)
 
 @lru_cache
 def compile_template(template: str) -> jinja2.Template:
-    """The template in transformers' environment, with limits. Raises `UserError` where it is not valid Jinja."""
+    """The template in transformers' environment, with a budget. Raises `UserError` where it is not valid Jinja."""
+    if len(template) > MAX_TEMPLATE:
+        raise UserError(f"chat_template: longer than {MAX_TEMPLATE:,} characters; use another chat template")
     environment = _compile_unlimited("").environment  # one of its own: it keeps track of what it renders
-    environment.__class__ = _LimitedEnvironment
-    del environment.globals["lipsum"]
-    environment.filters = {name: _guard(name, function) for name, function in environment.filters.items()}
-    environment.filters["count_steps"] = _count_steps
+    environment.__class__ = _BudgetedEnvironment
+    del environment.__dict__["finalize"], environment.globals["lipsum"]
+    environment.filters = {name: environment.guard(name, each) for name, each in environment.filters.items()}
+    environment.filters |= {name: getattr(environment, name) for name in dir(environment) if name.startswith("charge_")}
+    environment.tests |= {name: environment.guard(name, environment.tests[name]) for name in COMPARING}
     try:
         compiled: jinja2.Template = environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         raise UserError(f"chat_template: line {error.lineno}: not valid Jinja: {error.message}") from None
     except (RecursionError, SyntaxError, MemoryError, ValueError):  # of the parser, or of the Python that it writes
         raise UserError("chat_template: nested too deeply; use another chat template") from None
-    if "generation" in template:  # transformers joins the pieces itself
-        root = compiled.root_render_func
-        compiled.root_render_func = lambda context: _limit_pieces(root(context), at_once=1)
+    root = compiled.root_render_func
+    compiled.root_render_func = lambda context: environment.write(root(context))
     return compiled
 
 

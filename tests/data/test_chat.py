@@ -238,33 +238,48 @@ def test_templates_run_in_a_sandbox(attack: str) -> None:
 
 DOUBLED = "{%% set all = namespace(s='ab') %%}{%% for i in range(60) %%}{%% set all.s = %s %%}{%% endfor %%}{{ all.s }}"
 FILTERED = "{%% for i in range(99999) %%}{%% set all = %s %%}{%% endfor %%}"
+REFUSED = r"takes more time or memory than any conversation needs|nested too deeply"
 LOOPS = "{% for a in range(9999) %}" * 3 + "{% endfor %}" * 3
+LONG = "{%% set a = 'a' * 2 ** 24 %%}{%% set b = 'a' * 2 ** 24 %%}{%% for i in range(99999) %%}{%% set c = %s %%}{%% endfor %%}"
 
 
 @pytest.mark.parametrize(
-    ("endless", "message"),
+    "endless",
     [
-        ("{{ 'a' * 10**10 }}", "makes a text of more than"),
-        ("{{ '%10000000000d' % 1 }}", "makes a text of more than"),
-        ("{{ '{:>{w}}'.format(1, w=10**10) }}", "makes a text of more than"),
-        ("{{ 'a'|center(10000000000) }}", "makes a text of more than"),
-        (DOUBLED % "all.s + all.s", "makes a text of more than"),
-        (DOUBLED % "all.s ~ all.s", "makes a text of more than"),
-        (DOUBLED % "all.s.replace('a', all.s)", "makes a text of more than"),
-        (DOUBLED % "all.s|join(all.s)", "makes a text of more than"),
-        (DOUBLED % "[all.s, all.s]", "builds a list of more than"),
-        ("{% for a in range(99999) %}{% generation %}{{ 'a' * 10**6 }}{% endgeneration %}{% endfor %}", "makes a text"),
-        (LOOPS, "takes more than"),
-        (FILTERED % "range(99999)|list", "takes more than"),
-        (FILTERED % "range(99999)|map('string')|map('length')|list", "takes more than"),
-        ("{{ ('a.com ' * 10**5)|urlize(rel='a' * 10**5) }}", "makes a text of more than"),
-        ("{{ ('a' * 10**5).translate({97: 'a' * 10**5}) }}", "makes a text of more than"),
-        ("{{ (1).to_bytes(10**10, 'big') }}", "makes a text of more than"),
-        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "nested too deeply"),
+        "{{ 'a' * 10**10 }}",
+        "{{ '%10000000000d' % 1 }}",
+        "{{ '{:>{w}}'.format(1, w=10**10) }}",
+        "{{ 'a'|center(10000000000) }}",
+        "{{ 5.5|round(10**9, 'floor') }}",
+        *(DOUBLED % each for each in ("all.s + all.s", "all.s ~ all.s", "all.s.replace('a', all.s)")),
+        *(DOUBLED % each for each in ("all.s|join(all.s)", "[all.s, all.s]")),
+        "{% for a in range(99999) %}{% generation %}{{ 'a' * 10**6 }}{% endgeneration %}{% endfor %}",
+        LOOPS,
+        FILTERED % "range(99999)|list",
+        FILTERED % "range(99999)|map('string')|map('length')|list",
+        *(LONG % each for each in ("a[1:]", "a[::-1]", "'b' in a", "a == b", "a < b", "a ~ b", "a + b", "a is in b")),
+        *(
+            LONG % each
+            for each in (
+                "a.find('b')",
+                "a|upper",
+                "{a: 1}[b]",
+                "[a] == [b]",
+                "[b].index(a)",
+                "['b']|select('in', a)|list",
+            )
+        ),
+        "{% set all = namespace(s=[]) %}{% for i in range(9999) %}{% set all.s = all.s + ['a' * 10**6 ~ i] %}{% endfor %}",
+        "{% set all = namespace(s=()) %}{% for i in range(60) %}{% set all.s = (all.s, all.s) %}{% endfor %}{{ {all.s: 1} }}",
+        "{% set a = ['a' * 10**6] * 10**3 %}{% for i in range(99999) %}{% set b %}{{ a }}{% endset %}{% endfor %}",
+        "{{ ('a.com ' * 10**5)|urlize(rel='a' * 10**5) }}",
+        "{{ ('a' * 10**5).translate({97: 'a' * 10**5}) }}",
+        "{{ (1).to_bytes(10**10, 'big') }}",
+        "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
     ],
 )
-def test_a_template_that_would_take_all_time_or_memory_is_refused(endless: str, message: str) -> None:
-    with pytest.raises((BadRow, UserError), match=message):
+def test_a_template_that_would_take_all_time_or_memory_is_refused(endless: str) -> None:
+    with pytest.raises((BadRow, UserError), match=REFUSED):
         apply_template(make_renderer(tokenizer_with(endless), True), [{"role": "user", "content": "Q"}])
 
 
