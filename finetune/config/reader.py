@@ -19,6 +19,7 @@ from finetune.config.unknown_keys import ACCELERATE_KEYS, explain_unknown, expla
 from finetune.config.yaml_file import UNREADABLE, Entry, read_entries
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
+from finetune.files.run_json import parse_json
 
 EXPECTED = {
     "int_type": "a whole number",
@@ -72,7 +73,7 @@ def _hint(details: Any, value: Any) -> str:
         return f"; write {int(value)}"
     if isinstance(value, str) and kinds & {"int_type", "float_type", "bool_type"}:
         try:
-            plain = json.loads(value.lower())
+            plain = parse_json(value.lower())
         except ValueError:
             return ""
         return f"; in quotes it is text: write {value}" if isinstance(plain, (int, float)) else ""

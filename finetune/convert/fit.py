@@ -24,6 +24,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
+from finetune.files.run_json import read_json_object
 
 # Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that do.
 FAMILIES = (
@@ -113,14 +114,14 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
     name = str(recipe.get("model_name_or_path"))
     path = Path(name).expanduser() / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        config = read_json_object(path)
         config = config.get("text_config") or config
         family = config.get("model_type") or find_family(name)
         if family is None:
             return None
         assumed = SIZES | {"model_type": family} | ({"num_experts": 1 << 7} if family in MIXTURES else {})
         return read_model_facts(config or assumed | ({"layer_types": ["mamba"]} if family in STATEFUL else {}), name)
-    except (OSError, ValueError, AttributeError, UserError):
+    except (AttributeError, UserError):
         return None  # a run says what is wrong with it
 
 

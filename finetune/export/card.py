@@ -283,7 +283,7 @@ def _use(source: Source, is_adapter: bool) -> str:
 
 
 def _is_vision_language(source: Source) -> bool:
-    return names_vision_language(_read_json(source.description / CONFIG_FILE))
+    return names_vision_language(read_json_object(source.description / CONFIG_FILE))
 
 
 def _section(title: str, body: str) -> str:
