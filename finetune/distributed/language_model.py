@@ -14,7 +14,8 @@ PARTS = ("language_model", "text_model")  # what transformers calls it
 def trunk_of(model: Any) -> Any:
     """What lies between the tokens and the output head of `model`, a `...ForCausalLM` or a vision-language one."""
     base = _base_of(model)
-    return next((part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base)
+    part = next((part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base)
+    return part.model if hasattr(part, "lm_head") and part is not base else part  # Llama 4 holds a ...ForCausalLM
 
 
 def has_other_parts(model: Any) -> bool:
@@ -26,7 +27,8 @@ def other_parts(model: Any) -> list[nn.Module]:
     """What is beside the language model: vision tower, projector."""
     if not has_other_parts(model):
         return []
-    return [module for module in _base_of(model).children() if module is not trunk_of(model)]
+    trunk = trunk_of(model)
+    return [part for part in _base_of(model).children() if all(module is not trunk for module in part.modules())]
 
 
 def text_names(model: Any) -> tuple[str, ...]:

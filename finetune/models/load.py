@@ -35,7 +35,13 @@ from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.models.lora import add_adapters, is_adapter, read_adapter, with_adapters
-from finetune.models.moe.experts import count_active, expert_modules, install_experts, install_routing
+from finetune.models.moe.experts import (
+    count_active,
+    expert_modules,
+    install_experts,
+    install_routing,
+    set_experts_implementation,
+)
 from finetune.models.moe.parallel import divide_experts
 from finetune.models.quantized.base import (
     StoredQuantized,
@@ -168,8 +174,7 @@ def build_on_meta(config: Any, dtype: torch.dtype, trust_remote_code: bool = Fal
     model.config.architectures = model.config.architectures or [
         type(model).__name__
     ]  # an inline model_config names none
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")  # a loop over the experts of a mixture, exact on every device
+    set_experts_implementation(model, "eager")  # a loop over the experts of a mixture, exact on every device
     model.tie_weights()
     model.train()
     return model  # type: ignore[no-any-return]

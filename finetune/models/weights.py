@@ -71,6 +71,9 @@ class Box:
             raise AttributeError(name)
         raise UnsupportedConversion(f"Tensor.{name}")
 
+    def __getitem__(self, _index: Any) -> Any:
+        raise UnsupportedConversion("an index")
+
     @property
     def ndim(self) -> int:
         return len(self.shape)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from finetune.config.facts import count_chosen, count_experts
 from finetune.config.layout import Sharding
-from finetune.distributed.language_model import trunk_of
+from finetune.distributed.language_model import has_other_parts, trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
@@ -41,8 +41,14 @@ def choose_experts_implementation(sharding: Sharding, dtype: torch.dtype, device
 
 def install_experts(model: Any, world: World, dtype: torch.dtype) -> None:
     """Makes a mixture compute its experts, whose parameters will be kept in `dtype`, as this machine does best."""
-    if model._can_set_experts_implementation():
-        model.set_experts_implementation(choose_experts_implementation(world.sharding, dtype, world.device.type))
+    set_experts_implementation(model, choose_experts_implementation(world.sharding, dtype, world.device.type))
+
+
+def set_experts_implementation(model: Any, name: str) -> None:
+    """Makes a mixture compute its experts by transformers' implementation `name`; no effect on a dense model."""
+    language_model = trunk_of(model) if has_other_parts(model) else model  # which may be another family's
+    if language_model._can_set_experts_implementation():
+        language_model.set_experts_implementation(name)
 
 
 def expert_modules(model: nn.Module) -> list[nn.Module]:
