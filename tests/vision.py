@@ -82,7 +82,88 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
-STATEFUL = ("qwen3_5",)  # with linear attention
+EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+GEMMA_4 = {
+    "sliding_window": 16,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_kv_shared_layers": 0,
+    "hidden_size_per_layer_input": 0,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "global_head_dim": 8,
+    "num_global_key_value_heads": 2,
+}
+LLAMA_4 = {
+    "model_type": "llama4_text",
+    "num_local_experts": 2,
+    "num_experts_per_tok": 1,
+    "intermediate_size_mlp": 64,
+    "attention_chunk_size": 64,
+    "interleave_moe_layer_step": 1,
+}
+OUTPUT_16 = {"vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16}
+MORE: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        "text_config": GEMMA_4,
+        "vision_config": VISION | {"model_type": "gemma4_vision", "head_dim": 8, "num_key_value_heads": 2},
+        "audio_config": None,
+        "image_token_id": IMAGE,
+        "boi_token_id": START,
+        "eoi_token_id": END,
+    },
+    "smolvlm": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": VISION,
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+        "pad_token_id": 0,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen2"},
+        "vision_config": VISION | {"image_size": [28, 28], "patch_size": [14, 14]},
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": False,
+    },
+    "glm4v": {
+        "text_config": rope(mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
+        "vision_config": QWEN_VISION | {"image_size": 28},
+        **QWEN_IDS,
+    },
+    "qwen2_vl": {
+        "text_config": rope(mrope_section=[1, 1, 2]),
+        "vision_config": {
+            "depth": 2,
+            "embed_dim": 16,
+            "hidden_size": 32,
+            "mlp_ratio": 2,
+            "num_heads": 2,
+            "patch_size": 14,
+        },
+        **QWEN_IDS,
+    },
+    "qwen3_vl_moe": {
+        "text_config": rope(mrope_section=[2, 1, 1], mrope_interleaved=True) | EXPERTS | {"decoder_sparse_step": 1},
+        "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
+    "qwen3_5_moe": {
+        "text_config": LINEAR | EXPERTS,
+        "vision_config": QWEN_VISION | {"num_position_embeddings": 16},
+        **QWEN_IDS,
+    },
+    "llama4": {
+        "text_config": LLAMA_4,
+        "vision_config": VISION | {"model_type": "llama4_vision_model"} | OUTPUT_16,
+        "image_token_index": IMAGE,
+        "boi_token_index": START,
+        "eoi_token_index": END,
+    },
+}
+STATEFUL = ("qwen3_5", "qwen3_5_moe", "llama4")  # with linear attention, or chunks of it
 
 
 def text_prompt() -> dict[str, Any]:
@@ -111,7 +192,7 @@ def whole_config(family: str) -> dict[str, Any]:
     """The content of config.json."""
     tokenizer = make_tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    keys = FAMILIES[family]
+    keys = (FAMILIES | MORE)[family]
     text = TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]
     return keys | {"model_type": family, "text_config": text}
 

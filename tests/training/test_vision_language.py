@@ -2,18 +2,21 @@
 is its files with the language model trained, and an adapter works on the class that a server opens."""
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
+from finetune.errors import UserError
+from finetune.export.export import export
 from tests.conftest import make_chat
 from tests.training import reference
-from tests.training.layouts import steps_of, train_families, write_recipe
-from tests.vision import FAMILIES, STATEFUL, image_prompt, make_vision_model, text_prompt
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, train_families, write_config, write_recipe
+from tests.vision import FAMILIES, MORE, STATEFUL, image_prompt, make_vision_model, text_prompt
 
 STEPS = 3
 LORA: dict[str, Any] = {
@@ -26,8 +29,8 @@ WITH_LORA = ("gemma3", "qwen3_5", "qwen2_5_vl")
 WANTED = [
     *((family, "single", 1) for family in FAMILIES),
     *((f"{family}-lora", "single", 1) for family in WITH_LORA),
-    *((family, "full_shard", 2) for family in FAMILIES),
-    *((f"{family}-lora", "full_shard", 2) for family in WITH_LORA),
+    *((family, "full_shard", 2) for family in ("gemma3", "qwen2_5_vl", "qwen3_5")),
+    ("gemma3-lora", "full_shard", 2),
     ("gemma3", "ddp", 2),
     ("qwen3_vl", "FULL_SHARD", 2),
 ]
@@ -42,9 +45,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     """Recipes of full training and of LoRA."""
+    return make_recipes(folder, FAMILIES)
+
+
+def make_recipes(folder: Path, families: Iterable[str]) -> dict[str, Path]:
     data = make_chat(folder / "chat.jsonl", rows=26)
     paths = {}
-    for family in FAMILIES:
+    for family in families:
         model = make_vision_model(folder / family / "model", family)
         if family == "mistral3":  # as Mistral publishes it: untied, and config.json does not say so
             config = json.loads((model / "config.json").read_text())
@@ -105,8 +112,6 @@ def test_the_export_is_the_checkpoint_with_its_language_model_trained(
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_untrained_checkpoint_answers_an_image_as_before(family: str, folder: Path, tmp_path: Path) -> None:
-    from finetune.export.export import export
-
     source = make_vision_model(folder / family / "model", family)
     exported = export(source, tmp_path / "export", log=lambda _: None)
     with torch.no_grad():
@@ -133,3 +138,43 @@ def test_plain_peft_opens_the_adapter_on_the_whole_class(family: str, runs: Call
     own = {name.replace(".default", "") for name in adapted.state_dict() if ".lora_" in name}
     assert own == load_file(run / "adapter" / "adapter_model.safetensors").keys()
     assert all(".language_model." in name for name in own)
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, again = runs("qwen3_vl", "single", 1), tmp_path / "again"
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08d}")
+    (again / "finished.json").unlink()
+    keys = [f"output_dir={again}", "export_at_end=False"]
+    printed = train_all(tmp_path, [(recipes["qwen3_vl"], write_config(tmp_path, "single"), keys)], ranks=1)
+    assert f"resumed at step {STEPS - 1}" in printed
+    assert_bit_equal(whole, again, STEPS)
+
+
+def test_an_adapter_with_names_of_another_class_is_refused(
+    runs: Callable[..., Path], folder: Path, tmp_path: Path
+) -> None:
+    """Plain peft would only warn, and leave the base as it is."""
+    adapter, other = runs("qwen3_5-lora", "single", 1) / "adapter", tmp_path / "other"
+    shutil.copytree(adapter, other)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    renamed = {name.replace(".language_model.", "."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, other / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="Qwen3_5ForConditionalGeneration of this config has no such tensor"):
+        export(other, tmp_path / "export", log=lambda _: None)
+
+
+@pytest.mark.slow
+def test_further_families_train_as_the_whole_class(tmp_path: Path) -> None:
+    recipes = make_recipes(tmp_path, MORE)
+    wanted = [(recipe, "single", 1) for recipe in recipes]
+    runs = train_families(tmp_path, recipes, wanted, wanted)
+    for family in MORE:
+        for line, (loss, norm) in zip(
+            steps_of(runs(family, "single", 1)), reference.train(recipes[family]), strict=True
+        ):
+            assert (line["loss"], line["grad_norm"]) == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
+        for run in (runs(family, "single", 1), runs(f"{family}-lora", "single", 1)):
+            open_whole(run / "export")
