@@ -10,6 +10,7 @@ import torch
 from finetune.constants import ADAPTER, EXPORT
 from finetune.errors import UserError
 from finetune.export.card import has_tokenizer, write_metadata
+from finetune.export.merge import refuse_idle
 from finetune.export.merge_choice import choose_merge
 from finetune.export.options import ExportOptions, MergeOnto, check_request
 from finetune.export.publish import check_disk_space, publish, push_folder
@@ -91,6 +92,8 @@ def export_source(
     _check_output_is_apart(source, output)
     title = output.parent.name if output.parent == source.run else output.name
     target = describe_target(source.description, trust_remote_code=options.trust_remote_code)
+    if source.adapter is not None and options.verify:
+        refuse_idle(source.adapter, str(source.path))
     merge = choose_merge(source, target, options, log)  # with all cores: it computes more than it reads
     with _one_torch_thread(), publish(output, overwrite=options.overwrite) as folder:
         weights = plan_weights(source, target, options, merge)

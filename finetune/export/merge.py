@@ -36,6 +36,17 @@ class Update:
     needs_whole_rows: bool = False  # whether the slices must be rows
 
 
+def refuse_idle(adapter: Adapter, where: str) -> None:
+    """Raises `UserError` where an adapter changes nothing: all that it has are factors whose products are zero."""
+    ends = (".lora_B.weight", ".lora_embedding_B")
+    factors = {name for name in adapter.tensors if name.endswith((*ends, ".lora_A.weight", ".lora_embedding_A"))}
+    seconds = [adapter.tensors[name] for name in factors if name.endswith(ends)]
+    if seconds and factors == adapter.tensors.keys() and not any(read(second).any() for second in seconds):
+        raise UserError(
+            f"{where}: the adapter changes nothing: every lora_B in it is zero, as before training; train it"
+        )
+
+
 def find_own_bases(adapter: Adapter) -> dict[str, StoredTensor]:
     """Base tensor -> the copy of it that PEFT saved with the adapter, as it does for an adapted embedding."""
     return {name.replace(BASE_LAYER, "."): t for name, t in adapter.tensors.items() if _is_own_base(name)}

@@ -22,7 +22,7 @@ STEPS = 3
 LORA: dict[str, Any] = {
     "use_peft": True,
     "lora_r": 4,
-    "lora_target_modules": ["q_proj", "v_proj", "up_proj"],
+    "lora_target_modules": ["q_proj", "v_proj", "down_proj"],
 }
 WITH_LORA = ("gemma3", "qwen3_5", "qwen2_5_vl")
 # (family, layout, ranks)
@@ -153,7 +153,7 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     assert_bit_equal(whole, again, STEPS)
 
 
-def test_an_adapter_with_names_of_another_class_is_refused(
+def test_an_adapter_without_effect_on_the_class_is_refused(
     runs: Callable[..., Path], folder: Path, tmp_path: Path
 ) -> None:
     """Plain peft would only warn, and leave the base as it is."""
@@ -163,6 +163,10 @@ def test_an_adapter_with_names_of_another_class_is_refused(
     renamed = {name.replace(".language_model.", "."): tensor for name, tensor in tensors.items()}
     save_file(renamed, other / "adapter_model.safetensors", {"format": "pt"})
     with pytest.raises(UserError, match="Qwen3_5ForConditionalGeneration of this config has no such tensor"):
+        export(other, tmp_path / "export", log=lambda _: None)
+    idle = {name: tensor * (".lora_B." not in name) for name, tensor in tensors.items()}
+    save_file(idle, other / "adapter_model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match="the adapter changes nothing: every lora_B in it is zero"):
         export(other, tmp_path / "export", log=lambda _: None)
 
 
