@@ -22,7 +22,7 @@ STEPS = 3
 LORA: dict[str, Any] = {
     "use_peft": True,
     "lora_r": 4,
-    "lora_target_modules": ["q_proj", "v_proj", "down_proj"],
+    "lora_target_modules": ["q_proj", "v_proj", "o_proj"],
 }
 WITH_LORA = ("gemma3", "qwen3_5", "qwen2_5_vl")
 # (family, layout, ranks)
