@@ -66,6 +66,16 @@ def exit_code(main: Callable[[], object]) -> int:
     except Exception as fault:
         _print_fault(fault, rank)
         return EXIT_FAULT
+    except BaseException as fault:
+        if type(fault).__name__ != "PanicException":  # which Rust code raises
+            raise
+        print(
+            f"a library's own code failed: {fault}; if it is a tokenizer's, a pattern in its tokenizer.json cannot be "
+            "applied to this text",
+            file=sys.stderr,
+            flush=True,
+        )
+        return EXIT_USER_ERROR
     return 0
 
 

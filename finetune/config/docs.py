@@ -40,7 +40,7 @@ learning_rate: 1e-5
 - An unknown key, a wrong type, a key given twice, a missing file: all are reported at once, each with its line, before
   anything is loaded.
 - A local path is looked for in the working directory, then in the recipe's folder; a name found in neither is a hub name.
-- Numbers are YAML 1.2's: `2e-5` is a number. Aliases (`*name`) are not read.
+- Numbers are YAML 1.2's: `2e-5` is a number. Aliases (`*name`) are not read, nor a file of more than 256 KiB ([limits](data.md#limits)).
 """  # noqa: E501
 
 # What most recipes need, in the order of a file.

@@ -2,13 +2,14 @@
 read."""
 
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, pairwise
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from finetune.data.formats import Conversation, Document, Row, name_rendering, p
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
-from finetune.data.render import COMPARED, RenderedText, render, render_turns
+from finetune.data.render import COMPARED, CONTEXT, RenderedText, render, render_turns
 from finetune.data.sources import RowBatch
 from finetune.data.template import Renderer, add_variables, make_renderer
 from finetune.data.token_store import Tokens
@@ -168,6 +169,9 @@ def _check_pair(group: Group, texts: Sequence[RenderedText]) -> list[str]:
 SHOWN_BAD_ROWS = 5
 MAX_NAMED_COLUMNS = 100  # unused ones; a file may have a different column in every row
 PREFETCH_BATCHES = 4  # for each thread
+LONG_TEXT = 2**18  # characters that are encoded at a time; what is longer is cut
+CUTS_TRIED = 100
+WORD_END = re.compile(r"(?<=\S)(?=\s)")
 Places = list[tuple[int, int]]  # (index of a file, number of the row in it)
 
 
@@ -342,8 +346,8 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     a border, the mask is exact, and the text before an answer is encoded exactly as in the prompt at inference. A piece
     that follows a special token is encoded as it would be within the whole text.
     """
-    pieces = [list(_split(document, encoder.added_tokens)) for document in documents]
-    encoded = iter(_encode(list(chain.from_iterable(pieces)), encoder))
+    pieces = [[part for piece in _split(d, encoder.added_tokens) for part in _cut(piece, encoder)] for d in documents]
+    encoded = _encode(list(chain.from_iterable(pieces)), encoder)
     ids: list[list[int]] = []
     trained: list[bool] = []
     lengths = np.zeros(len(documents), np.int32)
@@ -399,8 +403,39 @@ def _split(document: RenderedText, added_tokens: tuple[str, ...]) -> Iterator[_P
         yield _Piece(text[start:end], trained=i % 2 == 1, before=before)
 
 
-def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
-    """The ids of each piece, without those of what stands before it."""
+def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
+    """The piece in parts of about LONG_TEXT, cut before white space where the text around has the same tokens apart as
+    together: an encoding takes 150 times its text in memory."""
+    text, start, begin = piece.text, 0, LONG_TEXT
+    while begin < len(text):
+        borders = islice(WORD_END.finditer(text, begin, begin + LONG_TEXT), CUTS_TRIED)
+        border = next((match.start() for match in borders if _is_border(text, match.start(), encoder)), None)
+        if border is not None:
+            yield replace(piece, text=text[start:border], before="\n" if start else piece.before)
+            start = border
+        begin = (border or begin) + LONG_TEXT
+    yield replace(piece, text=text[start:], before="\n") if start else piece
+
+
+def _is_border(text: str, at: int, encoder: Encoder) -> bool:
+    before, after = text[at - CONTEXT : at], text[at : at + CONTEXT]
+    parts = [_Piece(before, False, ""), _Piece(after, False, "\n"), _Piece(before + after, False, "")]
+    first, second, both = _encode(parts, encoder)
+    return first + second == both
+
+
+def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> Iterator[list[int]]:
+    """The ids of each piece, without those of what stands before it; a stretch of pieces is encoded at a time."""
+    start, size = 0, 0
+    for end, piece in enumerate(pieces):
+        if size and size + len(piece.text) > LONG_TEXT:
+            yield from _encode_stretch(pieces[start:end], encoder)
+            start, size = end, 0
+        size += len(piece.text)
+    yield from _encode_stretch(pieces[start:], encoder)
+
+
+def _encode_stretch(pieces: Sequence[_Piece], encoder: Encoder) -> list[list[int]]:
     contexts = {piece.before for piece in pieces} - {"", "\n"}
     ids_of = {text: encoder.backend.encode(text, add_special_tokens=False).ids for text in contexts}
     ids_of |= {"": [], "\n": encoder.newline_ids}

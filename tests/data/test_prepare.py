@@ -252,6 +252,11 @@ def test_bad_rows_stop_the_run_or_are_skipped_and_counted(prepare: Prepare, tmp_
     assert source.formats == ("messages",)
     assert [problem.partition(": ")[0] for problem in source.skipped] == [f"{path}:{number}" for number in (2, 3, 4)]
     assert names(prepared)["skipped"] == "warning"
+    path.write_text("".join(json.dumps(chat(question, "A")) + "\n" for question in ("Q", "no", "R", "no")))
+    refusing = "{% for m in messages %}{% if m.content == 'no' %}{{ raise_exception('not this') }}{% endif %}{{ m.content + eos_token }}{% endfor %}"
+    source = prepare([{"path": str(path)}], on_bad_row="skip", chat_template=refusing).report.sources[0]
+    assert (source.rows_skipped, source.examples) == (2, 2)
+    assert source.skipped == tuple(f"{path}:{line}: the chat template rejects it: not this" for line in (2, 4))
     path.write_text("nope\n")
     with pytest.raises(UserError, match=r"every row was skipped; the first: .*a\.jsonl:1: not JSON"):
         prepare([{"path": str(path)}], on_bad_row="skip")

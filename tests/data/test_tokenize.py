@@ -1,6 +1,7 @@
 """Tokens and labels: for any text and spans, the labels are the next tokens of exactly those spans."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from finetune.config.schema import DatasetSource
@@ -18,6 +19,7 @@ from finetune.data.render import RenderedText, render
 from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
 from finetune.data.tokenizer import PLAIN, make_encoder
+from finetune.errors import exit_code
 
 CORPUS = ["What is two plus two? It is four.\n\n", "It is what it is, said the wise, and four is four.\n"] * 20
 
@@ -134,6 +136,37 @@ def test_every_turn_has_the_ids_of_apply_chat_template_under_sentencepiece(templ
     starts = np.flatnonzero(np.diff(np.concatenate(([IGNORE_INDEX], tokens.labels)) != IGNORE_INDEX))
     spans = [[int(label) for label in part if label != IGNORE_INDEX] for part in np.split(tokens.labels, starts)]
     assert [backend.decode(part).strip() for part in spans if part] == words[1::2]
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, "llama3"])
+def test_a_long_text_is_encoded_in_parts_as_in_one(name: str, request: pytest.FixtureRequest) -> None:
+    if name == "llama3":
+        folder = request.getfixturevalue("shared") / "tokenizers" / "llama3"
+        encoder = make_encoder(AutoTokenizer.from_pretrained(folder))
+    else:
+        encoder = ENCODERS[name]
+    text = "".join(CORPUS) * 300 + "x" * 300_000 + " and it is\n\n  four ü漢. " * 10_000
+    encoded, sizes = encoder.backend.encode_batch_fast, []
+
+    class Backend:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> Any:
+            sizes.append(sum(map(len, texts)))
+            return encoded(texts, **options)
+
+    document = RenderedText(text, ((len(text) // 2, len(text)),), is_plain=True)
+    parts = tokenize([document], [(0, 1)], replace(encoder, backend=Backend()))
+    newline = "\n" if encoder.newline_ids else ""
+    halves = text[: len(text) // 2], newline + text[len(text) // 2 :]
+    first, second = (encoder.backend.encode(half, add_special_tokens=False).ids for half in halves)
+    assert parts.input_ids.tolist() == [*encoder.bos_ids, *first, *second[len(encoder.newline_ids) :]]
+    assert max(sizes) < 600_000 < len(text), "only the long word stays whole"
+
+
+def test_a_tokenizer_whose_pattern_panics_ends_in_a_sentence(capfd: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("(x+x+)+y"), "isolated")
+    assert exit_code(lambda: tokenizer.encode("x" * 60)) == 2
+    assert capfd.readouterr().err.splitlines()[-1].startswith("a library's own code failed: ")
 
 
 def test_documents_without_a_token_are_handled() -> None:
