@@ -186,8 +186,7 @@ def _is_within(path: Path, run_folder: Path) -> bool:
 
 
 def _fill_in(name: str, value: Any) -> Any:
-    """`value` with the defaults of those keys of an entry of `datasets` that the version which wrote it did not
-    know."""
+    """`value` with defaults added for the `datasets` keys that did not exist when it was written."""
     if name not in NESTED or not isinstance(value, list):
         return value
     defaults = {key.name: _plain(key.default) for key in keys_of(NESTED[name]).values() if not key.is_required}

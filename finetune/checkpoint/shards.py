@@ -48,7 +48,7 @@ def is_quantized(tensor: Any) -> bool:
 
 
 def dequantize(tensor: Any) -> torch.Tensor:
-    """The fp32 numbers, of which torchao's own quantization makes the same codes and scales again.
+    """The tensor in fp32, such that torchao quantizes it to the same codes and scales again.
 
     Its lowest signed code stands for -0.993, but is what it makes of a block's largest magnitude, -1, from which it
     takes the scale. Written as -0.993 the scale, and with it every code of that block, would be another; so it is
@@ -216,8 +216,8 @@ def _shards_of_sharded_tensor(part: str, name: str, tensor: Any) -> list[TensorS
 
 
 def encode_file(shards: list[TensorShard]) -> Iterator[bytes | memoryview]:
-    """A safetensors file of these shards, a tensor at a time: copied from its device, or made fp32 of 8 bits, when its
-    turn comes."""
+    """A safetensors file of these shards, a tensor at a time: copied from its device, or converted from 8 bits to fp32,
+    when its turn comes."""
     offsets = json.dumps({shard.name: {"saved_offsets": list(shard.offsets)} for shard in shards})
     yield header_bytes(
         ((shard.name, shard.tensor.dtype, tuple(shard.tensor.shape)) for shard in shards),

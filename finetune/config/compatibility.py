@@ -71,7 +71,8 @@ def find_problems(
 def find_recipe_problems(
     values: Mapping[str, Any], places: Mapping[str, str], file: str, unusable: Iterable[str]
 ) -> list[Problem]:
-    """The problems of the `values` of a recipe that has just been read; silent about `unusable` keys."""
+    """The problems in the `values` of a recipe that was just read. Rules that read a key in `unusable`, whose value is
+    already known to be wrong, are skipped."""
     sections = {
         name: section(**{each.name: values[each.name] for each in fields(section) if each.name in values})
         for name, section in SECTIONS.items()
@@ -196,7 +197,7 @@ MACHINE: tuple[Rule, ...] = (
     ),
     _machine_rule(
         "no compiler", "torch_compile", when=lambda c: c["torch_compile"] and not c.machine.has_compiler,
-        message="torch_compile: torch compiles by a C++ compiler, and there is none on the PATH",
+        message="torch_compile: torch.compile needs a C++ compiler, and none is on the PATH",
         advice="install one (g++), or set torch_compile: false", fix={"torch_compile": False},
     ),
     _machine_rule(
@@ -209,8 +210,8 @@ MACHINE: tuple[Rule, ...] = (
         "flex_attention of padded rows", "attn_implementation", "packing",
         when=lambda c: c["attn_implementation"] == "flex_attention" and not c["packing"]
         and c.machine.device == "cpu",
-        message="attn_implementation: flex_attention cannot be combined with packing: false on a CPU: transformers' "
-        "outputs of padded rows are not finite there",
+        message="attn_implementation: flex_attention cannot be combined with packing: false on a CPU: there "
+        "transformers' outputs for padded rows are not finite",
         advice="remove the key", fix={"attn_implementation": "auto"},
     ),
     _machine_rule(

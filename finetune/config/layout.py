@@ -74,8 +74,7 @@ def read_fp8(section: Mapping[str, Any], source: str, problems: list[str]) -> Fp
 
 
 def read_fp8_environment(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fp8_config section of which the launcher has made these variables; its own defaults are 1 where a file says
-    true."""
+    """Rebuilds the fp8_config section from the launcher's variables. The launcher writes 1 and 0 for true and false."""
     section = {key: environ[variable] for key, variable in FP8_KEYS.items() if variable in environ}
     return {key: {"1": "true", "0": "false"}.get(value, value) for key, value in section.items()}
 

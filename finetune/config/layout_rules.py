@@ -187,7 +187,8 @@ def _describe_ep_ranks(case: Case) -> str:
     shards = case.ranks // replicas
     run = "the run" if replicas == 1 else f"each of the {replicas} replicas of {case.layout.source}"
     return (
-        f"expert_parallel_size: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is no whole number"
+        f"expert_parallel_size: {size}: {run} has {counted(shards, 'rank')}, and {shards} / {size} is not a "
+        "whole number"
     )
 
 
@@ -242,7 +243,7 @@ RULES: tuple[Rule, ...] = (
         name="a quantized base under FSDP1", keys=("load_in_4bit", "load_in_8bit", "fsdp_version"), needs=("layout",),
         of_teacher=True, when=lambda c: is_fsdp1(c) and is_quantized(c),
         message="{load_key} cannot be combined with fsdp_version: 1 ({layout.source}): FSDP1 flattens and converts "
-        "the parameters of a layer together, which quantized ones do not survive",
+        "the parameters of a layer together, which corrupts quantized ones",
         advice="set fsdp_version: 2",
     ),
     _exclude(
@@ -276,7 +277,8 @@ RULES: tuple[Rule, ...] = (
         fix={"neftune_noise_alpha": None},
     ),
     _exclude(
-        "tp_size", has_tp, "load_in_4bit", is_quantized, lambda c: c.load_key, "a quantized base cannot be sharded so",
+        "tp_size", has_tp, "load_in_4bit", is_quantized, lambda c: c.load_key,
+        "a quantized base cannot be split by tensor parallelism",
         advice="name an unquantized model without the key, or set tp_size: 1",
     ),
     _exclude(

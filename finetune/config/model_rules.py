@@ -86,7 +86,7 @@ def _advise_tp_size(case: Case) -> str:
 def _describe_uneven(case: Case) -> str:
     ranks = case.layout.tensor_parallel_size
     uneven = [
-        f"{key} {size}, and {size} / {ranks} leaves a rest of {size % ranks}"
+        f"{key} {size}, and {size} / {ranks} leaves a remainder of {size % ranks}"
         for key, size in _find_uneven(case).items()
         if size % ranks
     ]
@@ -296,15 +296,15 @@ RULES: tuple[Rule, ...] = (
     # Mixtures
     _model_rule(
         "torch_compile of a mixture", "torch_compile", when=lambda c: c["torch_compile"] and c.model.experts,
-        message="torch_compile: {name} is a mixture of experts, whose tokens for each expert differ from step to "
-        "step",
+        message="torch_compile: {name} is a mixture of experts; the number of tokens of an expert changes every "
+        "step, which cannot be compiled",
         fix={"torch_compile": False},
     ),
     _model_rule(
         "projections of a mixture kept", "activation_checkpointing_keeps",
         when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c.model.experts,
         message="activation_checkpointing_keeps: attention_and_projections: the experts of {name} multiply "
-        "matrices of the sizes of attention's",
+        "matrices of the same sizes as attention's",
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     _model_rule(
@@ -336,7 +336,7 @@ RULES: tuple[Rule, ...] = (
     _size_rule(
         "experts over ranks", "expert_parallel_size", when=lambda c: c.model.experts % c.layout.expert_parallel_size,
         message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has {model.experts} "
-        "experts, and {model.experts} / {layout.expert_parallel_size} is no whole number",
+        "experts, and {model.experts} / {layout.expert_parallel_size} is not a whole number",
         advice=lambda c: set_to_divisor("expert_parallel_size", math.gcd(c.model.experts,
         c.ranks // (c.layout.replicate_size or 1))),
         fix={"expert_parallel_size": 1},

@@ -21,7 +21,7 @@ class OptimizerFacts:
     help: str = ""  # a sentence of the help of `optim`, after its name
 
     # Memory and disk.
-    # Bytes in memory of its state of a rank's part, of this shape, of a tensor whose numbers have so many bytes each.
+    # (shape of a rank's part of a tensor, bytes per number) -> bytes of optimizer state in memory.
     count_state: Callable[[Shape, int], int]
     count_saved: Callable[[Shape, int], int] | None = None  # the same in a checkpoint; None: as in memory
     moment_itemsize: int | None = None  # bytes of a number of its moments in the files of nvme; None: as its parameter
@@ -31,7 +31,7 @@ class OptimizerFacts:
 
     # The step.
     reads_found_inf: bool = False  # skips its update by the flag of torch's GradScaler
-    reads_betas: bool = True  # whether adam_beta1, adam_beta2 and adam_epsilon are its
+    reads_betas: bool = True  # whether it uses adam_beta1, adam_beta2 and adam_epsilon
     decouples_decay: bool = True  # weight_decay is no part of its gradient
 
     # What it needs, and what it cannot be combined with (the names of OPTIMIZER_CONFLICTS in layout_rules.py), and why.

@@ -92,8 +92,8 @@ def _shown(value: Any) -> str:
 
 
 def shipped_folder(name: str) -> Path:
-    """`recipes` or `accelerate_configs`: the repository's own in a checkout, else the copy inside the installed
-    package."""
+    """The folder `name` (`recipes` or `accelerate_configs`): the repository's own in a checkout, otherwise the copy in
+    the installed package."""
     package = Path(__file__).resolve().parents[1]
     installed = package / name
     return installed if installed.is_dir() else package.parent / name

@@ -108,7 +108,7 @@ def _needs_evaluation(key: str) -> Rule:
         name=f"{key} without held-out losses",
         keys=(key, "eval_strategy", "eval_steps"),
         when=lambda case: is_set(key)(case) and not _evaluates(case),
-        message=f"{key} goes by the held-out losses in between",
+        message=f"{key} needs held-out losses during training",
         advice="set eval_steps, or eval_strategy: epoch",
     )
 
@@ -216,22 +216,23 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="label_smoothing without labels", keys=("label_smoothing", "distill_alpha", "method"),
         when=lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1 and c["label_smoothing"],
-        message="label_smoothing is of the cross entropy, which has no weight with distill_alpha: 1",
+        message="label_smoothing applies to the cross entropy, which distill_alpha: 1 gives no weight",
         advice="set distill_alpha below 1, or remove it",
     ),
     Rule(
         name="streaming with a reference",
         keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),
         when=lambda c: c["streaming"] and c.recipe.method_facts.needs_reference and _trains_base(c),
-        message="streaming: {method} compares with the model before training, whose log-probabilities of all the "
-        "data are computed first unless new adapters alone are trained",
+        message="streaming: {method} needs the reference's log-probabilities of all data before training, unless "
+        "only new adapters are trained",
         advice="remove streaming, or set use_peft without modules_to_save, added_tokens and adapter_name_or_path",
         fix={"streaming": False},
     ),
     Rule(
         name="split answers that are compared", keys=("overlength", "method"),
         when=lambda c: c.recipe.method_facts.compares and c["overlength"] == "split",
-        message="overlength: split takes answers apart, which method: {method} compares; truncate, drop or error",
+        message="overlength: split would cut up the answers that method: {method} compares; set truncate, drop or "
+        "error",
     ),
     Rule(
         name="assistant_only_loss of pairs", keys=("assistant_only_loss", "method"),
@@ -297,8 +298,8 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="DoRA's products kept", keys=("activation_checkpointing_keeps", "use_dora"),
         when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c["use_dora"],
-        message="activation_checkpointing_keeps: attention_and_projections: DoRA's adapters multiply "
-        "matrices of the sizes of attention's",
+        message="activation_checkpointing_keeps: attention_and_projections: DoRA's adapters multiply matrices of "
+        "the same sizes as attention's",
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     _not_in_backward(
@@ -350,7 +351,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         name="a minimum of a schedule without an end", keys=("min_lr_ratio", "lr_scheduler_type"),
         when=lambda c: not SCHEDULES[c["lr_scheduler_type"]].has_end and c["min_lr_ratio"] > 0,
-        message="lr_scheduler_type: {lr_scheduler_type} has no end, and min_lr_ratio no effect",
+        message="lr_scheduler_type: {lr_scheduler_type} has no end, so min_lr_ratio has no effect",
         advice="remove one of the two", fix={"min_lr_ratio": 0},
     ),
     Rule(

@@ -108,8 +108,8 @@ SCHEDULE_KEYS = {
 def compute_learning_rate(step: int, schedule: Schedule) -> float:
     """The learning rate of optimizer step `step` (0-based): a pure function, so that there is no scheduler to save.
 
-    Transformers' schedules, whose warm-up begins at 0; this one begins one step further, so that no step is lost.
-    Cosine: Loshchilov and Hutter 2017, eq. 5, without restarts.
+    As in transformers, but the warm-up starts one step later on its ramp, so that the first step has a learning rate
+    above 0. Cosine: Loshchilov and Hutter 2017, eq. 5, without restarts.
 
     >>> s = Schedule(peak=1.0, warmup_steps=2, steps=10)
     >>> [round(compute_learning_rate(step, s), 3) for step in (0, 1, 2, 6, 9, 10)]

@@ -199,7 +199,7 @@ class Quantization:
 
     @property
     def bits(self) -> Literal[4, 8] | None:
-        """Of a quantized weight; None where nothing is quantized."""
+        """Bits per number of a quantized weight, or None if nothing is quantized."""
         return 4 if self.load_in_4bit else 8 if self.load_in_8bit else None
 
 
@@ -403,7 +403,7 @@ class Model:
     activation_checkpointing_keeps: Annotated[
         Literal["nothing", "attention", "attention_and_projections"],
         "What a checkpointed layer keeps beside its input, instead of computing it again: the output of attention, "
-        "whose computation grows with the length of documents; with the products round it (query, key, value, "
+        "whose computation grows with the length of documents; with the products around it (query, key, value, "
         "output). More memory, less time. Not with torch_compile.",
     ] = "nothing"
     activation_offload: Annotated[

@@ -45,7 +45,8 @@ class Layout:
 
     @property
     def changes(self) -> dict[str, Any]:
-        """What their file asks for beside the shipped file, by Accelerate's keys; empty where the shipped one does it."""
+        """What their file asks for beside the shipped file, by Accelerate's keys; empty where the shipped one does
+        it."""
         if self.file is None:
             return {}
         precision: dict[str, Any] = {} if self.precision == "bf16" else {"mixed_precision": self.precision}
@@ -60,7 +61,10 @@ class Layout:
         if self.sharding == "hybrid":
             yield "the sizes of the groups in fsdp_hybrid_shard.yaml are an example; set them to yours"
         elif "parallelism_config" in self.changes:
-            yield "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it to the number of groups"
+            yield (
+                "parallelism_config_dp_shard_size: 1 in the Accelerate file is for one group of ranks; set it to "
+                "the number of groups"
+            )
 
 
 def write_accelerate(layout: Layout) -> str | None:
@@ -91,7 +95,8 @@ def read_layout(tool: Tool, theirs: Mapping[str, Any], text: str) -> Layout:
 
 
 def _fp8(theirs: Mapping[str, Any]) -> str:
-    """torchao's recipe, one scale for each tensor where they do not name another; empty where they multiply in their compute dtype."""
+    """torchao's recipe, one scale for each tensor where they do not name another; empty where they multiply in their
+    compute dtype."""
     section = read_section(theirs, "fp8")
     asks = section.get("enabled", bool(section)) if section else theirs.get("fp8") or theirs.get("enable_fp8_training")
     return str(section.get("recipe_name") or theirs.get("fp8_recipe_name") or "tensorwise") if asks else ""

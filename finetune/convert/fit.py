@@ -1,4 +1,5 @@
-"""What converts must run: a recipe is judged by the rules of a run, for the model's family, and written as what would run."""
+"""What converts must run: a recipe is judged by the rules of a run, for the model's family, and written as what would
+run."""
 
 import json
 import re
@@ -26,7 +27,8 @@ from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from finetune.files.run_json import read_json_object
 
-# Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that do.
+# Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that
+# do.
 FAMILIES = (
     (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
     (r"distill.*llama|llama-?3\S*nemotron", "llama"),
@@ -91,7 +93,8 @@ def find_family(name: str) -> str | None:
 
 
 def fit_to_rules(found: Conversion) -> None:
-    """Changes in the recipe what no run of it would take, with a line for each change; what no change resolves is left to do."""
+    """Changes in the recipe what no run of it would take, with a line for each change; what no change resolves is left
+    to do."""
     facts = find_facts(found.recipe)
     if facts is not None and read_family_source(facts.model_type):
         if found.recipe.pop("trust_remote_code", None):
@@ -110,7 +113,8 @@ def fit_to_rules(found: Conversion) -> None:
 
 
 def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
-    """The facts of a recipe's model: by its config.json where that is at hand, else what its name says of its family."""
+    """The facts of a recipe's model: by its config.json where that is at hand, else what its name says of its
+    family."""
     name = str(recipe.get("model_name_or_path"))
     path = Path(name).expanduser() / "config.json"
     try:
@@ -182,7 +186,8 @@ def _say(problem: Problem, found: Conversion) -> str:
 
 
 def _rename_targets(found: Conversion, family: str) -> None:
-    """Layers that get adapters by the family's names for them. A name that it does not have adapts nothing in the other tools."""
+    """Layers that get adapters by the family's names for them. A name that it does not have adapts nothing in the other
+    tools."""
     targets, layers = found.recipe.get("lora_target_modules"), find_linear_layers(family)
     if not isinstance(targets, list) or not layers:
         return
@@ -195,5 +200,8 @@ def _rename_targets(found: Conversion, family: str) -> None:
     fused = [next((other for other in OTHER_NAMES.get(name, ()) if other in layers), None) for name in missing]
     found.recipe["lora_target_modules"] = list(dict.fromkeys([*others, *filter(None, fused)])) or targets
     if any(fused):
-        line = f"adapters of {', '.join(filter(None, dict.fromkeys(fused)))} here, the family's layers for {', '.join(missing)}"
+        line = (
+            f"adapters of {', '.join(filter(None, dict.fromkeys(fused)))} here, the family's layers for "
+            f"{', '.join(missing)}"
+        )
         found.differences.append(f"lora_target_modules: {line}")

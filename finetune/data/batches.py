@@ -283,7 +283,7 @@ class Batches(Protocol):
 
     @property
     def steps(self) -> int:
-        """Of the whole run."""
+        """The number of steps in the whole run."""
 
     @property
     def steps_per_epoch(self) -> int | None:

@@ -72,7 +72,7 @@ class SourceReport:
 
 
 def count_groups(examples: Examples) -> dict[str, int]:
-    """Of `examples`: pairs of a chosen and a rejected one, and answers by their rating."""
+    """How many pairs, good answers and bad answers `examples` has."""
     ratings = examples.find_ratings() if examples.group_size > 1 else np.zeros(0, np.int8)
     counts = {"pairs": ratings == 0, "desirable": ratings > 0, "undesirable": ratings < 0}
     return {name: int(np.count_nonzero(found)) for name, found in counts.items()}
@@ -106,7 +106,7 @@ class Report(Protocol):
 
     @property
     def tokens(self) -> int:
-        """Of the examples to train on that have been read."""
+        """Tokens in the training examples read so far."""
 
     @property
     def longest(self) -> int:
@@ -114,7 +114,7 @@ class Report(Protocol):
 
     @property
     def formats(self) -> set[str]:
-        """Of the rows that have been read."""
+        """The formats of the rows read so far."""
 
     @property
     def findings(self) -> Sequence[Finding]: ...

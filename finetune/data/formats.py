@@ -79,7 +79,7 @@ class ParsedRow:
     document: Document
     format: str  # messages, sharegpt, alpaca, prompt_completion or text
     unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
+    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,7 @@ class ParsedPair:
 
     pair: Pair
     unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
+    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
 
 
 def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
@@ -276,7 +276,7 @@ class ParsedRatings:
     rated: tuple[Rated, ...]
     format: str
     unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
+    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
 
 
 def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
@@ -294,7 +294,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
     label = next((name for name in names if row.get(name) is not None), None)
     if label is None:
         raise BadRow(
-            f"{' or '.join(names)}: nothing that rates the answer: its columns are {list_columns(row) or 'none'} "
+            f"{' or '.join(names)}: no rating of the answer; its columns are {list_columns(row) or 'none'} "
             "(label_column names it); rows with a chosen and a rejected answer are read too"
         )
     columns = Columns(row)

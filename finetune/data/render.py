@@ -24,7 +24,7 @@ class RenderedText:
     text: str
     spans: tuple[Span, ...]  # what is trained on
     is_plain: bool  # the tokenizer's BOS is put before it; a chat template writes its own
-    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
+    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
     turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers

@@ -138,7 +138,7 @@ def _probe_turns(
 
 @dataclass(frozen=True, slots=True)
 class AskedTurn:
-    """An assistant's turn as inference asks for it: after the conversation so far. Returned by `ask_turn`."""
+    """An assistant's turn as inference asks for it: after the conversation so far. Returned by `ask_turns`."""
 
     prompt: str  # the conversation before it, with the generation prompt
     text: str  # the conversation that ends with it

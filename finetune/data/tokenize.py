@@ -50,7 +50,7 @@ class RowGroups:
     groups: tuple[Group, ...]
     format: str  # of `name_rendering`
     unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in `checks.CHECKS`
+    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
 
 
 @dataclass(slots=True)

@@ -189,7 +189,7 @@ class Encoder:
 
 
 def make_encoder(tokenizer: Any) -> Encoder:
-    """`tokenizer`: a fast tokenizer of transformers. Turns its truncation and padding off."""
+    """Wraps a fast transformers tokenizer as an `Encoder`, and turns off its truncation and padding."""
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

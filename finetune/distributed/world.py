@@ -154,7 +154,7 @@ class World:
 
     @property
     def mesh(self) -> "DeviceMesh | None":
-        """The mesh of `mesh.make_mesh`; None where the world is one dimension."""
+        """The mesh of `accelerator.make_mesh`; None where the world is one dimension."""
         mesh: DeviceMesh | None = getattr(self.accelerator, "torch_device_mesh", None)
         return mesh
 

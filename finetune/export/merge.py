@@ -11,7 +11,6 @@ import torch
 
 from finetune.config.pretrained_adapter import why_unsupported
 from finetune.errors import UserError
-from finetune.export import merge as lora
 from finetune.export.blocks import Value, as_floating, match_tensors, stored_value
 from finetune.export.options import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
@@ -256,7 +255,7 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
         if name in tensors and name in target.shapes and tensors[name].shape != tensor.shape:
             tensors[name] = tensor  # an embedding that was trained whole, and has grown with the tokenizer
     stored = match_tensors(tensors, target, str(source.path), prefixed=source.names_may_be_prefixed)
-    return stored if source.adapter is None else stored | lora.find_own_bases(source.adapter)
+    return stored if source.adapter is None else stored | find_own_bases(source.adapter)
 
 
 def choose_written_dtype(source: Source, target: TargetModel, options: ExportOptions) -> torch.dtype:
@@ -303,10 +302,10 @@ def plan_values(
     Raises `UserError` where the adapter does not fit the target, or merging it would not give the model that was
     trained.
     """
-    updates: Mapping[str, lora.Update] = {}
+    updates: Mapping[str, Update] = {}
     if source.adapter is not None:
-        updates = lora.find_updates(source.adapter, target, str(source.path))
-        lora.check_mergeable(source.adapter, updates, target, str(source.path))
+        updates = find_updates(source.adapter, target, str(source.path))
+        check_mergeable(source.adapter, updates, target, str(source.path))
     quantized = find_quantized(source, target) if onto == "dequantized" else frozenset(source.quantized)
     read_dequantized = read_dequantized or make_dequantizer(source)
     found = {}
@@ -315,7 +314,7 @@ def plan_values(
         value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, dtype))
         if name in quantized:
             value = replace(value, rows=_dequantized_rows(stored[name], read_dequantized))
-        found[name] = lora.merged_value(updates[name], value) if name in updates else value
+        found[name] = merged_value(updates[name], value) if name in updates else value
     return found
 
 

@@ -77,7 +77,7 @@ def start_reload() -> Iterator[ReloadProcess]:
 
 
 def _environment() -> dict[str, str]:
-    """For a process on the CPU, offline, outside any process group."""
+    """Environment variables for a process on the CPU, offline, outside any process group."""
     root = str(Path(finetune.__file__).resolve().parents[1])
     inherited = {
         name: value

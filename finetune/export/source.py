@@ -1,10 +1,11 @@
 """What is exported: found, opened and described, without reading a value.
 
-    a run's folder                  its newest valid checkpoint a checkpoint of this project    manifest.json, model/,
-    state.json; full or LoRA accelerator.save_state          pytorch_model_fsdp_0/ (sharded), pytorch_model_fsdp.bin
-    (full), model.safetensors (DDP) torch.distributed.checkpoint    .metadata and *.distcp a PEFT adapter
-    adapter_config.json and adapter_model.safetensors a Hugging Face folder           *.safetensors, or
-    pytorch_model.bin
+    a run's folder                  its newest valid checkpoint
+    a checkpoint of this project    manifest.json, model/, state.json; full or LoRA
+    accelerator.save_state          pytorch_model_fsdp_0/, pytorch_model_fsdp.bin or, of DDP, model.safetensors
+    torch.distributed.checkpoint    .metadata and *.distcp
+    a PEFT adapter                  adapter_config.json and adapter_model.safetensors
+    a Hugging Face folder           *.safetensors, or pytorch_model.bin
 
 Folders of other tools seldom say which architecture they hold; then `base_model` names it.
 """

@@ -178,7 +178,7 @@ def read_torch_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
     """The tensors of the state dict that `torch.save` wrote into these files of one folder, by name; no values are
     read.
 
-    Raises `UserError` where a file holds anything but weights, or values that do not lie in it as they are.
+    Raises `UserError` if a file holds anything but weights, or values that are not stored there as plain bytes.
     """
     return _join_places(paths[0].parent, _find_places(*paths)["tensors"])
 

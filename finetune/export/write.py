@@ -99,7 +99,7 @@ def _forget(descriptor: int, start: int, end: int) -> None:
 
 @contextmanager
 def _named_errors(path: Path) -> Iterator[None]:
-    """Names `path` in an `OSError` of its descriptor, of which the system does not say to what file it belongs."""
+    """Adds `path` to an `OSError` raised on its descriptor, because the system does not name the file."""
     try:
         yield
     except OSError as error:
@@ -176,7 +176,8 @@ def plan_weights(
 def _plan_files(
     source: Source, target: TargetModel, stored: Mapping[str, StoredTensor], planned: Mapping[str, Value]
 ) -> Iterator[Value]:
-    """The tensors of the files, of those that the model holds: an expert's is a part of all experts' of its layer."""
+    """The tensors as the files hold them, made from the model's parameters: one file tensor for each expert, where the
+    model has one parameter for all experts of a layer."""
     updates = lora.find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
 
     def read(parameter: str, slices: Slices) -> torch.Tensor:

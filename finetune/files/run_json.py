@@ -1,5 +1,4 @@
-"""JSON files that come from outside, read within bounds; and benchmarks.json of a run, which the report and the model
-card show. No torch."""
+"""JSON files that come from outside, read within bounds, and a run's benchmarks.json. Imports no torch."""
 
 import errno
 import json

@@ -206,7 +206,7 @@ def _find_other(options: argparse.Namespace, reference: ModelReference) -> Model
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:
-    """Of --prompt and --prompts, else of a pipe; none where a person is to be asked."""
+    """The prompts from --prompt and --prompts, otherwise from a pipe. Empty for an interactive session."""
     check_utf8(options.system or "", "--system")
     prompts = [make_prompt(check_utf8(text, "--prompt"), options.system) for text in options.prompt]
     if options.prompts is not None:

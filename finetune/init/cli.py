@@ -155,7 +155,7 @@ def _choose_method(options: argparse.Namespace, data: DataSummary) -> tuple[Keys
 
     def read(name: str) -> str:
         if name not in BY_KIND[data.kind]:
-            raise UserError(f"--method: {name}: for this data it is one of {', '.join(BY_KIND[data.kind])}")
+            raise UserError(f"--method: {name} does not fit this data; choose one of {', '.join(BY_KIND[data.kind])}")
         return name
 
     known = BY_KIND[data.kind]

@@ -124,7 +124,8 @@ class _Layer:
 
 
 class ActivationOffload:
-    """Offloads what torch's checkpoint keeps of the layers whose checkpointing function is `wrap`ped."""
+    """Offloads the activations that checkpointed layers keep. A layer takes part once its checkpointing function has
+    been passed to `wrap`."""
 
     def __init__(self, copies: Copies) -> None:
         self._copies = copies

@@ -295,7 +295,7 @@ class Teacher:
 def load_teacher(recipe: Recipe, world: World) -> Teacher:
     """Builds the recipe's teacher on meta, shards it over the ranks, and reads every rank's own slices.
 
-    Whether it can teach, `training.distillation.check_teacher` answers first. Raises `UserError` for a model that
+    Whether it can teach, the rules on `read_teacher_facts` answer first. Raises `UserError` for a model that
     cannot be reached, or whose files do not fit its config.
     """
     keys, dtype = recipe.teacher, DTYPES[compute_dtype(world.sharding, recipe.model, recipe.lora)]

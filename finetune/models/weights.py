@@ -117,7 +117,8 @@ def convert_to_parameters(model: Any, stored: Mapping[str, StoredTensor], where:
 
     A tensor that has no place in the model keeps its name. Reads no value. `where` names the files in errors.
 
-    Raises `UserError` where tensors do not fit together, or a conversion moves elements otherwise than in boxes.
+    Raises `UserError` where tensors do not fit together, or a conversion rearranges elements in a way that rectangular
+    boxes cannot describe.
     """
     names = model.state_dict().keys()
     if stored.keys() <= names:
@@ -171,7 +172,8 @@ def boxes_of_parameters(model: Any, shapes: Mapping[str, Shape], where: str) -> 
 
 def boxes_of_files(model: Any, shapes: Mapping[str, Shape]) -> dict[str, Box]:
     """For each tensor that transformers writes to `model`'s files, the parameters (given by their shapes) that it is
-    made of, in their order. Raises `UserError` where a conversion moves elements otherwise than in boxes."""
+    made of, in their order. Raises `UserError` where a conversion rearranges elements in a way that rectangular boxes
+    cannot describe."""
     from transformers.core_model_loading import revert_weight_conversion
 
     parameters: Any = {name: Box.whole(name, shape) for name, shape in shapes.items()}

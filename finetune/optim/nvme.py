@@ -82,7 +82,7 @@ ON_HOST = torch.device("cpu")
 
 
 class OffloadedTensor:
-    """A tensor of the state, of which this rank's part is in its file from `offset` on. `layout`: the parameter,
+    """An optimizer state tensor. This rank's part starts at `offset` in its file. `layout`: the parameter,
     sharded alike.
 
     A checkpoint treats it as the rank's tensor, but for its values, which come in `chunks`.

@@ -38,8 +38,8 @@ def attends_in_blocks(a: Architecture, run: "Computation") -> bool:
 
 
 def mask_bytes(a: Architecture, run: "Computation", tokens: int) -> int:
-    """Bytes of the masks for rows of which a rank has `tokens`: how many blocks each block of queries sees, and which,
-    and the same for keys, of blocks seen whole and in part; and the first token that each token sees."""
+    """Bytes of the attention masks when a rank holds `tokens` tokens: how many blocks each block of queries sees, and
+    which, and the same for keys, of blocks seen whole and in part; and the first token that each token sees."""
     if not needs_masks(a, run):
         return 0
     tokens *= run.sequence_ranks

@@ -87,7 +87,7 @@ class LatentAttention:
 
     @property
     def query_key_size(self) -> int:
-        """Of a head's query, and of its key."""
+        """Size of a head's query, which is also the size of its key."""
         return self.plain + self.rotated
 
     def linears(self, attention: str, hidden: int, heads: int) -> dict[str, tuple[int, int]]:

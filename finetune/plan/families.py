@@ -38,7 +38,7 @@ class Family:
     query_key_norm: Literal["head", "all"] | None = None  # over each head, or over all heads together
     query_key_norm_key: str | None = None  # of config.json, which says whether there are such norms
     latent_attention: bool = False  # queries, keys and values come out of latents (DeepSeek's MLA)
-    # What flash attention does not compute: see attention_memory.py.
+    # What flash attention does not compute: see plan/activations.py.
     sinks: bool = False  # a score of each head that gives no value
     caps_scores: bool = False  # attn_logit_softcapping
     fused: bool = False  # one qkv_proj and one gate_up_proj

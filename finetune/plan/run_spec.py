@@ -195,7 +195,7 @@ class RunSpec:
 
     @property
     def compute_dtype(self) -> str:
-        """The dtype of mixed precision; without it, that of the parameters."""
+        """The dtype of mixed precision, or the parameters' dtype if there is none."""
         return compute_dtype(self.sharding, self.recipe.model, self.recipe.lora)
 
     @property

@@ -230,7 +230,7 @@ def _split_flat(
     """
     tensors = list(tensors)
     # DoRA's adapters, and those beside modules that are trained whole, are in their layer's unit
-    # (constants.frozen_dtype).
+    # (config.layout.frozen_dtype).
     adapted = any(".default." in tensor.name for tensor in tensors)
     dora = any(tensor.name.endswith("magnitude_vector.default.weight") for tensor in tensors)
     whole = adapted and any(tensor.trainable and ".default." not in tensor.name for tensor in tensors)

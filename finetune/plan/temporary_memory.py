@@ -249,8 +249,8 @@ def plan_updates_in_backward(spec: RunSpec) -> Mapping[str, UpdateInBackward]:
 
 
 def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) -> int:
-    """What the optimizer allocates while it updates these `tensors`, and what their norm does; `at_once`: bytes of
-    those that it updates together, of which the foreach AdamW allocates the roots of the second moments."""
+    """What the optimizer allocates while it updates these `tensors`, and what their norm does; `at_once`: bytes of the
+    tensors it updates together; foreach AdamW allocates the roots of their second moments."""
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0

@@ -115,7 +115,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
 
 
 def _fp8_share(spec: RunSpec, flops: float) -> float:
-    """Of the FLOP of a token, what is multiplied in FP8."""
+    """The share of a token's FLOP that is multiplied in FP8."""
     if spec.sharding.fp8 is None:
         return 0.0
     trainable = {tensor.name for tensor in spec.tensors if tensor.trainable}
@@ -127,7 +127,7 @@ def _fp8_share(spec: RunSpec, flops: float) -> float:
 def _reference_seconds(
     spec: RunSpec, seconds_per_token: float, epoch_tokens: int | None, steps: int | None
 ) -> float | None:
-    """Of a forward of every document that the run comes to; the held-out ones are not counted."""
+    """Seconds for one forward of every training document; the held-out ones are not counted."""
     if spec.reference != "stored" or epoch_tokens is None:
         return None
     return seconds_per_token * min(epoch_tokens, epoch_tokens if steps is None else steps * spec.tokens_per_step)

@@ -1,1 +1,1 @@
-"""Training: one optimizer step, the loop round it, and how a run starts, evaluates, stops and ends."""
+"""Training: one optimizer step, the loop around it, and how a run starts, evaluates, stops and ends."""

@@ -1,4 +1,4 @@
-"""One optimizer step, whole, and the loop round it.
+"""The loop around the optimizer step.
 
 The files of a step, in order: data/batches.py gives the micro-batches; `train_step` below runs them;
 training/objectives/sft.py says what is minimized; models/attention/documents.py and models/head/cross_entropy.py are

@@ -29,7 +29,7 @@ def peak_flops(device: torch.device, fp8_share: float = 0.0) -> float | None:
 
 
 def find_fp8_share(model: nn.Module, sharding: Sharding, flop_per_token: float) -> float:
-    """Of the FLOP that train on a token, the share that is multiplied in FP8; 0 where nothing is."""
+    """The share of training FLOP that is multiplied in FP8; 0 if nothing is."""
     if sharding.fp8 is None:
         return 0.0
     from finetune.models.fp8 import count_multiplied  # imports torchao

@@ -1,4 +1,4 @@
-"""Signals: a run that is asked to stop saves first, on all ranks at the same step."""
+"""Signals and the watchdog: a run that is asked to stop saves first, on all ranks; one that hangs ends itself."""
 
 import faulthandler
 import os

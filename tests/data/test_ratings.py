@@ -64,7 +64,7 @@ def test_the_last_answer_is_rated_and_pairs_are_two() -> None:
 @pytest.mark.parametrize(
     ("row", "words"),
     [
-        ({"messages": [USER, ANSWER]}, "label or kto_tag: nothing that rates the answer: its columns are messages"),
+        ({"messages": [USER, ANSWER]}, "label or kto_tag: no rating of the answer; its columns are messages"),
         ({"messages": [USER, ANSWER], "label": 3}, "label: true or false is expected, found 3"),
         ({"text": "Once", "label": True}, "plain text is no answer that could be rated"),
         ({"prompt": "Q", "chosen": "A"}, "rows with a chosen and a rejected answer are read too"),
@@ -179,7 +179,7 @@ def test_answers_that_are_all_rated_alike_are_a_finding(prepare: Prepare, tmp_pa
     for path in (good, bad):
         (finding,) = prepare([{"path": path}], method="kto").report.findings
         assert str(finding).startswith(
-            "warning: same_ratings: in 4 of 4 rows the answer is rated as all others are; kto"
+            "warning: same_ratings: in 4 of 4 rows the answer is rated as all others are; a method"
         )
     assert names(prepare([{"path": good}, {"path": bad}], method="kto")) == {}
 

@@ -112,7 +112,7 @@ def test_lr_scheduler_kwargs_are_those_of_transformers(
         ({"lr_scheduler_type": "wsd", "lr_scheduler_kwargs": "{num_decay_steps: 0}"}, "a number above 0 is expected"),
         ({"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": "{min_lr: 1e-6}"}, "min_lr: here it is min_lr_ratio"),
         ({"lr_scheduler_type": "cosine_with_min_lr"}, "ends at learning_rate times min_lr_ratio; set min_lr_ratio, or"),
-        ({"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.1}, "has no end, and min_lr_ratio no effect"),
+        ({"lr_scheduler_type": "inverse_sqrt", "min_lr_ratio": 0.1}, "has no end, so min_lr_ratio has no effect"),
         ({"lr_scheduler_type": "cosine_with_restarts"}, "a rate that jumps back is not supported"),
         ({"optim": "paged_adamw_8bit"}, "another tool's name; here it is adamw_8bit"),
         ({"optim": "lion_32bit"}, "lion_32bit: not supported: no kept library has Lion for sharded parameters"),

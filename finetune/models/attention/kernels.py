@@ -1,8 +1,8 @@
 """Causal attention inside each document of a packed row, by the kernel that the device has for it.
 
-On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention (block_attention.py) for
-what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or for the widest heads, each document is a
-causal SDPA, or written out; how long each is the host knows.
+On CUDA one kernel handles all documents: torch's own varlen flash attention, or flex_attention (`attend_in_blocks`) for
+what that cannot. Elsewhere, and with dropout of capped scores, in fp32 or for the widest heads, each document runs
+through causal SDPA or a plain implementation; the host knows the lengths.
 """
 
 import inspect

@@ -1,7 +1,7 @@
-"""One chunk of the loss for torch.compile: the scores are read twice or three times, and only their gradient is
-written.
+"""The loss and its gradients, computed in chunks of tokens.
 
-The eager version (head_chunks.py) writes and reads them in fp32 at every operation. Same equations here, without
+For torch.compile a chunk's scores are read twice or three times, and only their gradient is written; the eager version
+writes and reads them in fp32 at every operation. The compiled one has the same equations, without
 updates in place, and with the label found by comparison: adding to a position would keep a compiler from fusing what is
 around it.
 """
@@ -29,7 +29,7 @@ class VocabularyShard(NamedTuple):
 
     def log_softmax(self, logits: Tensor, labels: Tensor, label_smoothing: float) -> tuple[Tensor, Tensor]:
         """The log-probabilities [tokens, rows of this shard] of `logits`, in their place, and those of `labels`
-        [tokens] as by `head_chunks.label_log_probabilities`; the same on every rank of the group, which all call it."""
+        [tokens] as by `label_log_probabilities`; the same on every rank of the group, which all call it."""
         largest = logits.amax(1)
         dist.all_reduce(largest, dist.ReduceOp.MAX, self.group)
         own = (
@@ -46,7 +46,7 @@ class VocabularyShard(NamedTuple):
         return logits.sub_(normalizer.unsqueeze(1)), of_labels
 
     def gradient(self, log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-        """This shard's columns of `head_chunks.cross_entropy_gradient`, in place of `log_probabilities`."""
+        """This shard's columns of `cross_entropy_gradient`, in place of `log_probabilities`."""
         is_here, rows = self._find(labels, log_probabilities)
         grad = log_probabilities.exp_()
         grad.scatter_add_(1, rows.unsqueeze(1), (is_here * (label_smoothing - 1)).to(grad.dtype).unsqueeze(1))
@@ -326,8 +326,8 @@ def compute_chunk(
 
 
 def label_log_probabilities(log_probabilities: Tensor, labels: Tensor, label_smoothing: float) -> Tensor:
-    """[tokens] of [tokens, vocabulary]: those of the labels, or a share of `label_smoothing` of their mean; without
-    meaning at tokens without a label."""
+    """The log-probability of each label, [tokens], mixed with the vocabulary's mean by `label_smoothing`. Undefined at
+    tokens without a label."""
     # Any id will do where the position is not trained.
     of_labels = log_probabilities.gather(1, labels.clamp(min=0).unsqueeze(1)).squeeze(1)
     return of_labels.lerp(log_probabilities.mean(1), label_smoothing) if label_smoothing else of_labels
@@ -374,7 +374,7 @@ def compute_fused_chunk(
     label_smoothing: float,
     grad_dtype: torch.dtype | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `head_chunks.compute_chunk` computes."""
+    """What `compute_chunk` computes."""
     transformed, capped = logits.forward(scores)
     transformed = transformed.to(widen(scores.dtype))
     total = torch.logsumexp(transformed, -1)

@@ -95,8 +95,8 @@ class CrossEntropyHead(nn.Linear):
         trained_positions: Tensor | None = None,
         head_function: HeadFunction | None = None,
     ) -> Tensor:
-        """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss (fp32 scalar), or what
-        `head_function` makes of the same."""
+        """hidden [..., hidden] -> logits [..., vocabulary]; with labels [...], the summed loss (fp32 scalar), or
+        whatever `head_function` returns for the same inputs."""
         if labels is None:
             return self._compute_logits(hidden)
         if head_function is not None:

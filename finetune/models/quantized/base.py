@@ -71,7 +71,7 @@ class StoredQuantized:
         return read_slice(self.codes, (slice(begin, end),))
 
     def read_scales(self) -> torch.Tensor:
-        """The scales as `quantize.pack_scales` lays them out."""
+        """The scales as `linear.pack_scales` lays them out."""
         if self.quantization.bits == 8:
             return read(self.scales[".SCB"]).float().view(-1).view(torch.uint8)
         magnitudes = read(self.scales[".absmax"]).view(-1)
