@@ -25,6 +25,8 @@ ALIASES = {
     "deepseek": "deepseek-v3",
     "olmo": "olmo2",
     "glm-4": "glm4",
+    "glm4.6": "glm4.5",
+    "glm4.7": "glm4.5",
 }  # fmt: skip
 # For tokenizers without a template and without special tokens for turns; of those it uses only the EOS token.
 PLAIN = TEMPLATES["plain"]

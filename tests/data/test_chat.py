@@ -41,6 +41,7 @@ FINAL_END = TEMPLATES["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_t
 TESTED_TEMPLATES = TEMPLATES | {"thinking": THINKING, "final end": FINAL_END}
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
 ENDS = dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "smollm3", "phi4", "thinking", "final end"), "<|im_end|>")
+ENDS |= dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8"), "<|im_end|>") | {"glm4.5": "<|user|>"}
 ENDS |= {"llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "llama4": "<|eot|>", "gemma": "<end_of_turn>"}
 ENDS |= {"command-r": "<|END_OF_TURN_TOKEN|>", "granite": "<|end_of_text|>", "glm4": "<|user|>", "llama2": " <|end|>"}
 # Templates with a space before the assistant's words, which the model writes.
@@ -48,6 +49,8 @@ SPACED = ("inst", "mistral", "mistral-v1", "mistral-v2", "mistral-v3", "mistral-
 THOUGHTS = {
     "thinking": "<think></think>\n",
     "qwen3": "<think>\n\n</think>\n\n",
+    "qwen3.5": "\n</think>\n\n",  # after a prompt that opens it
+    "qwen3.6": "\n</think>\n\n",
 }  # before the last answer, unless asked otherwise
 
 
@@ -83,12 +86,13 @@ def test_only_the_assistants_turns_with_their_end_are_trained_on(name: str) -> N
     found = trained(
         conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), RENDERERS[name]
     )
-    space = " " if name in SPACED else "\n" if name == "glm4" else ""
+    before = {"glm4": "\n", "glm4.5": "\n<think></think>\n", "qwen3.8": "\n</think>\n\n"} | dict.fromkeys(SPACED, " ")
+    space = before.get(name, "")
     assert found == [f"{space}Hello user{end}", f"{space}{THOUGHTS.get(name, '')}Goodbye{end}"]
 
 
-# Rendered up to an earlier answer, these write the system's text elsewhere than in the whole conversation.
-SYSTEM_IN_LAST_QUESTION = ("mistral-v2", "mistral-v3", "mistral-v3-tekken")
+# Rendered up to an earlier answer, these write the system's text elsewhere than in the whole conversation, or open <think>.
+ELSE_BEFORE_EARLIER_ANSWERS = ("mistral-v2", "mistral-v3", "mistral-v3-tekken", "qwen3.5", "qwen3.6")
 
 WORDS = st.text(st.characters(codec="utf-8", exclude_characters="<>[]"), min_size=1, max_size=20).filter(str.strip)
 
@@ -112,7 +116,7 @@ def test_text_equals_apply_chat_template_and_spans_contain_the_answers(
         assert answer.strip() in text[start:end]
         last = end
     # A span begins where generation would: after the prompt.
-    turn = -1 if name in SYSTEM_IN_LAST_QUESTION else 0
+    turn = -1 if name in ELSE_BEFORE_EARLIER_ANSWERS else 0
     asked = [i for i, message in enumerate(document.messages) if message["role"] == "assistant"][turn]
     assert text[: rendered.spans[turn][0]] == apply_template(
         renderer, list(document.messages[:asked]), add_generation_prompt=True

@@ -69,9 +69,12 @@ def make_row(generator: np.random.Generator) -> dict[str, Any]:
     for _ in range(generator.integers(1, 5)):
         messages.append({"role": "user", "content": words()})
         if calls and generator.random() < 0.7:
-            call = {"id": "a1b2c3d4e", "name": "weather", "arguments": {"city": words()}}
-            messages.append(answer("", tool_calls=[call]))
-            messages.append({"role": "tool", "name": "weather", "tool_call_id": "a1b2c3d4e", "content": words()})
+            ids = [f"a1b2c3d4{n}" for n in range(1 + (generator.random() < 0.3))]  # sometimes two at once
+            made = [{"id": each, "name": "weather", "arguments": {"city": words()}} for each in ids]
+            messages.append(answer("", tool_calls=made))
+            for each in ids:  # results as texts, and as objects
+                result = words() if generator.random() < 0.7 else {"rain": True, "in": [words()]}
+                messages.append({"role": "tool", "name": "weather", "tool_call_id": each, "content": result})
         messages.append(answer(words()))
     return {"messages": messages, **({"tools": [WEATHER]} if calls else {})}
 
@@ -132,14 +135,13 @@ def find_trained_prompts(tokens: Tokens) -> list[list[int]]:
     return found
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_before_each_trained_turn_stand_the_tokens_that_inference_gives(
-    name: str, shared_tokenizer: Any, record_property: Callable[[str, object], None]
-) -> None:
-    tokenizer = use_template(shared_tokenizer, read_published(name))
+def compare_prompts(name: str, rows: int, tokenizer: Any) -> int:
+    """Compares the tokens before each trained turn of `rows` generated rows with those that inference gives. Returns how many rows
+    were compared: the others a template rejects, or they are reported to have an answer that no prompt continues with."""
+    tokenizer = use_template(tokenizer, read_published(name))
     renderer, encoder = make_renderer(tokenizer, True), make_encoder(tokenizer)
     generator, compared = np.random.default_rng(28), 0
-    for _ in range(ROWS):
+    for _ in range(rows):
         conversation = read(make_row(generator))
         try:
             texts = render_turns(conversation, renderer)
@@ -148,12 +150,61 @@ def test_before_each_trained_turn_stand_the_tokens_that_inference_gives(
             continue
         if any("prompt_not_continued" in text.findings for text in texts):
             continue  # said to the user: no document of this row can have what inference gives
-        prompts = find_turns(conversation, tokenizer)
         tokens = tokenize(texts, [(0, 1)] * len(texts), encoder)
-        assert sorted(find_trained_prompts(tokens)) == sorted(prompts)
+        assert sorted(find_trained_prompts(tokens)) == sorted(find_turns(conversation, tokenizer))
         compared += 1
+    return compared
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_before_each_trained_turn_stand_the_tokens_that_inference_gives(
+    name: str, shared_tokenizer: Any, record_property: Callable[[str, object], None]
+) -> None:
+    compared = compare_prompts(name, ROWS, shared_tokenizer)
     record_property("rows_compared", compared)
     assert (compared == 0) == (name in NEVER_CONTINUED)
+
+
+@pytest.mark.slow
+def test_ten_thousand_conversations_stand_after_the_prompts_of_inference(shared_tokenizer: Any, shared: Path) -> None:
+    names = [name for name in PUBLISHED if name not in NEVER_CONTINUED]
+    rows = int(os.environ.get("FINETUNE_TURN_ROWS", "10000")) // len(names) + 1
+    folder = shared / "tokenizers" / "llama3"
+    compared = {name: compare_prompts(name, rows, AutoTokenizer.from_pretrained(folder)) for name in names}
+    assert min(compared.values()) > rows / 10, compared
+
+
+# Names of our templates -> the published ones that write the same.
+@pytest.mark.parametrize(
+    ("name", "published"),
+    [("qwen3.5", "qwen3_5_think"), ("qwen3.6", "qwen3_6"), ("qwen3.8", "qwen3_8"), ("glm4.5", "glm4moe")],
+)
+def test_a_named_template_writes_what_the_published_one_does(name: str, published: str, shared_tokenizer: Any) -> None:
+    theirs, generator, compared = read_published(published), np.random.default_rng(5), 0
+    variables: list[dict[str, Any]] = [
+        {},
+        {"enable_thinking": False},
+        {"preserve_thinking": True, "reasoning_effort": "low"},
+    ]
+    variables.append({"preserve_thinking": False, "enable_thinking": True})
+    for _ in range(ROWS):
+        conversation = read(make_row(generator))
+        messages, tools = list(conversation.messages), list(conversation.tools) or None
+        for end in range(1 + (messages[0]["role"] == "system"), len(messages) + 1):
+            for given in variables:
+                for asks in (False, True):
+                    ours, other = (
+                        shared_tokenizer.apply_chat_template(
+                            messages[:end], tools=tools, chat_template=template, tokenize=False,
+                            add_generation_prompt=asks, **given,
+                        )
+                        for template in (TEMPLATES[name], theirs)
+                    )  # fmt: skip
+                    if name == "glm4.5" and messages[end - 1]["role"] == "assistant" and not asks:
+                        ours = ours.removesuffix("<|user|>").removesuffix("<|observation|>")  # it leaves out the end
+                    assert ours == other
+                    compared += 1
+    assert compared > ROWS * 8
 
 
 # Writes the answers in capitals once a question follows them, as no published template does.
@@ -328,6 +379,26 @@ def test_chat_asks_with_the_tokens_that_were_trained(
         for row in asked_rows
     )
     assert sorted(trained) == sorted(expected)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm4.5", "gptoss", "gemma4_v5"])
+def test_chat_asks_rows_with_tools_as_they_were_trained(name: str, shared_tokenizer: Any, tmp_path: Path) -> None:
+    """The rows are generated from a schema, since no data set at hand has tool calls."""
+    template = TEMPLATES.get(name) or read_published(name)
+    tokenizer, generator = use_template(shared_tokenizer, template), np.random.default_rng(3)
+    rows = [row for row in (make_row(generator) for _ in range(3 * ROWS)) if "tools" in row]
+    texts = [text for row in rows for text in render_turns(read(row), make_renderer(tokenizer, True))]
+    trained = find_trained_prompts(tokenize(texts, [(0, 1)] * len(texts), make_encoder(tokenizer)))
+    asked = [
+        {**row, "messages": row["messages"][:end]}
+        for row in rows
+        for end, message in enumerate(row["messages"])
+        if message["role"] == "assistant"
+    ]
+    model = InferenceModel(name, None, tokenizer, template)
+    prompts = read_prompts(str(write_lines(tmp_path / "asked.jsonl", asked)), None)
+    assert sorted(trained) == sorted(encode_prompt(model, prompt) for prompt in prompts)
+    assert len(asked) > ROWS
 
 
 def test_what_a_template_reads_is_set_for_a_data_set_and_for_a_row(prepare: Prepare, tmp_path: Path) -> None:
