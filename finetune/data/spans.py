@@ -268,8 +268,9 @@ def _find_by_substitution(text: str, messages: list[Message], i: int, tools: Too
         before, found, after = apply_template(renderer, replaced, tools).partition(mark)
     except BadRow:
         return None
-    # White space after the prompt belongs to the answer, unless the prompt itself ends with it.
-    prompted = renderer.generation_prompt and before.endswith(renderer.generation_prompt)
+    # White space before the answer belongs to it, unless it is part of the prompt, which may open <think> after it.
+    prompt = renderer.generation_prompt
+    prompted = any(prompt[:n].strip() and before.endswith(prompt[:n]) for n in range(1, len(prompt) + 1))
     before = before if prompted else before.rstrip()
     if not found or not text.startswith(before) or not text.endswith(after) or len(before + after) > len(text):
         return None
