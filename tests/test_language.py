@@ -24,7 +24,7 @@ NOT_OURS = {
     r"\w*(?:optimis|quantis|tokenis|normalis|initialis|materialis|recognis|synchronis|serialis|summaris|organis|realis)\w*": "-iz-",
     r"colour\w*|behaviour\w*|honour\w*|neighbour\w*|favour\w*|licence\w*|labelled|cancelled|modelling|artefact\w*": "American",
 }
-QUOTED = ("Tell me", "tell me", ".tell()", "def tell(")
+QUOTED = ("Tell me", "tell me", ".tell()", "def tell(", "do not tell the user")  # the last: Qwen's template
 FOLDERS = ("finetune", "docs", "recipes", "accelerate_configs", "benchmarks", "tests")
 PAGES = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "Makefile", "pyproject.toml")
 ENDINGS = {".py", ".md", ".yaml", ".jinja", ".js", ".css"}
