@@ -14,9 +14,11 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_expert_parallelism
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.reader import find_file, read_recipe
+from finetune.config.yaml_file import load_yaml
 from finetune.constants import count_cores
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.plan.architecture import find_local_facts
+from finetune.units import counted
 
 RUN = Path(__file__).resolve().parent / "run.py"
 REPORTED = (EXIT_FAULT, EXIT_USER_ERROR, EXIT_INTERRUPTED, EXIT_PREEMPTED)  # of which the rank has written why
@@ -32,15 +34,29 @@ def launch_command(options: argparse.Namespace) -> int:
     ranks = options.num_processes or _default_ranks()
     config = options.config or recipe.run.accelerate_config
     sharding = read_sharding(config, None, {"WORLD_SIZE": str(ranks)})
+    file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config") if config else None
+    if file is not None and options.num_processes is None:
+        _say_ranks(file, ranks)
     sharding = with_expert_parallelism(sharding, recipe)
     refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))
-    file = find_file(config, ACCELERATE_CONFIGS, "Accelerate config") if config else None
 
     script = ["--recipe", options.recipe, *(["--config", str(file)] if file else [])]
     script += ["--dry-run"] if options.dry_run else []
     # Accelerate ends in a traceback where a file says no without quotes, which YAML reads as false.
     precision = "fp8" if sharding.fp8 is not None else sharding.mixed_precision
     return _launch(ranks, file, precision, [str(RUN), *script, *options.overrides])
+
+
+def _say_ranks(file: Path, ranks: int) -> None:
+    """Says on stderr that num_processes of the Accelerate file is not read, where it is another number."""
+    settings = load_yaml(file.read_text(encoding="utf-8"))
+    asked = settings.get("num_processes") if isinstance(settings, dict) else None
+    if isinstance(asked, int) and asked != ranks:
+        print(
+            f"{file}: num_processes: {asked} is not read; {counted(ranks, 'rank')} "
+            f"{'starts' if ranks == 1 else 'start'}, one for each GPU; --num-processes {asked} starts as many",
+            file=sys.stderr,
+        )
 
 
 def _default_ranks() -> int:

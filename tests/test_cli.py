@@ -86,6 +86,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: C
     code, said = answer(*FINETUNE, "launch", "--num-processes", "2", "--config", "single")
     assert code == 2
     assert "this layout is for one process, but 2 were launched" in said
+    file = tmp_path / "of_eight.yaml"
+    file.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
+    in_backward = ["optim_in_backward=true", "max_grad_norm=null"]
+    code, said = answer(*FINETUNE, "launch", "--recipe", str(recipe), "--config", str(file), *in_backward)
+    assert code == 2 and "num_processes: 8 is not read; 1 rank starts, one for each GPU; --num-processes 8" in said
 
 
 def test_the_launcher_passes_on_exit_codes_and_sets_threads(tmp_path: Path) -> None:

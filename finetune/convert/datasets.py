@@ -235,6 +235,7 @@ FORMATS = {
     "openai": "messages",
 }
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
+ROOT_DEPTH = 4
 PROMPT_ALONE = (
     "has no effect on this entry: of a prompt with its completion the completion alone is trained on; "
     "type: messages makes a conversation of the two"
@@ -351,7 +352,10 @@ def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
 
 
 def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    info_path = source.parent / str(theirs.get("dataset_dir", "data")) / "dataset_info.json"
+    # Its own files are started in its root, some folders above them.
+    listed = Path(str(theirs.get("dataset_dir", "data"))) / "dataset_info.json"
+    folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
+    info_path = next((folder / listed for folder in folders if (folder / listed).is_file()), source.parent / listed)
     info, method = _dataset_info(info_path), found.recipe.get("method", "sft")
 
     def sources(key: str) -> Sources:

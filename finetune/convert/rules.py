@@ -11,6 +11,7 @@ from finetune.config.optimizers import convert_optimizer
 from finetune.config.other_tools import TOKEN_NAMES, Counterpart
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 
+CHATML = "<|im_end|>"
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 
 
@@ -71,6 +72,11 @@ def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
     added = [name for value in given if value for name in convert_names(value) or ()]
     if added:
         found.recipe["added_tokens"] = list(dict.fromkeys(added))
+    if found.tool == "TRL" and CHATML in str(
+        theirs.get("chat_template")
+    ):  # its setup_chat_format, in alignment-handbook
+        found.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
+        found.recipe["special_tokens"] = {"eos_token": CHATML} | found.recipe.get("special_tokens", {})
     if found.tool == "Axolotl" and theirs.get("resize_token_embeddings_to_32x"):
         found.recipe["pad_vocab_to_multiple_of"] = 32
 

@@ -1,4 +1,4 @@
-"""Rows as conversations, prompts with completions, or plain text; the format is recognized from the columns."""
+"""Rows as conversations, prompts with completions, plain text or tokens; the format is recognized from the columns."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -6,6 +6,7 @@ from typing import Any
 
 from finetune.config.methods import PAIRED, RATED
 from finetune.config.schema import DatasetSource
+from finetune.constants import IGNORE_INDEX
 from finetune.data.messages import (
     BadRow,
     Message,
@@ -23,7 +24,7 @@ CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a c
 RENDERED_FORMATS = CHAT_FORMATS | {"preference", "prompt_completion_messages"}
 KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
-    "prompt + completion, text"
+    "prompt + completion, text, input_ids"
 )
 
 
@@ -69,7 +70,15 @@ class Text:
     text: str
 
 
-Document = Conversation | Completion | Text
+@dataclass(frozen=True, slots=True)
+class TokenRow:
+    """Ids that another program has made, with what it trains on. No template and no BOS is put to them."""
+
+    ids: tuple[int, ...]
+    trained: tuple[bool, ...]  # [ids]
+
+
+Document = Conversation | Completion | Text | TokenRow
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,7 @@ class ParsedRow:
     """What a row holds. Returned by `parse_row`."""
 
     document: Document
-    format: str  # messages, sharegpt, alpaca, prompt_completion or text
+    format: str  # messages, sharegpt, alpaca, prompt_completion, text or tokens
     unused_columns: tuple[str, ...]  # that hold a value
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
 
@@ -197,6 +206,8 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
         return "messages"
     if "text" in present:
         return "text"
+    if isinstance(row.get("input_ids"), list):
+        return "tokens"
     hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
         if {chosen, rejected} <= present:
@@ -318,12 +329,39 @@ def _parse_text(columns: Columns, source: DatasetSource) -> Document:
     return Text(columns.take_text(source.text_column or "text", may_be_empty=False))
 
 
+def _parse_tokens(columns: Columns, source: DatasetSource) -> Document:
+    ids = _take_numbers(columns, "input_ids", None)
+    labels = _take_numbers(columns, "labels", len(ids)) or ids
+    mask = _take_numbers(columns, "attention_mask", len(ids)) or [1] * len(ids)
+    for position, (label, token) in enumerate(zip(labels, ids, strict=True)):
+        if label not in (token, IGNORE_INDEX):
+            raise BadRow(
+                f"labels: {label} at position {position}, where input_ids has {token}; labels are the ids themselves, "
+                f"and {IGNORE_INDEX} where nothing is trained"
+            )
+    kept = [i for i, attended in enumerate(mask) if attended]  # the rest is padding
+    return TokenRow(tuple(ids[i] for i in kept), tuple(labels[i] != IGNORE_INDEX for i in kept))
+
+
+def _take_numbers(columns: Columns, column: str, length: int | None) -> list[int]:
+    """A column of whole numbers, as many as `length`; empty where that is given and the row has no such column."""
+    numbers = columns.take(column)
+    if numbers is None and length is not None:
+        return []
+    if not isinstance(numbers, list) or not numbers or any(type(number) is not int for number in numbers):
+        raise BadRow(f"{column}: a list of whole numbers is expected, found {describe_value(numbers)}")
+    if length is not None and len(numbers) != length:
+        raise BadRow(f"{column}: {len(numbers)} numbers, but input_ids has {length}")
+    return numbers
+
+
 PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
     "messages": _parse_messages,
     "sharegpt": _parse_sharegpt,
     "alpaca": _parse_alpaca,
     "prompt_completion": _parse_prompt_completion,
     "text": _parse_text,
+    "tokens": _parse_tokens,
 }
 
 

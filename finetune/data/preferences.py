@@ -19,6 +19,7 @@ from finetune.data.formats import (
     Document,
     Row,
     Text,
+    TokenRow,
     make_conversation,
     make_message,
     recognize_format,
@@ -83,6 +84,8 @@ def is_empty_answer(document: Document) -> bool:
         return not document.completion.strip()
     if isinstance(document, Text):
         return not document.text.strip()
+    if isinstance(document, TokenRow):
+        return not any(document.trained)
     answers = [message for message, on in zip(document.messages, document.trained, strict=True) if on]
     return all(not message["content"].strip() and not message.keys() - {"role", "content"} for message in answers)
 
@@ -304,7 +307,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
         raise BadRow(f"{label}: true or false is expected, found {describe_value(value)}")
     row_format = source.type or recognize_format(row, source)
     document = PARSERS[row_format](columns, source)
-    if isinstance(document, Text):
+    if isinstance(document, Text | TokenRow):
         raise BadRow(
             "plain text is no answer that could be rated; name its prompt and completion (prompt_column, "
             "completion_column)"

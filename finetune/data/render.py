@@ -6,10 +6,12 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import zip_longest
 
+import numpy as np
+import xxhash
 from transformers.utils.chat_parsing import parse_response
 
-from finetune.data.formats import Completion, Conversation, Document, Text
-from finetune.data.messages import REASONING_KEYS, THINKING_END, Message, parse_json, read_reasoning
+from finetune.data.formats import Completion, Conversation, Document, Text, TokenRow
+from finetune.data.messages import REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
 from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template
 
@@ -27,6 +29,7 @@ class RenderedText:
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
     group_hash: int | None = None  # xxh3 of all texts of its group, where it is not alone
     rating: int = 0  # of its group: 1 for a good answer, -1 for a bad one, 0 where it is not rated
+    tokens: TokenRow | None = None  # in place of a text, where the row has ids
     turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers
     difference: str = ""  # for a finding of COMPARED: the first token that is not what inference sees, say
 
@@ -243,6 +246,14 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             typed = ("typed_special_token",) if renderer.special_tokens.search(text) else ()
             whole = text + renderer.eos
             return RenderedText(whole, ((0, len(whole)),), True, typed)
+        case TokenRow(ids, trained):
+            vocabulary = renderer.backend.get_vocab_size()
+            if min(ids, default=0) < 0 or max(ids, default=0) >= vocabulary:
+                raise BadRow(
+                    f"input_ids: {max(ids)} is no token: the tokenizer has {vocabulary}; name the one that made them"
+                )
+            identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
+            return RenderedText("", (), False, group_hash=identity, tokens=document)
         case Completion(prompt, completion):
             prompt = prompt.removeprefix(renderer.bos)
             whole = prompt + completion + renderer.eos

@@ -18,6 +18,7 @@ from finetune.data.formats import (
     Conversation,
     Document,
     Text,
+    TokenRow,
     find_common_pair,
     parse_row,
 )
@@ -219,6 +220,8 @@ def join_text(document: Document) -> str:
             return text
         case Completion(prompt, completion):
             return prompt + completion
+        case TokenRow(ids):
+            return "x" * round(len(ids) * CHARACTERS_A_TOKEN)
         case Conversation(messages, _, tools):
             parts = [_describe_message(message) for message in messages]
             return "\n".join([*parts, *(json.dumps(tool, ensure_ascii=False, default=str) for tool in tools)])

@@ -130,6 +130,7 @@ FORMATS = {
     "alpaca": "instructions with their outputs, as turns of the model's chat template",
     "prompt_completion": "prompts with their completions, joined without a chat template",
     "text": "plain text, all of it trained on",
+    "tokens": "rows that are tokens already",
     "preference": "pairs of a chosen and a rejected answer, as turns of the model's chat template",
     "preference_text": "pairs of a chosen and a rejected answer, joined without a chat template",
     "prompt_completion_messages": "prompts with their answers, as turns of the model's chat template",

@@ -41,6 +41,30 @@ TURNS = {
     r"gemma": ("<start_of_turn>", "<end_of_turn>"),
     r"phi-?[34]": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
 }
+MIXTURE = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+LATENT = {
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+    "head_dim": 8,
+}
+ROUTED = {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their own make small
+    **dict.fromkeys(("qwen2_moe", "qwen3_moe", "olmoe", "granitemoe"), MIXTURE),
+    **dict.fromkeys(
+        ("deepseek_v2", "deepseek_v3"), LATENT | ROUTED | {"num_key_value_heads": 4, "first_k_dense_replace": 1}
+    ),
+    "glm4_moe": ROUTED | {"first_k_dense_replace": 1},
+    "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
+    "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
+}
 UNREADABLE = (
     "gradient_accumulation_steps",
     "warmup_steps",
@@ -114,7 +138,8 @@ def make_tiny(name: str, into: Path) -> Path:
     folder = into / "models" / f"{family}{len(turns)}"
     if not folder.exists():
         tokenizer.add_special_tokens({"additional_special_tokens": turns})
-        build(family, vocab_size=len(tokenizer), initializer_range=0.02).save_pretrained(folder)
+        sizes = {"vocab_size": len(tokenizer), "initializer_range": 0.02} | SMALL.get(family, {})
+        build(family, **sizes).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
     return folder
 

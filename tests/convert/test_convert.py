@@ -492,6 +492,24 @@ def test_what_is_written_runs_by_the_rules_of_a_run(converted: Convert) -> None:
     assert "to do: lora_target_modules: all-linear: no such linear layer in gpt2" in said
 
 
+def test_chatml_of_alignment_handbook_brings_its_tokens(converted: Convert) -> None:
+    """setup_chat_format there: both tokens are added, and the second ends a text."""
+    template = "{% for m in messages %}<|im_start|>{{ m.role }}\\n{{ m.content }}<|im_end|>\\n{% endfor %}"
+    ours, _, _ = converted(TRL + f'chat_template: "{template}"\n')
+    assert ours["added_tokens"] == ["<|im_start|>", "<|im_end|>"]
+    assert ours["special_tokens"] == {"eos_token": "<|im_end|>"}
+
+
+def test_llama_factorys_data_is_looked_up_from_its_root(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "dataset_info.json").write_text('{"questions": {"hf_hub_url": "org/questions"}}')
+    source = tmp_path / "examples" / "train_lora" / "theirs.yaml"
+    source.parent.mkdir(parents=True)
+    source.write_text(LLAMA_FACTORY)
+    found = convert_file(source)
+    assert found.recipe["datasets"] == [{"path": "org/questions"}] and not found.to_do
+
+
 def _datasets(entries: str) -> str:
     """An Axolotl file whose `datasets` are `entries`, in YAML."""
     return f"base_model: org/model\nsequence_len: 512\ndatasets: {entries}\n"

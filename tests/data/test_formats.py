@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
-from finetune.data.formats import Completion, Conversation, ParsedRow, Text, parse_row
+from finetune.data.formats import Completion, Conversation, ParsedRow, Text, TokenRow, parse_row
 from finetune.data.messages import BadRow
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -56,6 +56,14 @@ def test_plain_formats_are_recognized() -> None:
     assert parse_row({"prompt": "2+2=", "completion": "4"}, SOURCE).document == Completion("2+2=", "4")
     assert parse_row({"prompt": "2+2=", "chosen": "4"}, SOURCE).document == Completion("2+2=", "4")
     assert parse_row({"text": "Once"}, SOURCE).document == Text("Once")
+
+
+def test_rows_may_be_tokens_already() -> None:
+    row = {"input_ids": [0, 5, 6, 7], "labels": [-100, -100, 6, 7], "attention_mask": [0, 1, 1, 1]}
+    parsed = parse_row(row, SOURCE)
+    assert (parsed.document, parsed.format) == (TokenRow((5, 6, 7), (False, True, True)), "tokens")
+    assert parse_row({"input_ids": [5, 6]}, SOURCE).document == TokenRow((5, 6), (True, True))
+    assert parse_row({"text": "Once", "input_ids": [5]}, SOURCE).format == "text"
 
 
 def test_columns_can_be_named() -> None:
@@ -206,6 +214,12 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
         ({"prompt": 5, "completion": "A"}, "prompt: text is expected, found 5 (int)"),
         ({"prompt": "Q", "completion": ""}, "completion: empty"),
         ({"text": ""}, "text: empty"),
+        ({"input_ids": [5, "6"]}, "input_ids: a list of whole numbers is expected"),
+        ({"input_ids": [5, 6], "labels": [5]}, "labels: 1 numbers, but input_ids has 2"),
+        (
+            {"input_ids": [5, 6], "labels": [6, -100]},
+            "labels: 6 at position 0, where input_ids has 5; labels are the ids themselves",
+        ),
         ({"instruction": "Q", "input": 3, "output": "A"}, "input: text is expected, found 3 (int)"),
     ],
 )

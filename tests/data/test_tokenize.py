@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.formats import Conversation, parse_row
+from finetune.data.messages import BadRow
 from finetune.data.render import RenderedText, render
 from finetune.data.template import make_renderer
 from finetune.data.tokenize import tokenize
@@ -57,6 +58,26 @@ TOKENIZERS = {"byte level": byte_level(), "sentencepiece": sentencepiece_like()}
 ENCODERS = {
     name: make_encoder(PreTrainedTokenizerFast(tokenizer_object=backend)) for name, backend in TOKENIZERS.items()
 }
+
+
+def test_rows_that_are_tokens_already_keep_their_ids_and_labels() -> None:
+    """The same row, by a tokenizer's own ids and masks: labels are shifted as everywhere, padding is left out."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=TOKENIZERS["byte level"])
+    ids = tokenizer("What is two plus two? It is four.").input_ids
+    labels = [IGNORE_INDEX] * 9 + ids[9:]
+    rows = [
+        {"input_ids": [0, *ids], "labels": [IGNORE_INDEX, *labels], "attention_mask": [0, *[1] * len(ids)]},
+        {"input_ids": ids},
+    ]
+    renderer = make_renderer(tokenizer, True)
+    rendered = [render(parse_row(row, DatasetSource(path="rows")).document, renderer) for row in rows]
+    tokens = tokenize(rendered, [(0, 1), (0, 2)], ENCODERS["byte level"])
+    assert tokens.input_ids.tolist() == ids + ids and tokens.lengths.tolist() == [len(ids)] * 2
+    assert tokens.labels.tolist() == [*labels[1:], IGNORE_INDEX, *ids[1:], IGNORE_INDEX]
+    with pytest.raises(BadRow, match=r"input_ids: 100000 is no token: the tokenizer has \d+"):
+        render(parse_row({"input_ids": [100000]}, DatasetSource(path="rows")).document, renderer)
+
+
 # No private-use or control characters: SentencePiece-like tokenizers have no bytes for half of them in this tiny vocabulary.
 PIECES = st.lists(st.text(st.sampled_from("It is four. \nüé漢🙂?"), min_size=1, max_size=12), min_size=1, max_size=5)
 

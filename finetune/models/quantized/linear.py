@@ -25,6 +25,7 @@ from finetune.models.lora import base_name, is_adapter
 NUMBERS_AT_ONCE = (
     1 << 22
 )  # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
+SAME_PRODUCT = ("FalconLinear",)  # subclasses whose own forward multiplies by the weight and adds the bias
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,8 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
         (name, module)
         for name, module in text_modules(model)  # a vision tower keeps its precision
         # A subclass with a forward of its own computes something else with its weight.
-        if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
+        if isinstance(module, nn.Linear)
+        and (type(module).forward is nn.Linear.forward or type(module).__name__ in SAME_PRODUCT)
         if module not in head and not is_adapter(f"{name}.")
     ]
     if not found:
