@@ -156,7 +156,8 @@ def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
         tensor_parallel_size=tensors,
         sequence_parallel_size=sequences,
     )
-    ranks = layout.ranks_per_batch if layout.ranks_per_batch > 1 else max(2, layout.expert_parallel_size)
+    least = 1 if layout.layout == "single" else 2
+    ranks = layout.ranks_per_batch if layout.ranks_per_batch > 1 else max(least, layout.expert_parallel_size)
     return [problem for problem in find_problems(read, layout, facts, ranks) if not problem.is_note]
 
 
