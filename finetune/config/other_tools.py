@@ -180,6 +180,9 @@ SHARED = (
 
 TRL = (
     Counterpart("datasets", "datasets", "a mixture: each is an entry of datasets", "by-code"),
+    Counterpart("dataset_mixer", "datasets", "an entry for each, its share of the rows as split: train[:50%]", "by-code"),
+    Counterpart("dataset_splits", "datasets", "split of the entries of dataset_mixer", "by-code"),
+    Counterpart("dataset_configs", "datasets", "name of the entries of dataset_mixer", "by-code"),
     Counterpart("dataset_mixture", "datasets", "a mixture: each is an entry of datasets", "by-code"),
     Counterpart("eval_datasets", "eval_datasets", "a mixture: each is an entry of eval_datasets", "by-code"),
     Counterpart("test_split_size", "eval_split_size", "a share below 1, else a count of rows", "on-if-true"),
@@ -294,6 +297,8 @@ AXOLOTL = (
                "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel", "experts_implementation",
                "use_scattermoe", "use_sonicmoe"),
     *unsupported("quantized experts", "quantize_moe_experts"),
+    *ignored("the weights are loaded as their files hold them, each rank its own slices", "model_quantization_config",
+             "model_quantization_config_kwargs"),
     Counterpart("model_config", None, "for the routers' auxiliary loss, router_aux_loss_coef; the rest is the model's own"),
     *ignored("a run whose loss is not finite stops", "loss_watchdog_threshold", "loss_watchdog_patience", "strict", "debug",
                "early_stopping_metric", "local_rank", "torchdistx_path", "lora_fan_in_fan_out", "hf_use_auth_token"),
@@ -308,7 +313,7 @@ AXOLOTL = (
 )  # fmt: skip
 
 LLAMA_FACTORY = (
-    Counterpart("finetuning_type", "use_peft", "lora is use_peft: true, full is false; freeze has no counterpart", "adapter"),
+    Counterpart("finetuning_type", "use_peft", "lora is use_peft: true, full is false; freeze is trainable_modules", "adapter"),
     Counterpart("lora_rank", "lora_r"),
     Counterpart("lora_target", "lora_target_modules", "all is all-linear", "targets"),
     Counterpart("dataset", "datasets", "each name is looked up in dataset_info.json, in the folder dataset_dir", "by-code"),
@@ -333,7 +338,9 @@ LLAMA_FACTORY = (
     Counterpart("quantization_type", "bnb_4bit_quant_type"),
     Counterpart("double_quantization", "bnb_4bit_use_double_quant"),
     *unsupported("another loss", *LOSSES),
-    *unsupported("freezing by name", "freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules"),
+    Counterpart("freeze_trainable_layers", "trainable_modules", "the first or last layers, by their numbers", "by-code"),
+    Counterpart("freeze_trainable_modules", "trainable_modules", "the modules of these layers", "by-code"),
+    Counterpart("freeze_extra_modules", "trainable_modules", "beside the layers", "by-code"),
     Counterpart("additional_target", "modules_to_save", "", "names"),
     *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_muon"),
     *unsupported("PiSSA", "pissa_init"),
@@ -358,7 +365,7 @@ LLAMA_FACTORY = (
     *FACTORY_PREFERENCES,
 )  # fmt: skip
 # What LLaMA-Factory takes from TrainingArguments, as TRL does.
-_NOT_ITS = {"datasets", "dataset_mixture", "packing_strategy", "chat_template_path"}
+_NOT_ITS = {"datasets", "dataset_mixer", "dataset_mixture", "packing_strategy", "chat_template_path"}
 _TRAINER = {pair.theirs for pair in LLAMA_FACTORY} | _NOT_ITS
 LLAMA_FACTORY += tuple(pair for pair in TRL if pair.theirs not in _TRAINER and not pair.theirs.startswith("dataset_"))
 TRL += TRL_PREFERENCES

@@ -214,7 +214,7 @@ class DatasetSource:
     name: Annotated[str | None, "The hub data set's configuration."] = None
     split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
     type: Annotated[
-        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens"] | None,
+        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "squad", "hellaswag"] | None,
         "The rows' format; null: recognized from the columns.",
     ] = None
     weight: Annotated[

@@ -16,8 +16,8 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
 from finetune.convert.datasets import add_sources
 from finetune.convert.fit import fit_to_rules
+from finetune.convert.model_names import BITSANDBYTES_MODEL
 from finetune.convert.recognize import (
-    BITSANDBYTES_MODEL,
     Refusal,
     adapt_preferences,
     find_method,

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from finetune.config.methods import METHODS
 from finetune.config.other_tools import Counterpart, without_counterpart
 from finetune.convert.rules import Conversion, shorten
 from finetune.convert.tool_keys import TOOLS, Tool
@@ -229,6 +230,11 @@ def take_first_rows(entry: dict[str, Any], limit: Any) -> dict[str, Any]:
     if not isinstance(limit, int) or isinstance(limit, bool) or "[" in split:
         return entry
     return entry | {"split": f"{split}[:{limit}]"}
+
+
+def compares_answers(found: Conversion) -> bool:
+    """Whether the rows hold pairs of answers or rated ones."""
+    return METHODS[found.recipe.get("method", "sft")].rows != "answers"
 
 
 def coming_from_page() -> str:

@@ -5,18 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.schema import DatasetSource, keys_of
+from finetune.convert.component_datasets import read_automodel_data, read_torchtune_data
 from finetune.convert.dataset_keys import (
     ALPACA_PROMPT,
     ALPACA_STYLE,
-    BUILDERS,
     Sources,
     TheirEntry,
+    compares_answers,
     list_entries,
     make_sources,
     read_each,
     take_first_rows,
 )
-from finetune.convert.rules import Conversion, read_section, shorten
+from finetune.convert.rules import Conversion, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
 from finetune.files.run_json import load_json
@@ -45,14 +46,6 @@ OWN_TEMPLATES = {"chatml": "chatml", "llama3": "llama3"}
 LABELS = ("label", "kto_tag")
 KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
 KNOWN_PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
-PAIRED_COLUMNS = {"prompt": "prompt_column", "chosen": "chosen_column", "rejected": "rejected_column"}
-TORCHTUNE_PAIRS = {
-    "stack_exchange_paired": "lvwerra/stack-exchange-paired",
-    "hh_rlhf_helpful": "RLHFlow/HH-RLHF-Helpful-standard",
-    "preference": None,
-}
-STACK_EXCHANGE = {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}
-SUBFOLDER = "read from this folder of the hub data set alone there; here from all of it"
 
 
 def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) -> Sources:
@@ -109,124 +102,6 @@ def take_trl_columns(entry: TheirEntry) -> None:
         entry.take("columns")
 
 
-def read_torchtune_preferences(entry: TheirEntry, found: Conversion) -> Sources:
-    """Our entries for one of torchtune's; a component that is not known stays unread, and is listed."""
-    component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
-    entry.flatten("column_map")
-    keys: dict[str, Any] = {"name": entry.take("name"), "split": entry.take("split")}
-    if component in TORCHTUNE_PAIRS:
-        entry.take("_component_")
-    usual = STACK_EXCHANGE if component == "stack_exchange_paired" else {}
-    columns = {name: entry.take(f"column_map.{name}") or usual.get(name) for name in PAIRED_COLUMNS}
-    keys |= {PAIRED_COLUMNS[name]: column for name, column in columns.items() if column != name}
-    source = TORCHTUNE_PAIRS.get(component)
-    if component == "stack_exchange_paired" and entry.unread.get("source") in (None, source):
-        keys["type"] = "messages"
-        found.add_difference(f"{entry.where}.data_dir", "data/rl", SUBFOLDER)
-    return make_sources([path or source for path in entry.paths("source")], **keys)
-
-
-TORCHTUNE_FORMATS = {
-    "alpaca": "alpaca",
-    "alpaca_cleaned": "alpaca",
-    "chat": None,
-    "text_completion": "text",
-    "instruct": "messages",
-}
-TRAINED_PROMPTS = ("alpaca", "alpaca_cleaned")
-TORCHTUNE_SOURCES = {"alpaca": "tatsu-lab/alpaca", "alpaca_cleaned": "yahma/alpaca-cleaned"}
-
-
-def read_torchtune_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    def sources(key: str) -> Sources:
-        value = theirs.get(key)
-        if not isinstance(value, dict):
-            return read_each("torchtune", list_entries(value, key, source), read, found)
-        entry = TheirEntry.of(key, value)
-        if key == "dataset":  # these two become keys of the whole recipe
-            entry.take("packed")
-            entry.take("train_on_input")
-        return read_each("torchtune", [entry], read, found)
-
-    def read(entry: TheirEntry) -> Sources:
-        if "method" in found.recipe:
-            return read_torchtune_preferences(entry, found)
-        component = str(entry.unread.get("_component_", "")).rsplit(".", 1)[-1].removesuffix("_dataset")
-        given = entry.unread.get("train_on_input", read_section(theirs, "dataset").get("train_on_input"))
-        if component in TRAINED_PROMPTS and given is None:
-            found.recipe["assistant_only_loss"] = False  # the default of these two
-        if component in TORCHTUNE_FORMATS:
-            entry.take("_component_")
-        keys = _torchtune_columns(entry, component)
-        paths = [path or TORCHTUNE_SOURCES.get(component) for path in entry.paths("source")]
-        if paths[0] in BUILDERS:
-            raise UserError(f"{source}: {entry.where}: {component} names no source; set it to a file or hub name")
-        return make_sources(paths, name=entry.take("name"), split=entry.take("split"), **keys)
-
-    return sources("dataset"), sources("dataset_val")
-
-
-def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
-    entry.flatten("column_map")
-    keys = {
-        "type": TORCHTUNE_FORMATS.get(component),
-        "text_column": entry.take("column"),
-        "messages_column": entry.take("conversation_column"),
-    }
-    columns = {key: value for key, value in entry.unread.items() if key.startswith("column_map.")}
-    is_usual = all(key == f"column_map.{value}" for key, value in columns.items())
-    if keys["type"] == "alpaca":
-        keys["alpaca_prompt"] = True
-    if component == "instruct" or (keys["type"] == "alpaca" and not is_usual):
-        prompt = "input" if component == "instruct" else "instruction"
-        keys["prompt_column"] = entry.take(f"column_map.{prompt}") or prompt
-        keys["completion_column"] = entry.take("column_map.output") or "output"
-    elif component == "chat":
-        named = [entry.take(f"column_map.{column}") for column in ("conversations", "messages")]
-        keys["messages_column"] = next(filter(None, named), keys["messages_column"])
-    elif is_usual:
-        for key in columns:
-            entry.take(key)
-    return keys
-
-
-BY_CODE = "this class joins several columns of a row in code; write the rows as messages and name that file as path"
-
-
-def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
-    def sources(key: str) -> Sources:
-        value = theirs.get(key)
-        return read_each("Automodel", [TheirEntry.of(key, value)], read, found) if isinstance(value, dict) else []
-
-    def read(entry: TheirEntry) -> Sources:
-        kind = str(entry.take("_target_")).rsplit(".", 1)[-1]
-        entry.flatten("column_mapping", "tokenizer")
-        path = next((p for p in map(entry.take, ("path_or_dataset_id", "path_or_dataset", "dataset_name")) if p), None)
-        if path is None:
-            raise UserError(
-                f"{source}: {entry.where}: {kind} names no path_or_dataset_id; a data set of code is not read"
-            )
-        split = entry.take("split")
-        keys = {"name": entry.take("name"), "split": None if str(path).endswith((".json", ".jsonl")) else split}
-        limits = [entry.take(key) for key in ("limit_dataset_samples", "num_samples_limit")]
-        question, answer = entry.take("column_mapping.question"), entry.take("column_mapping.answer")
-        if question and answer and not entry.unread.get("column_mapping.context"):
-            keys |= {"type": "messages", "prompt_column": question, "completion_column": answer}
-            if entry.take("answer_only_loss_mask") is False:
-                found.recipe["assistant_only_loss"] = False
-        elif kind != "ChatDataset":
-            found.add_difference(f"{entry.where}._target_", kind, BY_CODE, "a data set made by code")
-            found.to_do.append(f"{entry.where}: {path}: its rows do not fit as they are; see _target_ above")
-        template = entry.take("chat_template")
-        if template:
-            found.recipe["chat_template"] = template
-        paths = path if isinstance(path, list) else [path]
-        limit = next((limit for limit in limits if limit), None)
-        return [take_first_rows(read, limit) for read in make_sources(paths, **keys)]
-
-    return sources("dataset"), sources("validation_dataset")
-
-
 FORMATS = {
     "alpaca": "alpaca",
     "sharegpt": "sharegpt",
@@ -279,11 +154,14 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
         "text_column": text if text != "text" else None,
     }
     entries = list_entries(theirs.get("datasets"), "datasets", source) or _mixture(theirs, source, found)
+    mixed, held_out_of_it = _mixer(theirs)
+    if mixed:
+        return mixed, held_out_of_it
     if entries and by_name["path"]:
         found.remarks.append(f"dataset_name: {shorten(by_name['path'])} is dropped: datasets is given too")
 
     def read(entry: TheirEntry) -> Sources:
-        if "method" in found.recipe:
+        if compares_answers(found):
             take_trl_columns(entry)
         keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
         return make_sources(entry.paths(), **keys)
@@ -294,6 +172,25 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
     if wants_held_out and not held_out and "eval_split_size" not in found.recipe:
         held_out = [entry | {"split": theirs.get("dataset_test_split", "test")} for entry in train[:1]]
     return train, held_out
+
+
+def _mixer(theirs: Mapping[str, Any]) -> tuple[Sources, Sources]:
+    """(the entries, those held out) of alignment-handbook's older dataset_mixer: names with the share of the first rows."""
+    mixer, splits = theirs.get("dataset_mixer"), theirs.get("dataset_splits") or ["train", "test"]
+    if not isinstance(mixer, dict) or not isinstance(splits, list):
+        return [], []
+    names = theirs.get("dataset_configs") or [None] * len(mixer)
+    shares = [(path, share, name) for (path, share), name in zip(mixer.items(), names, strict=False)]
+
+    def of(split: Any, *, is_cut: bool) -> Sources:
+        return [
+            make_sources([path], name=name, split=f"{split}[:{share:.0%}]" if is_cut and share < 1 else str(split))[0]
+            for path, share, name in shares
+            if isinstance(share, int | float) and share > 0
+        ]
+
+    train = [entry for split in splits if "train" in str(split) for entry in of(split, is_cut=True)]
+    return train, [entry for split in splits if "test" in str(split) for entry in of(split, is_cut=False)]
 
 
 def _mixture(theirs: Mapping[str, Any], source: Path, found: Conversion) -> list[TheirEntry]:
@@ -329,7 +226,7 @@ def _axolotl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) ->
 
 
 def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
-    if "method" in found.recipe:
+    if compares_answers(found):
         return read_axolotl_preferences(entry, found.recipe["method"], found)
     entry.flatten("type", "message_property_mappings", "roles")
     kind = entry.unread.get("type")

@@ -2,7 +2,6 @@
 run."""
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,45 +22,11 @@ from finetune.config.facts import (
 from finetune.config.layout import Fp8
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
+from finetune.convert.model_names import MIXTURES, STATEFUL, find_family
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from finetune.files.run_json import read_json_object
 
-# Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that
-# do.
-FAMILIES = (
-    (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
-    (r"distill.*llama|llama-?3\S*nemotron", "llama"),
-    (r"distill.*qwen|openthinker|qwq", "qwen2"),
-    (r"mixtral|8x\d+b", "mixtral"), (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"), (r"nemotron|minitron", "nemotron"),
-    (r"redpajama|pythia|neox|dolly", "gpt_neox"), (r"gpt-?j", "gptj"), (r"cerebras-gpt|gpt-?2", "gpt2"), (r"gpt-?oss", "gpt_oss"),
-    (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"), (r"falcon-?(3|e)", "llama"),
-    (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"), (r"rwkv", "rwkv"),
-    (r"starcoder-?2|starchat-?2", "starcoder2"), (r"starcoder|santacoder", "gpt_bigcode"),
-    (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3", "smollm3"), (r"apertus", "apertus"),
-    (r"qwen-?3[-_.]?(5|next)", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"), (r"qwen-?3", "qwen3"),
-    (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen|mimo", "qwen2"),
-    (r"gemma-?3", "gemma3_text"), (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
-    (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3|moonlight|kimi-k2", "deepseek_v3"),
-    (r"granite-?4.*h\b|bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"), (r"granite", "granite"),
-    (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
-    (r"glm-?4\.(5|6|7)", "glm4_moe"), (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
-    (r"lfm2", "lfm2"), (r"jamba", "jamba"), (r"mamba", "mamba2"), (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
-    (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
-    (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
-)  # fmt: skip
-MIXTURES = (
-    "mixtral",
-    "gpt_oss",
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "granitemoe",
-    "olmoe",
-    "glm4_moe",
-)
-STATEFUL = ("falcon_h1", "nemotron_h", "bamba", "qwen3_5_text", "lfm2", "jamba", "mamba2", "falcon_mamba")
 SIZES = {
     "hidden_size": 4096,
     "intermediate_size": 11008,
@@ -80,16 +45,6 @@ MOST_CHANGES = 12
 SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
              "activation_checkpointing_keeps", "async_save", "optim_in_backward")  # fmt: skip
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
-
-
-def find_family(name: str) -> str | None:
-    """The model_type that a model's name says; None where it says none.
-
-    >>> find_family("mistralai/Mixtral-8x7B-v0.1"), find_family("microsoft/Phi-3.5-mini-instruct"), find_family("org/ours")
-    ('mixtral', 'phi3', None)
-    """
-    lower = name.lower()
-    return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
 
 
 def fit_to_rules(found: Conversion) -> None:

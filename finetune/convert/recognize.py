@@ -8,6 +8,15 @@ from typing import Any
 from finetune.config.methods import METHODS, Method
 from finetune.config.other_tools import LOSSES, MEAN_OF_MEANS, NO_DROPOUT
 from finetune.config.schema import keys_of
+from finetune.convert.model_names import (
+    DEQUANTIZED,
+    HYBRID_MODEL,
+    MIXTURE,
+    MOE_CAUSE,
+    MOE_MODEL,
+    MULTIMODAL_MODEL,
+    QUANTIZED_MODEL,
+)
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
@@ -28,6 +37,7 @@ PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "torchtune": {},
     "Automodel": {},
 }
+KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
 WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")  # disable_dropout is the default of TRL's trainers
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
@@ -47,12 +57,31 @@ def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
             return (
                 "kto" if stage == "kto" else "sft" if stage != "dpo" else loss if loss in ("orpo", "simpo") else "dpo"
             )
+        case "torchtune" | "Automodel" if find_distillation(theirs) is not None:
+            return "distill"
         case "torchtune":
             return "dpo" if str(read_section(theirs, "loss").get("_component_")).endswith("DPOLoss") else "sft"
         case "TRL":
             return _find_trl_method(theirs, source)
         case _:
             return "sft"
+
+
+def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Our keys for the distillation of torchtune and Automodel: (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
+
+    None where a file has no teacher, or its divergence is another.
+    """
+    if "teacher_model" not in theirs:
+        return None
+    there, fn = read_section(theirs, "kd_loss").get("_component_"), read_section(theirs, "kd_loss_fn").get("_target_")
+    kind = str(there or fn or "KDLoss")
+    beta = next((beta for part, beta in KL_DIVERGENCES.items() if kind.rsplit(".", 1)[-1].startswith(part)), None)
+    temperature = read_section(theirs, "kd_loss_fn").get("temperature", 1.0)
+    alpha = convert_number(theirs.get("kd_ratio", 0.5))
+    if beta is None or temperature != 1 or not isinstance(alpha, int | float) or not 0 < alpha <= 1:
+        return None
+    return {"method": "distill", "distill_beta": beta, "distill_alpha": alpha}
 
 
 def _find_trl_method(theirs: Mapping[str, Any], source: Path) -> str:
@@ -76,7 +105,7 @@ def _find_name(source: Path) -> str | None:
 
 def find_unsupported_losses(tool: Tool, theirs: Mapping[str, Any], source: Path) -> Iterator[Found]:
     """The losses of a preference file that nothing here computes."""
-    if find_method(tool, theirs, source) == "sft":
+    if find_method(tool, theirs, source) in ("sft", "distill"):
         return
     losses = _losses(tool, theirs)
     key = {"Axolotl": "dpo_loss_type", "LLaMA-Factory": "pref_loss"}.get(tool, "loss_type")
@@ -113,6 +142,9 @@ def _losses(tool: Tool, theirs: Mapping[str, Any]) -> dict[str, Any]:
 def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, found: Conversion) -> None:
     """Adds the method of a file to the recipe, with what several of its keys together mean."""
     tool, recipe = found.tool, found.recipe
+    if method == "distill":
+        recipe |= find_distillation(theirs) or {}
+        return
     if method == "sft":
         _drop_unused("sft", found)
         losses = _losses("TRL", theirs) if tool == "TRL" else {}
@@ -176,25 +208,7 @@ def _drop_unused(method: str, found: Conversion) -> None:
         found.ignored.append("label_smoothing")
 
 
-MULTIMODAL_MODEL = re.compile(
-    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
-)
-# Mixtures of experts whose published weights are quantized, whose code is not transformers' own, or that have not been
-# tried.
-MOE_MODEL = re.compile(
-    r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|v4|r1)(?!.*distill)|jamba-1\.5|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|kimi-k2|"
-    r"ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|nemotron-3|nemotron[-_](ultra|super)[-_]?v?3|grok|step-3|mimo"
-)
-MOE_CAUSE = "mixtures of experts whose weights are quantized, or not tried yet"
-MIXTURE = re.compile(
-    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|dots\.?1"
-)
 FEW_BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantize_moe_experts")
-HYBRID_MODEL = re.compile(
-    r"nemotron-?h|falcon-?h1|jamba|mamba|lfm2|nemotron-flash|granite-4\.0-h|rwkv|bamba|zamba|qwen3\.5"
-)
-QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!bnb)[-_][48]-?bit|prequantized")
-BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 MOE_KEYS = (
     "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
 )  # fmt: skip
@@ -302,13 +316,8 @@ def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
         is_training = "train_dataset" in theirs
         yield "model with train_dataset or dist_config", "LLaMA-Factory's v1 schema", is_training
     if not theirs.get("do_train") and "stage" not in theirs and "dataset" not in theirs:
-        purpose = (
-            "merging (finetune export)"
-            if "export_dir" in theirs
-            else "evaluation"
-            if "task" in theirs
-            else "generation"
-        )
+        purposes = {"export_dir": "merging (finetune export)", "task": "evaluation"}
+        purpose = next((purpose for key, purpose in purposes.items() if key in theirs), "generation")
         yield next(key for key in ("export_dir", "task", "template", *theirs) if key in theirs), purpose, False
     elif theirs.get("do_predict") and not theirs.get("do_train"):
         yield "do_predict: true", "generation", False
@@ -321,9 +330,11 @@ def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
             yield f"{key}: {theirs[key]}", "multimodal", True
     if "_vl" in str(theirs.get("template")) or "mllm" in str(theirs.get("dataset")):
         yield f"template: {theirs.get('template')}", "multimodal", True
-    if theirs.get("finetuning_type", "lora") not in ("lora", "full"):
+    if theirs.get("finetuning_type", "lora") not in ("lora", "full", "freeze"):
         kind = theirs["finetuning_type"]
-        yield f"finetuning_type: {kind}", "freezing by name" if kind == "freeze" else str(kind).upper(), True
+        yield f"finetuning_type: {kind}", str(kind).upper(), True
+    if theirs.get("use_llama_pro"):
+        yield "use_llama_pro: true", "LLaMA Pro", True
     if theirs.get("train_from_scratch"):
         yield "train_from_scratch: true", "training a named architecture from random weights", True
 
@@ -339,8 +350,8 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
     loss = str(read_section(theirs, "loss").get("_component_", "")).rsplit(".", 1)[-1]
     if "rlhf.loss" in components and find_method("torchtune", theirs, Path()) == "sft":
         yield f"loss: {loss}", f"another loss ({loss.removesuffix('Loss')})", True
-    if {"teacher_model", "kd_loss"} & theirs.keys():
-        yield "teacher_model", "distillation", True
+    if {"teacher_model", "kd_loss"} & theirs.keys() and find_distillation(theirs) is None:
+        yield "teacher_model", "distillation by another divergence", True
     if "vision" in components or "multimodal" in components or "clip" in components:
         yield "model", "multimodal", True
     if "tasks" in theirs:
@@ -366,11 +377,11 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
         "Diffusion": "diffusion", "VLM": "multimodal", "Encoder": "retrieval", "SequenceClassification": "classification",
         "Omni": "multimodal", "Eagle": "speculative decoding", "Pretrain": "pretraining",
     }  # fmt: skip
-    if name != AUTOMODEL_RECIPE:
+    if name != AUTOMODEL_RECIPE and find_distillation(theirs) is None:
         cause = next((cause for part, cause in causes.items() if part in name), name)
         yield f"recipe: {name}", cause, cause != "a benchmark"
-    if "teacher_model" in theirs:
-        yield "teacher_model", "distillation", True
+    if "teacher_model" in theirs and find_distillation(theirs) is None:
+        yield "teacher_model", "distillation by another divergence", True
     if "dllm" in theirs:
         yield "dllm", "diffusion", True
     targets = " ".join(_texts(theirs, "_target_"))
@@ -406,7 +417,8 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         or ""
     )
     lower = str(name).lower()
-    if MIXTURE.search(lower) and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
+    is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
+    if is_mixture and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in (
         (MULTIMODAL_MODEL, "multimodal"),
@@ -414,7 +426,10 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         (HYBRID_MODEL, "hybrid or linear attention"),
         (QUANTIZED_MODEL, "quantized weights"),
     ):
-        if pattern.search(lower):
+        is_dequantized = DEQUANTIZED.search(lower) or read_section(theirs, "model_quantization_config_kwargs").get(
+            "dequantize"
+        )
+        if pattern.search(lower) and not (pattern is MOE_MODEL and is_dequantized):
             yield str(name), cause, True
 
 

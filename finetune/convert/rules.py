@@ -11,6 +11,12 @@ from finetune.config.optimizers import convert_optimizer
 from finetune.config.other_tools import TOKEN_NAMES, Counterpart
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 
+WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
+# Decoder layers of models whose last ones a file may name, by the models' names.
+LAYERS = {
+    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b|llama-?2-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
+    r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28, r"qwen3-(4|8)b": 36,
+}  # fmt: skip
 CHATML = "<|im_end|>"
 DOWNLOAD = re.compile(r"tune download (\S+).*?--output-dir (\S+)")
 
@@ -49,6 +55,7 @@ def shorten(value: Any) -> str:
 def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
     _adapt_tokens(theirs, found)
+    _adapt_frozen(theirs, found)
     is_decayed = found.tool in ("torchtune", "Automodel") and not found.recipe.get("use_peft")
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
@@ -81,6 +88,36 @@ def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
         found.recipe["pad_vocab_to_multiple_of"] = 32
 
 
+def _adapt_frozen(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """What is trained of a model in full: LLaMA-Factory's layers by their numbers, and names of a model with images."""
+    patterns = found.recipe.get("trainable_modules")
+    if patterns and (found.recipe.get("use_peft") or any(re.search(WHOLE_TEXT_MODEL, str(name)) for name in patterns)):
+        del found.recipe["trainable_modules"]  # LoRA freezes all there too; else all that is loaded here is named
+        found.remarks.append(
+            "trainable_modules is dropped: the language model is loaded alone, and LoRA freezes it by itself"
+        )
+    if theirs.get("finetuning_type") != "freeze" or found.tool != "LLaMA-Factory":
+        return
+    layers, modules = (
+        theirs.get("freeze_trainable_layers", 2),
+        convert_names(theirs.get("freeze_trainable_modules", "all")) or [],
+    )
+    found.recipe |= {"use_peft": False}
+    if not isinstance(layers, int) or layers > 0:  # the last ones, whose numbers hang on the model
+        name = str(theirs.get("model_name_or_path")).lower()
+        depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)
+        if depth is None or not isinstance(layers, int):
+            note = f"trainable_modules: name the last {layers} layers, as in layers.(30|31)"
+            found.to_do.append(f"freeze_trainable_layers: {layers}: {note}")
+            return
+        numbers = range(depth - layers, depth)
+    else:
+        numbers = range(-layers)
+    inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
+    extra = convert_names(theirs.get("freeze_extra_modules")) or []
+    found.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
+
+
 def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     total, micro = theirs.get("batch_size"), theirs.get("micro_batch_size") or 1
     if isinstance(total, int) and isinstance(micro, int) and "gradient_accumulation_steps" not in theirs:
@@ -91,6 +128,9 @@ def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> N
             found.recipe[ours] = 1 / (events * epochs)  # else at the end only, there too
     if theirs.get("pretraining_dataset"):
         found.recipe["streaming"] = True
+    name = str(theirs.get("base_model"))
+    if "gpt-oss" in name and read_section(theirs, "model_quantization_config_kwargs").get("dequantize"):
+        found.to_do.append(f"model_name_or_path: {name} is stored in MXFP4 and dequantized there; name a copy in bf16")
 
 
 def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -102,6 +142,9 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         found.remarks.append(
             f"checkpointer.checkpoint_dir: {shorten(folder)}   (downloaded there from this hub name, says the file)"
         )
+    if "teacher_model" in theirs:
+        teacher = str(read_section(theirs, "teacher_checkpointer").get("checkpoint_dir") or "").rstrip("/")
+        found.recipe["teacher_model_name_or_path"] = downloaded.get(teacher, teacher)
     if "lora_attn_modules" in model:
         layers = model["lora_attn_modules"]
         layers = [*layers, "w1", "w3", "w2"] if model.get("apply_lora_to_mlp") and isinstance(layers, list) else layers
@@ -137,6 +180,8 @@ def _add_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
 
 def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     optimizer, schedule = read_section(theirs, "optimizer"), theirs.get("lr_scheduler")
+    if teacher := read_section(theirs, "teacher_model").get("pretrained_model_name_or_path"):
+        found.recipe["teacher_model_name_or_path"] = teacher
     recipe = found.recipe
     is_adam = str(optimizer.get("_target_")).endswith(".Adam")
     recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
@@ -227,7 +272,7 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
         case "not":
             return not value if isinstance(value, bool) else None
         case "adapter":
-            return {"lora": True, "qlora": True, "full": False}.get(str(value))
+            return {"lora": True, "qlora": True, "full": False, "freeze": False}.get(str(value))
         case "all-linear":
             return "all-linear" if value else LEAVE
         case "on-if-true":
@@ -360,7 +405,7 @@ def _convert_patterns(value: Any) -> list[str] | None:
 def _convert_attention(value: Any) -> Any:
     if isinstance(value, bool):
         return "sdpa" if value else LEAVE
-    if value == "xformers":
+    if value == "xformers" or "/" in str(value):  # a kernel of the hub
         return LEAVE  # exact attention, as every one here
     name = ATTENTION.get(str(value), str(value))
     return name if name in KNOWN_ATTENTION else None

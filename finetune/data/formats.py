@@ -24,7 +24,7 @@ CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a c
 RENDERED_FORMATS = CHAT_FORMATS | {"preference", "prompt_completion_messages"}
 KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
-    "prompt + completion, text, input_ids"
+    "prompt + completion, text, input_ids, SQuAD's and HellaSwag's"
 )
 
 
@@ -61,6 +61,7 @@ class Completion:
 
     prompt: str
     completion: str
+    are_turns: bool = False  # where there is a chat template
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class ParsedRow:
     """What a row holds. Returned by `parse_row`."""
 
     document: Document
-    format: str  # messages, sharegpt, alpaca, prompt_completion, text or tokens
+    format: str  # messages, sharegpt, alpaca, prompt_completion, text, tokens, squad or hellaswag
     unused_columns: tuple[str, ...]  # that hold a value
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
 
@@ -137,7 +138,7 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     """
     common = find_common_pair(row, source)
     row_format, columns = source.type or ("messages" if common else recognize_format(row, source)), Columns(row)
-    if row_format != "text":
+    if row_format not in ("text", *BY_COLUMNS):
         _check_preference(columns, row_format, source)
     if common:
         source = replace(source, prompt_column=common[0], completion_column=common[1])
@@ -206,8 +207,9 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
         return "messages"
     if "text" in present:
         return "text"
-    if isinstance(row.get("input_ids"), list):
-        return "tokens"
+    for row_format, columns in BY_COLUMNS.items():
+        if columns <= present:
+            return row_format
     hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
         if {chosen, rejected} <= present:
@@ -329,6 +331,26 @@ def _parse_text(columns: Columns, source: DatasetSource) -> Document:
     return Text(columns.take_text(source.text_column or "text", may_be_empty=False))
 
 
+def _parse_squad(columns: Columns, source: DatasetSource) -> Document:
+    """SQuAD's rows as NeMo Automodel writes them: the first of the answers."""
+    answers = columns.take(source.completion_column or "answers")
+    texts = answers.get("text") if isinstance(answers, Mapping) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise BadRow(f"answers: a mapping with a list of text is expected, found {describe_value(answers)}")
+    if not texts:
+        raise BadRow("answers: there is none")
+    prompt = f"Context: {columns.take_text('context')} Question: {columns.take_text('question')} Answer: "
+    return Completion(prompt, texts[0].strip(), are_turns=True)
+
+
+def _parse_hellaswag(columns: Columns, source: DatasetSource) -> Document:
+    """HellaSwag's rows as NeMo Automodel writes them: the context with its right ending."""
+    endings, label = columns.take("endings"), str(columns.take("label"))
+    if not isinstance(endings, list) or not label.isdecimal() or int(label) >= len(endings):
+        raise BadRow(f"endings: a list in which label {label} names one is expected, found {describe_value(endings)}")
+    return Completion(columns.take_text("ctx"), str(endings[int(label)]))
+
+
 def _parse_tokens(columns: Columns, source: DatasetSource) -> Document:
     ids = _take_numbers(columns, "input_ids", None)
     labels = _take_numbers(columns, "labels", len(ids)) or ids
@@ -355,12 +377,19 @@ def _take_numbers(columns: Columns, column: str, length: int | None) -> list[int
     return numbers
 
 
+BY_COLUMNS = {
+    "tokens": {"input_ids"},
+    "squad": {"context", "question", "answers"},
+    "hellaswag": {"ctx", "endings", "label"},
+}
 PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
     "messages": _parse_messages,
     "sharegpt": _parse_sharegpt,
     "alpaca": _parse_alpaca,
     "prompt_completion": _parse_prompt_completion,
     "text": _parse_text,
+    "squad": _parse_squad,
+    "hellaswag": _parse_hellaswag,
     "tokens": _parse_tokens,
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from transformers.utils.chat_parsing import parse_response
 
-from finetune.data.formats import Completion, Conversation, Document, Text, TokenRow
+from finetune.data.formats import Completion, Conversation, Document, Text, TokenRow, make_message
 from finetune.data.messages import REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
 from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template
@@ -41,6 +41,9 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     conversation so far, with the generation prompt. `auto` writes as few texts as have this property: one for a
     template that writes a turn alike whatever follows it.
     """
+    if isinstance(document, Completion) and document.are_turns and renderer.has_template:
+        turns = make_message("user", document.prompt), make_message("assistant", document.completion)
+        document = Conversation(turns, (False, True))
     if not isinstance(document, Conversation) or not renderer.assistant_only:
         return (render(document, renderer),)
     renderer, document = add_variables(renderer, document.variables), replace(document, variables={})
@@ -254,7 +257,7 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
                 )
             identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
             return RenderedText("", (), False, group_hash=identity, tokens=document)
-        case Completion(prompt, completion):
+        case Completion(prompt, completion, _):
             prompt = prompt.removeprefix(renderer.bos)
             whole = prompt + completion + renderer.eos
             findings = tuple(_check_completion(document, renderer))

@@ -131,6 +131,8 @@ FORMATS = {
     "prompt_completion": "prompts with their completions, joined without a chat template",
     "text": "plain text, all of it trained on",
     "tokens": "rows that are tokens already",
+    "squad": "SQuAD's questions, with the first answer of each",
+    "hellaswag": "HellaSwag's contexts, with the right ending of each",
     "preference": "pairs of a chosen and a rejected answer, as turns of the model's chat template",
     "preference_text": "pairs of a chosen and a rejected answer, joined without a chat template",
     "prompt_completion_messages": "prompts with their answers, as turns of the model's chat template",

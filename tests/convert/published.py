@@ -12,7 +12,7 @@ import yaml
 from finetune.config.methods import METHODS
 from finetune.config.reader import shipped_folder
 from finetune.convert.conversion import convert_file
-from finetune.convert.fit import find_family
+from finetune.convert.model_names import find_family
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
@@ -186,6 +186,10 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
         case "sharegpt":
             turns = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
             return {str(entry.get("messages_column") or "conversations"): turns}
+        case "squad":
+            return {"context": "Numbers.", "question": question, "answers": {"text": [answer], "answer_start": [0]}}
+        case "hellaswag":
+            return {"ctx": question, "endings": [answer, "No."], "label": "0"}
         case "text":
             return {column("text"): f"{question} {answer}"}
         case _ if "prompt_column" in entry or "completion_column" in entry:

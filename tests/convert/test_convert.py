@@ -500,6 +500,50 @@ def test_chatml_of_alignment_handbook_brings_its_tokens(converted: Convert) -> N
     assert ours["special_tokens"] == {"eos_token": "<|im_end|>"}
 
 
+TEACHER = """
+teacher_model: {_component_: torchtune.models.llama3.llama3_8b}
+teacher_checkpointer: {checkpoint_dir: org/teacher}
+kd_loss: {_component_: torchtune.modules.loss.ForwardKLWithChunkedOutputLoss}
+kd_ratio: 0.25
+"""
+FREEZE = LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: freeze")
+MIXER = """
+model_name_or_path: org/model
+dataset_mixer: {org/a: 1.0, org/b: 0.5}
+dataset_splits: [train_sft, test_sft]
+max_seq_length: 512
+"""
+SQUAD = [{"path": "org/squad", "type": "squad", "split": "train"}]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        # kd_recipe_single_device: (1 - kd_ratio) x cross entropy + kd_ratio x KL(teacher, student)
+        (TORCHTUNE + TEACHER, {"method": "distill", "distill_alpha": 0.25, "distill_beta": 0.0, "teacher_model_name_or_path": "org/teacher"}),
+        (TORCHTUNE + TEACHER.replace("Forward", "Reverse"), {"distill_beta": 1.0, "packing": True}),
+        (AUTOMODEL.replace("TrainFinetuneRecipe", "KnowledgeDistillationRecipe") + "teacher_model: {pretrained_model_name_or_path: t/t}\n",
+         {"method": "distill", "distill_alpha": 0.5, "distill_beta": 0.0, "teacher_model_name_or_path": "t/t", "datasets": SQUAD}),
+        (AUTOMODEL, {"datasets": SQUAD}),
+        # freeze_trainable_layers: the last 2 of 32 by default, the first ones where it is negative
+        (FREEZE, {"use_peft": None, "trainable_modules": ["layers.(30|31)"]}),
+        (FREEZE + "freeze_trainable_layers: -3\nfreeze_trainable_modules: mlp,self_attn\nfreeze_extra_modules: embed_tokens\n",
+         {"trainable_modules": [r"layers.(0|1|2)\.(mlp|self_attn)", "embed_tokens"]}),
+        (MIXER, {"datasets": [{"path": "org/a", "split": "train_sft"}, {"path": "org/b", "split": "train_sft[:50%]"}],
+                 "eval_datasets": [{"path": "org/a", "split": "test_sft"}, {"path": "org/b", "split": "test_sft"}]}),
+        (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "google/gemma-3-4b-it") + "unfrozen_parameters: [model.language_model.*, lm_head]\n",
+         {"trainable_modules": None}),
+        (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "tiiuae/Falcon-H1-1.5B") + "lora_target_modules: [q_proj]\n", {"packing": False}),
+        (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "unsloth/gpt-oss-20b-BF16"), {"model_name_or_path": "unsloth/gpt-oss-20b-BF16"}),
+        (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "XiaomiMiMo/MiMo-7B-Base"), {"model_name_or_path": "XiaomiMiMo/MiMo-7B-Base"}),
+    ],
+)  # fmt: skip
+def test_what_was_refused_without_need_is_converted(text: str, expected: dict[str, object], converted: Convert) -> None:
+    ours, said, _ = converted(text)
+    for key, value in expected.items():
+        assert ours.get(key) == value or (value is None and not ours.get(key)), (key, said)
+
+
 def test_llama_factorys_data_is_looked_up_from_its_root(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "dataset_info.json").write_text('{"questions": {"hf_hub_url": "org/questions"}}')
@@ -733,7 +777,7 @@ def test_references_are_resolved(converted: Convert) -> None:
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
         ("model: Qwen/Qwen3-4B\ntrain_dataset: rows.yaml\nmicro_batch_size: 1\n", "LLaMA-Factory's v1 schema"),
         ("model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n", "merging (finetune export)"),
-        (TORCHTUNE + "teacher_model: {_component_: torchtune.models.llama3.llama3_8b}\n", "distillation"),
+        (TORCHTUNE + TEACHER.replace("ForwardKL", "SymmetricKL"), "distillation by another divergence"),
         (TRL + "beta: 0.1\nloss_type: apo_zero\n", "loss_type: apo_zero: another loss (APO_ZERO)"),
         ("recipe: KnowledgeDistillationRecipeForNextTokenPrediction\nstep_scheduler: {max_steps: 1}\n", "distillation"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "an Accelerate config"),

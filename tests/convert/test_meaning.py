@@ -41,6 +41,8 @@ def ours(found: Conversion, source: Path, tmp_path: Path) -> Meaning:
         recipe["datasets"] = [
             {"path": "some/rows"} | {k: v for k, v in d.items() if k != "path"} for d in recipe["datasets"]
         ]
+        if "teacher_model_name_or_path" in recipe:
+            recipe["teacher_model_name_or_path"] = "some/teacher"
         recipe.pop("eval_datasets", None)
         recipe.pop("eval_steps", None)
     path.write_text(yaml.safe_dump(recipe))
@@ -89,6 +91,9 @@ def torchtune(file: Mapping[str, Any], text: str) -> Meaning:
         meaning |= {"lora_target_modules": {RENAMED.get(layer, layer) for layer in layers}}
     else:
         meaning |= {"use_peft": False, "dtype": "bfloat16"}
+    if "kd_loss" in file:  # (1 - kd_ratio) x cross entropy + kd_ratio x KL(teacher, student)
+        meaning |= {"method": "distill", "distill_beta": 0.0, "distill_alpha": file["kd_ratio"], "temperature": 1.0}
+        assert file["kd_loss"]["_component_"].startswith("torchtune.modules.loss.ForwardKL")
     if file["loss"]["_component_"] == "torchtune.rlhf.loss.DPOLoss":  # beta 0.1; on answers alone
         meaning |= {"method": "dpo", "loss_type": "sigmoid", "beta": 0.1, "assistant_only_loss": True}
         assert "stack_exchange_paired" in file["dataset"]["_component_"]

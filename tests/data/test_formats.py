@@ -66,6 +66,22 @@ def test_rows_may_be_tokens_already() -> None:
     assert parse_row({"text": "Once", "input_ids": [5]}, SOURCE).format == "text"
 
 
+def test_squad_and_hellaswag_are_as_nemo_automodel_writes_them() -> None:
+    """make_squad_dataset: a user's turn where there is a chat template; HellaSwag: the context and its right ending, joined."""
+    squad = {"id": "1", "context": "C.", "question": "Q?", "answers": {"text": [" A ", "B"], "answer_start": [0, 1]}}
+    assert parse_row(squad, SOURCE).document == Completion("Context: C. Question: Q? Answer: ", "A", are_turns=True)
+    row = {"ctx": "He", "endings": ["sits", "runs"], "label": "1"}
+    assert parse_row(row, SOURCE).document == Completion("He", "runs")
+    for wrong, words in (
+        ({"answers": {"text": []}}, "answers: there is none"),
+        ({"answers": "A"}, "a mapping with a list of text"),
+    ):
+        with pytest.raises(BadRow, match=words):
+            parse_row(squad | wrong, SOURCE)
+    with pytest.raises(BadRow, match="endings: a list in which label 2 names one"):
+        parse_row(row | {"label": "2"}, SOURCE)
+
+
 def test_columns_can_be_named() -> None:
     row = {"question": "Q", "answer": "A", "text": "not this"}
     named = DatasetSource(path="rows.jsonl", prompt_column="question", completion_column="answer")

@@ -1,0 +1,66 @@
+"""What the name of a published model says: its family, and whether its kind is one that is not trained here."""
+
+import re
+
+# Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that do.
+FAMILIES = (
+    (r"nemotron-(super-49b|ultra-253b|nas)", None),  # whose code is not transformers'
+    (r"distill.*llama|llama-?3\S*nemotron", "llama"),
+    (r"distill.*qwen|openthinker|qwq", "qwen2"),
+    (r"mixtral|8x\d+b", "mixtral"), (r"nemotron-(h|3|nano|ultra|super)|nano-30b", "nemotron_h"), (r"nemotron|minitron", "nemotron"),
+    (r"redpajama|pythia|neox|dolly", "gpt_neox"), (r"gpt-?j", "gptj"), (r"cerebras-gpt|gpt-?2", "gpt2"), (r"gpt-?oss", "gpt_oss"),
+    (r"falcon-?h1", "falcon_h1"), (r"falcon-?(7b|40b|rw)", "falcon"), (r"falcon-?mamba", "falcon_mamba"), (r"falcon-?(3|e)", "llama"),
+    (r"\bmpt", "mpt"), (r"bloom", "bloom"), (r"stablelm|stable-?code", "stablelm"), (r"codegen", "codegen"), (r"rwkv", "rwkv"),
+    (r"starcoder-?2|starchat-?2", "starcoder2"), (r"starcoder|santacoder", "gpt_bigcode"),
+    (r"phi-?(3|4)", "phi3"), (r"phi-?[12]", "phi"), (r"smollm-?3", "smollm3"), (r"apertus", "apertus"),
+    (r"qwen-?3[-_.]?(5|next)", "qwen3_5_text"), (r"qwen-?3.*a\d+b|qwen-?3.*moe", "qwen3_moe"), (r"qwen-?3", "qwen3"),
+    (r"qwen.*moe|qwen-?2.*a\d+b", "qwen2_moe"), (r"qwen", "qwen2"),
+    (r"gemma-?3", "gemma3_text"), (r"gemma-?2-|gemma2", "gemma2"), (r"gemma", "gemma"),
+    (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3|moonlight|kimi-k2", "deepseek_v3"),
+    (r"granite-?4.*h\b|bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"), (r"granite", "granite"),
+    (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
+    (r"glm-?4\.(5|6|7)", "glm4_moe"), (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
+    (r"lfm2", "lfm2"), (r"jamba", "jamba"), (r"mamba", "mamba2"), (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
+    (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
+    (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
+)  # fmt: skip
+MIXTURES = (
+    "mixtral",
+    "gpt_oss",
+    "qwen3_moe",
+    "qwen2_moe",
+    "deepseek_v2",
+    "deepseek_v3",
+    "granitemoe",
+    "olmoe",
+    "glm4_moe",
+)
+STATEFUL = ("falcon_h1", "nemotron_h", "bamba", "qwen3_5_text", "lfm2", "jamba", "mamba2", "falcon_mamba")
+MULTIMODAL_MODEL = re.compile(
+    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
+)
+# Mixtures of experts whose published weights are quantized, whose code is not transformers' own, or that have not been
+# tried.
+MOE_MODEL = re.compile(
+    r"gpt[-_]oss|dbrx|deepseek[-_]?(v3|v4|r1)(?!.*distill)|jamba-1\.5|scout|maverick|\d+b[-_]\d+e\b|llama-?4|glm-?5|minimax|kimi-k2|"
+    r"ling[-_](mini|flash|1t|2)|ring[-_](mini|flash)|arctic|mistral-small-4|nemotron-3(?!-nano-4b)|nemotron[-_](ultra|super)[-_]?v?3|grok|step-3|\bmimo(?!-7b)"
+)
+MOE_CAUSE = "mixtures of experts whose weights are quantized, or not tried yet"
+MIXTURE = re.compile(
+    r"mixtral|moe\b|moe[-_]|\d+x\d+b|[-_]a\d+(\.\d+)?b\b|deepseek[-_]?v2|glm-?4\.[57]|hunyuan-a|hy3|olmoe|qwen3-next|trinity|dots\.?1"
+)
+# Those whose padded rows train are not among them: Falcon-H1, Bamba, LFM2, Mamba-2.
+HYBRID_MODEL = re.compile(r"nemotron-?h|jamba|falcon-?mamba|nemotron-flash|granite-4\.0-h|rwkv|zamba|qwen3\.5")
+DEQUANTIZED = re.compile(r"(gpt[-_]oss|deepseek[-_]?(v3|r1)).*(bf16|dequantized)")
+QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!bnb)[-_][48]-?bit|prequantized")
+BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
+
+
+def find_family(name: str) -> str | None:
+    """The model_type that a model's name says; None where it says none.
+
+    >>> find_family("mistralai/Mixtral-8x7B-v0.1"), find_family("microsoft/Phi-3.5-mini-instruct"), find_family("org/ours")
+    ('mixtral', 'phi3', None)
+    """
+    lower = name.lower()
+    return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
