@@ -1,12 +1,15 @@
 """docs/compatibility.md: how many published recipes of other tools run here, which of them without a difference, and
 what the rest need.
 
-    python benchmarks/compatibility.py FOLDER > docs/compatibility.md
+    python -m tests.convert.published FOLDER > STARTED.json
+    python benchmarks/compatibility.py FOLDER STARTED.json > docs/compatibility.md
 
-FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Nothing is run or loaded: each file
-is given to `finetune convert`'s own code.
+FOLDER holds one folder of YAML files for each tool, such as FOLDER/axolotl/*.yaml. Each file is given to `finetune
+convert`'s own code. STARTED.json says which of those that convert trained for two steps: a tiny model of the file's
+family, rows of its format, one process, fp32.
 """
 
+import json
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -20,7 +23,7 @@ from finetune.errors import UserError
 INTRODUCTION = """\
 # Compatibility
 
-<!-- Made by `python benchmarks/compatibility.py FOLDER`; change it there. -->
+<!-- Made by `python benchmarks/compatibility.py FOLDER STARTED.json`; change it there. -->
 
 Will my recipe run? `finetune convert` was given configuration files that other tools publish as examples. Each file
 is counted once:
@@ -32,10 +35,12 @@ is counted once:
   it: for example a warm-up that is quadratic there and linear here.
 - **Needs a missing capability**: refused by name, or converted with that difference listed.
 - **Not a training recipe**: a launcher's file, generation, evaluation, merging, a benchmark.
+- **Run two steps**: of the converted recipes, lacking capabilities included, those that trained two steps on one CPU process in fp32,
+  with a random model of two layers of the family that the name says, and a few rows of the file's format.
 """  # noqa: E501
 
 
-COLUMNS = ("files", "converted", "different", "lacking", "not_training")
+COLUMNS = ("files", "converted", "different", "lacking", "not_training", "ran")
 
 
 @dataclass(slots=True)
@@ -47,10 +52,11 @@ class Count:
     different: int = 0
     lacking: int = 0
     not_training: int = 0
+    ran: int = 0  # of those that convert
     unread: list[str] = field(default_factory=list)
 
 
-def main(folder: Path) -> str:
+def main(folder: Path, started: dict[str, bool]) -> str:
     """The page. Raises `NotADirectoryError` where `folder` is none."""
     tools: dict[str, Count] = {}
     capabilities: Counter[str] = Counter()
@@ -77,6 +83,7 @@ def main(folder: Path) -> str:
         except UserError as error:
             count.unread.append(str(error).splitlines()[0].replace(f"{folder}/", ""))
             continue
+        count.ran += started.get(f"{path.parent.name}/{path.name}", False)
         capabilities.update(missing)
         count.lacking += bool(missing)
         count.different += bool(differences_here) and not missing
@@ -87,17 +94,24 @@ def main(folder: Path) -> str:
 
 
 def page(tools: dict[str, Count], capabilities: Counter[str], differences: Counter[str], other: Counter[str]) -> str:
+    whole = {key: sum(getattr(count, key) for count in tools.values()) for key in COLUMNS}
+    training = whole["files"] - whole["not_training"]
+    first = (
+        f"**Of {training} published training files {whole['converted'] + whole['different']} convert with all that "
+        f"they need, and {whole['ran']} recipes train two steps on a tiny model of their family.**"
+    )
     lines = [
-        INTRODUCTION,
+        INTRODUCTION.replace("Will my recipe run?", f"{first}\n\nWill my recipe run?"),
         "| Tool | Files | Converted, no difference | Converted, with differences listed | Need a missing capability "
-        "| Not a training recipe | Not read |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| Not a training recipe | Run two steps on a tiny model of their family | Not read |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, count in tools.items():
         numbers = (getattr(count, key) for key in COLUMNS)
         lines.append(f"| {name} | {' | '.join(map(str, numbers))} | {len(count.unread)} |")
-    total = [sum(getattr(c, key) for c in tools.values()) for key in COLUMNS]
-    lines.append(f"| all | {' | '.join(map(str, total))} | {sum(len(count.unread) for count in tools.values())} |")
+    lines.append(
+        f"| all | {' | '.join(map(str, whole.values()))} | {sum(len(count.unread) for count in tools.values())} |"
+    )
     lines += [
         "",
         "## Differences of the converted files",
@@ -126,6 +140,6 @@ def page(tools: dict[str, Count], capabilities: Counter[str], differences: Count
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2 or not Path(sys.argv[1]).is_dir():
-        sys.exit(f"usage: python {sys.argv[0]} FOLDER (of one folder of YAML files for each tool)")
-    print(main(Path(sys.argv[1])), end="")
+    if len(sys.argv) != 3 or not Path(sys.argv[1]).is_dir():
+        sys.exit(f"usage: python {sys.argv[0]} FOLDER (of one folder of YAML files for each tool) STARTED.json")
+    print(main(Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text())), end="")

@@ -11,6 +11,7 @@ from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import Lora, Quantization, recipe_keys
 
+SMALLEST_BF16_RATE = 1e-5  # bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
 
 
@@ -360,6 +361,14 @@ RULES: tuple[Rule, ...] = (
         message=lambda c: f"warmup_steps: {c['warmup_steps']}: the run ends after {c.steps or c['max_steps']} steps, "
         "before learning_rate is reached",
         is_note=True,
+    ),
+    Rule(
+        name="a learning rate too small for bf16", keys=("dtype", "learning_rate", "optim"),
+        when=lambda c: c["dtype"] == "bfloat16" and not c["use_peft"] and OPTIMIZERS[c["optim"]].reads_betas
+        and c["learning_rate"] < SMALLEST_BF16_RATE,
+        message="learning_rate: {learning_rate:g} with dtype: bfloat16: neighboring bf16 numbers at 0.02 are 1.2e-4 "
+        "apart, so most updates round to nothing",
+        advice="remove dtype (float32), or raise the rate", is_note=True,
     ),
     Rule(
         name="a learning rate of 1", keys=("learning_rate", "optim"),

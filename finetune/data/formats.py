@@ -61,7 +61,7 @@ class Completion:
 
     prompt: str
     completion: str
-    are_turns: bool = False  # where there is a chat template
+    are_turns: bool = field(default=False, repr=False)  # where there is a chat template
 
 
 @dataclass(frozen=True, slots=True)

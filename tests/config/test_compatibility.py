@@ -259,6 +259,7 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             "the run ends after 10 steps, before learning_rate is reached",
             True,
         ),
+        (["dtype=bfloat16", "learning_rate=5e-7"], None, None, "so most updates round to nothing; remove dtype", True),
         (["learning_rate=10"], None, None, "moves every parameter by about this much in each step", True),
         (["optim=sgd", "adam_beta1=0.8"], None, None, "adam_beta1 has no effect with this optim", True),
         (["tf32=true"], FSDP2, CPU, "tf32 has no effect on a CPU", True),

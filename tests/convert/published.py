@@ -2,6 +2,8 @@
 
 import json
 import re
+import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +19,7 @@ from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.models.families import build
+from tests.ranks import ROOT, launch_ranks
 
 ROWS = 12
 # What needs a GPU, a compiler that takes minutes, more than one process or the network.
@@ -112,7 +115,7 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     if recipe.get("teacher_model_name_or_path"):
         recipe["teacher_model_name_or_path"] = recipe["model_name_or_path"]
     if str(recipe.get("attn_implementation")).startswith("flash"):
-        recipe["attn_implementation"] = "auto"
+        recipe["attn_implementation"] = "auto" if recipe.get("packing", True) else "sdpa"
     if recipe.get("adapter_name_or_path"):
         del recipe["adapter_name_or_path"]
     if recipe.get("optim_in_backward"):
@@ -196,3 +199,15 @@ def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]
             return {column("prompt"): question, column("completion"): answer}
         case _:
             return {column("messages"): chat}
+
+
+def start(trial: Trial) -> tuple[bool, str]:
+    """(whether the trial trained, what it printed)."""
+    finished = launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(trial.recipe)], ranks=1, timeout=300)
+    return finished.returncodes == (0,), finished.outputs[0]
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as place:
+        trials = list_trials(Path(sys.argv[1]), Path(place))
+        print(json.dumps({f"{trial.tool}/{trial.file.name}": start(trial)[0] for trial in trials}, indent=1))

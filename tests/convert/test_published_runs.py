@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.convert.published import list_trials
-from tests.ranks import ROOT, launch_ranks
+from tests.convert.published import list_trials, start
 
 
 @pytest.mark.slow
@@ -15,7 +14,7 @@ def test_what_converts_trains_two_steps(shared: Path, tmp_path: Path) -> None:
         pytest.skip("the published files of other tools are not at hand")
     failed = {}
     for trial in list_trials(folder, tmp_path):
-        finished = launch_ranks(ROOT / "finetune" / "run.py", ["--recipe", str(trial.recipe)], ranks=1)
-        if finished.returncodes != (0,) and not trial.found.to_do:
-            failed[f"{trial.tool}/{trial.file.name}"] = finished.outputs[0][-400:]
+        trained, said = start(trial)
+        if not trained and not trial.found.to_do:
+            failed[f"{trial.tool}/{trial.file.name}"] = said[-400:]
     assert not failed
