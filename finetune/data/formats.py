@@ -1,7 +1,9 @@
 """Rows as conversations, prompts with completions, plain text or tokens; the format is recognized from the columns."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 from finetune.config.methods import PAIRED, RATED
@@ -77,6 +79,11 @@ class TokenRow:
 
     ids: tuple[int, ...]
     trained: tuple[bool, ...]  # [ids]
+
+    def runs(self) -> Iterator[tuple[bool, list[int]]]:
+        """(whether it is trained on, its ids) of each stretch that is so alike."""
+        for is_trained, pairs in groupby(zip(self.trained, self.ids, strict=True), itemgetter(0)):
+            yield is_trained, [token for _, token in pairs]
 
 
 Document = Conversation | Completion | Text | TokenRow

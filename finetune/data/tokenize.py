@@ -9,8 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
-from itertools import chain, groupby, islice, pairwise
-from operator import itemgetter
+from itertools import chain, islice, pairwise
 from typing import Any
 
 import numpy as np
@@ -356,11 +355,9 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         found = [encoder.bos_ids] if document.is_plain else []
         trained += [False] * len(found) + [piece.trained for piece in of_document]
         found += [next(encoded) for _ in of_document]
-        if document.tokens is not None:
-            runs = groupby(zip(document.tokens.trained, document.tokens.ids, strict=True), itemgetter(0))
-            for run_is_trained, run in runs:
-                trained.append(run_is_trained)
-                found.append([token for _, token in run])
+        for is_trained_run, run in document.tokens.runs() if document.tokens else ():
+            trained.append(is_trained_run)
+            found.append(run)
         lengths[i] = sum(map(len, found))
         ids += found
     ends = np.cumsum(lengths, dtype=np.int64)
