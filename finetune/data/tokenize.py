@@ -1,5 +1,4 @@
-"""Rows as tokens and labels: rows are read and rendered one after another, and encoded by threads while the next are
-read."""
+"""Rows as tokens and labels: rows are read and rendered one by one, and encoded by threads while the next are read."""
 
 import os
 import re
@@ -355,9 +354,8 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         found = [encoder.bos_ids] if document.is_plain else []
         trained += [False] * len(found) + [piece.trained for piece in of_document]
         found += [next(encoded) for _ in of_document]
-        for is_trained_run, run in document.tokens.runs() if document.tokens else ():
-            trained.append(is_trained_run)
-            found.append(run)
+        for run in document.tokens.runs() if document.tokens else ():
+            trained, found = [*trained, run[0]], [*found, run[1]]
         lengths[i] = sum(map(len, found))
         ids += found
     ends = np.cumsum(lengths, dtype=np.int64)
