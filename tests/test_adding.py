@@ -43,7 +43,7 @@ ADDED = {
     },
     "a family": {
         "plan/families.py": (
-            "FAMILIES: dict[str, Family] = {\n",
+            "\nFAMILIES: dict[str, Family] = {\n",
             '    "helium": Family(decoder_layer="HeliumDecoderLayer", defaults=SIZES_7B),\n',
         )
     },

@@ -111,11 +111,12 @@ def probes(job: dict[str, Any], world: World) -> dict[str, Any]:
     recipe = Model(
         model_name_or_path=job["folder"], attn_implementation=job.get("attn_implementation", "auto"), dtype="float32"
     )
+    data = Data(packing=job["packing"], max_length=64)
     try:
         facts = read_facts(load_config(recipe), job["folder"])
-        refuse_problems(find_problems(Recipe(path="recipe.yaml", model=recipe), facts=facts))
+        refuse_problems(find_problems(Recipe(path="recipe.yaml", model=recipe, data=data), facts=facts))
         model: Any = load_model(recipe, Lora(), 0, world)[0]
-        check_training_forward(model, recipe, Data(packing=job["packing"], max_length=64), world)
+        check_training_forward(model, recipe, data, world)
     except UserError as error:
         return {"error": str(error)}
     model.eval()  # GPT-2 and XGLM have dropout
