@@ -10,6 +10,8 @@ import pytest
 
 from tests.ranks import run_python
 
+pytestmark = pytest.mark.slow  # ten layouts on four ranks
+
 RANKS = 4
 SHARDS = {  # the ranks over which each tensor is cut; Rajbhandari et al. 2020 (ZeRO), figure 1
     "DDP": 1,

@@ -381,7 +381,10 @@ def test_chat_asks_with_the_tokens_that_were_trained(
     assert sorted(trained) == sorted(expected)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm4.5", "gptoss", "gemma4_v5"])
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3.5", "gptoss", "gemma4_v5", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen3", "glm4.5"))],
+)
 def test_chat_asks_rows_with_tools_as_they_were_trained(name: str, shared_tokenizer: Any, tmp_path: Path) -> None:
     """The rows are generated from a schema, since no data set at hand has tool calls."""
     template = TEMPLATES.get(name) or read_published(name)
