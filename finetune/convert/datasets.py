@@ -19,6 +19,8 @@ from finetune.convert.dataset_keys import (
 )
 from finetune.convert.rules import Conversion, shorten
 from finetune.convert.tool_keys import Tool
+from finetune.data.formats import LABEL_COLUMNS
+from finetune.data.preferences import PROMPTS
 from finetune.errors import UserError
 from finetune.files.run_json import load_json
 
@@ -43,9 +45,7 @@ RATED_FORMS = {
 }
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
 OWN_TEMPLATES = {"chatml": "chatml", "llama3": "llama3"}
-LABELS = ("label", "kto_tag")
 KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
-KNOWN_PROMPTS = ("prompt", "conversations", "conversation", "question", "messages", "instruction")
 
 
 def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) -> Sources:
@@ -83,12 +83,12 @@ def take_factory_columns(entry: TheirEntry, is_chat: bool, method: str) -> dict[
     prompt = taken["messages"] or "conversations" if is_chat else taken["prompt"] or "instruction"
     if method == "kto":
         label, answer = entry.take("columns.kto_tag"), entry.take("columns.response") or "output"
-        keys = {"label_column": None if label in LABELS else label}
+        keys = {"label_column": None if label in LABEL_COLUMNS else label}
         if is_chat:
-            return keys | {"messages_column": None if prompt in KNOWN_PROMPTS else prompt}
+            return keys | {"messages_column": None if prompt in PROMPTS else prompt}
         is_usual = (prompt, answer) == ("instruction", "output")
         return keys if is_usual else keys | {"type": "messages", "prompt_column": prompt, "completion_column": answer}
-    keys = {"prompt_column": None if prompt in KNOWN_PROMPTS else prompt}
+    keys = {"prompt_column": None if prompt in PROMPTS else prompt}
     if not is_chat and prompt != "instruction":
         keys |= {"prompt_column": prompt, "type": "messages"}
     keys |= {f"{name}_column": taken[name] if taken[name] != name else None for name in ("chosen", "rejected")}

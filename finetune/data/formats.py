@@ -35,6 +35,7 @@ QUESTION_COLUMNS = ("prompt", "question", "instruction", "query", "problem", "in
 ANSWER_COLUMNS = ("completion", "answer", "response", "output", "solution", "target", "assistant", "reply")
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 TEXT_COLUMNS = ("text", "content", "document", "body", "article")
+LABEL_COLUMNS = ("label", "kto_tag")  # whether the answer is good
 # Those of a question and its answer, in any case of letters, that name themselves: a user's turn and the assistant's.
 COMMON_PAIRS = (
     ("prompt", "response"),
@@ -233,7 +234,7 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
 def _check_preference(columns: Columns, row_format: str, source: DatasetSource) -> None:
     """Raises `BadRow` for rows that rate an answer: a bad answer would be trained on like a good one."""
     row = columns.row
-    for column in ("label", "kto_tag"):
+    for column in LABEL_COLUMNS:
         label = row.get(column)
         rating = str(label).strip().lower() if isinstance(label, bool | str) else ""
         if rating == "true":

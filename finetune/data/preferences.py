@@ -11,6 +11,7 @@ from finetune.config.schema import DatasetSource
 from finetune.data.formats import (
     CHAT_FORMATS,
     CONVERSATION_COLUMNS,
+    LABEL_COLUMNS,
     PARSERS,
     QUESTION_COLUMNS,
     Columns,
@@ -121,7 +122,7 @@ def _require_sides(row: Row, source: DatasetSource) -> tuple[str, str]:
     named, (chosen, rejected) = _sides(source), find_sides(row, source)
     if chosen is not None and rejected is not None:
         return chosen, rejected
-    rated = next((name for name in ("label", "kto_tag") if row.get(name) is not None), None)
+    rated = next((name for name in LABEL_COLUMNS if row.get(name) is not None), None)
     hint = f"; method: {RATED[0]} learns from answers rated by {rated}" if rated else ""
     missing = " or ".join(named[0] if chosen is None else named[1])
     raise BadRow(
@@ -259,7 +260,6 @@ def _read_ratings(columns: Columns) -> Iterator[tuple[float, float]]:
             yield columns.take(name), columns.take(other)
 
 
-LABELS = ("label", "kto_tag")
 Turns = list[tuple[Message, bool]]  # messages, each with whether it is trained on
 MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
@@ -293,7 +293,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
         parsed = parse_pair(row, source)
         rated = (Rated(parsed.pair.chosen, True), Rated(parsed.pair.rejected, False))
         return ParsedRatings(rated, "preference", parsed.unused_columns, parsed.findings)
-    names = (source.label_column,) if source.label_column else LABELS
+    names = (source.label_column,) if source.label_column else LABEL_COLUMNS
     label = next((name for name in names if row.get(name) is not None), None)
     if label is None:
         raise BadRow(

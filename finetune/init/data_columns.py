@@ -12,6 +12,7 @@ from finetune.config.methods import RowKind
 from finetune.config.schema import DatasetSource
 from finetune.data.formats import (
     ANSWER_COLUMNS,
+    LABEL_COLUMNS,
     QUESTION_COLUMNS,
     TEXT_COLUMNS,
     Completion,
@@ -107,7 +108,7 @@ def find_kind(row: Mapping[str, Any], source: DatasetSource) -> RowKind:
         return "answers"
     if None not in find_sides(row, source):
         return "pairs"
-    is_rated = any(isinstance(row.get(column), bool) for column in ("label", "kto_tag"))
+    is_rated = any(isinstance(row.get(column), bool) for column in LABEL_COLUMNS)
     return "ratings" if is_rated else "answers"
 
 
