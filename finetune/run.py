@@ -46,6 +46,7 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     if recipe.run.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
     from finetune.checkpoint.inputs import fingerprint_inputs
     from finetune.checkpoint.resume import find_start, load_start
     from finetune.data.prepare import prepare_data

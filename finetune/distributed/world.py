@@ -253,7 +253,7 @@ def leave(world: World) -> None:
 
 @contextmanager
 def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
-    """Within it, torch and flash-attn run only kernels whose results are the same bits each time. Not `on`: any kernel.
+    """Within it, torch runs only kernels whose results are the same bits each time. Not `on`: any kernel.
 
     Raises:
         UserError: For an operation that has no such kernel.
@@ -262,8 +262,8 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
         yield
         return
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # every tensor here is written before it is read
-    os.environ["FLASH_ATTENTION_DETERMINISTIC"] = "1"  # read by transformers at each call
+    # Filling costs time, and every tensor here is written before it is read.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     except RuntimeError as error:
@@ -274,7 +274,6 @@ def use_deterministic_kernels(*, on: bool) -> Iterator[None]:
         ) from error
     finally:
         torch.use_deterministic_algorithms(False)
-        del os.environ["FLASH_ATTENTION_DETERMINISTIC"]
 
 
 def _end_with_launcher() -> None:
