@@ -387,19 +387,15 @@ RULES: tuple[Rule, ...] = (
     ),
     _model_rule(
         "attention of its own", "attn_implementation", "packing", "model_name_or_path", when=_has_unfit_attention,
-        message=lambda c: (
-            f"{c.name}: {c.model.model_type} computes attention in its own code and cannot be trained on packed "
-            "documents"
-        ),
+        message="{name}: {model.model_type} computes attention in its own code and cannot be trained on packed "
+        "documents",
         advice="set packing: false and attn_implementation: eager",
         fix={"packing": False, "attn_implementation": "eager"}, of_teacher=True,
     ),
     _model_rule(
         "layers that do not keep documents apart", "packing", "model_name_or_path",
-        when=lambda c: (
-            c.model.model_type in LEAKY_FAMILIES and c.recipe.data.packing and not c.recipe.model.trust_remote_code
-        ),
-        message=lambda c: f"{c.name}: the layers of {c.model.model_type} do not keep documents apart",
+        when=lambda c: c.model.model_type in LEAKY_FAMILIES and c["packing"] and not c["trust_remote_code"],
+        message="{name}: the layers of {model.model_type} do not keep documents apart",
         fix={"packing": False}, of_teacher=True,
     ),
     _size_rule(

@@ -61,9 +61,9 @@ class Optimization:
     optim: Annotated[OptimizerName, OPTIMIZER_HELP] = DEFAULT_OPTIMIZER
     optim_offload: Annotated[
         Literal["none", "nvme"],
-        "Where the optimizer's state is: none: in memory; nvme: its moments, and fp32 master weights where "
-        "mixed_precision is on, in files under offload_dir, of which every step reads and writes one decoder layer "
-        f"after another. Under FSDP2, with {KEPT_IN_FILES}.",
+        "Where the optimizer's state is. none: in memory. nvme: its moments, and fp32 master weights where "
+        "mixed_precision is on, are in files under offload_dir; a step reads and writes them one decoder layer after "
+        f"another. Under FSDP2, with {KEPT_IN_FILES}.",
     ] = "none"
     offload_dir: Annotated[
         str | None,

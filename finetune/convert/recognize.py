@@ -417,6 +417,9 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         or ""
     )
     lower = str(name).lower()
+    is_dequantized = DEQUANTIZED.search(lower) or read_section(theirs, "model_quantization_config_kwargs").get(
+        "dequantize"
+    )
     is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
     if is_mixture and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
@@ -426,9 +429,6 @@ def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         (HYBRID_MODEL, "hybrid or linear attention"),
         (QUANTIZED_MODEL, "quantized weights"),
     ):
-        is_dequantized = DEQUANTIZED.search(lower) or read_section(theirs, "model_quantization_config_kwargs").get(
-            "dequantize"
-        )
         if pattern.search(lower) and not (pattern is MOE_MODEL and is_dequantized):
             yield str(name), cause, True
 

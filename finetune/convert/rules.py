@@ -14,7 +14,7 @@ from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
 # Decoder layers of models whose last ones a file may name, by the models' names.
 LAYERS = {
-    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b|llama-?2-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
+    r"llama-?[23][^a-z]*-?(7b|8b)|mistral-7b": 32, r"llama-?2-13b": 40, r"llama-?3\S*70b|llama-?2-70b": 80,
     r"llama-?3\.2-1b": 16, r"llama-?3\.2-3b": 28, r"qwen3-(0\.6|1\.7)b|qwen2\S*-7b|qwen2\.5-1\.5b": 28, r"qwen3-(4|8)b": 36,
 }  # fmt: skip
 CHATML = "<|im_end|>"
@@ -79,9 +79,7 @@ def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
     added = [name for value in given if value for name in convert_names(value) or ()]
     if added:
         found.recipe["added_tokens"] = list(dict.fromkeys(added))
-    if found.tool == "TRL" and CHATML in str(
-        theirs.get("chat_template")
-    ):  # its setup_chat_format, in alignment-handbook
+    if found.tool == "TRL" and CHATML in str(theirs.get("chat_template")):  # by its setup_chat_format
         found.recipe.setdefault("added_tokens", ["<|im_start|>", CHATML])
         found.recipe["special_tokens"] = {"eos_token": CHATML} | found.recipe.get("special_tokens", {})
     if found.tool == "Axolotl" and theirs.get("resize_token_embeddings_to_32x"):
@@ -98,11 +96,9 @@ def _adapt_frozen(theirs: Mapping[str, Any], found: Conversion) -> None:
         )
     if theirs.get("finetuning_type") != "freeze" or found.tool != "LLaMA-Factory":
         return
-    layers, modules = (
-        theirs.get("freeze_trainable_layers", 2),
-        convert_names(theirs.get("freeze_trainable_modules", "all")) or [],
-    )
-    found.recipe |= {"use_peft": False}
+    layers = theirs.get("freeze_trainable_layers", 2)
+    modules = convert_names(theirs.get("freeze_trainable_modules", "all")) or []
+    found.recipe["use_peft"] = False
     if not isinstance(layers, int) or layers > 0:  # the last ones, whose numbers hang on the model
         name = str(theirs.get("model_name_or_path")).lower()
         depth = next((depth for pattern, depth in LAYERS.items() if re.search(pattern, name)), None)

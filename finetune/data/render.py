@@ -251,9 +251,10 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             return RenderedText(whole, ((0, len(whole)),), True, typed)
         case TokenRow(ids, trained):
             vocabulary = renderer.backend.get_vocab_size()
-            if min(ids, default=0) < 0 or max(ids, default=0) >= vocabulary:
+            unknown = next((token for token in ids if not 0 <= token < vocabulary), None)
+            if unknown is not None:
                 raise BadRow(
-                    f"input_ids: {max(ids)} is no token: the tokenizer has {vocabulary}; name the one that made them"
+                    f"input_ids: {unknown} is no token: the tokenizer has {vocabulary}; name the one that made them"
                 )
             identity = xxhash.xxh3_64_intdigest(np.array([ids, trained], np.int64).tobytes())
             return RenderedText("", (), False, group_hash=identity, tokens=document)
