@@ -195,16 +195,13 @@ def find_turns(
         return text, {wanted[0]: tuple(spans)}
     text, turns = apply_template(renderer, messages, tools), {}
     for i in wanted:
+        begins = len(asked[i].prompt) if i in asked and text.startswith(asked[i].prompt) else None
         if i in asked and asked[i].is_in(text):
             turns[i] = asked[i].spans
         elif (found := _find_by_substitution(text, messages, i, tools, renderer)) is not None:
-            turns[i] = (found,)
-        elif (
-            i in asked
-            and text.startswith(asked[i].prompt)
-            and (stop := renderer.up_to_stop.search(text, len(asked[i].prompt)))
-        ):  # a call, which cannot be replaced before its result
-            turns[i] = ((len(asked[i].prompt), stop.end()),)
+            turns[i] = (found if begins is None else (min(begins, found[0]), found[1]),)
+        elif begins is not None and (stop := renderer.up_to_stop.search(text, begins)):
+            turns[i] = ((begins, stop.end()),)  # a call, which cannot be replaced before its result
         else:
             raise BadRow(
                 f"message {i + 1}: the chat template rewrites earlier turns, so it is unknown where the assistant's "
@@ -288,4 +285,8 @@ def _find_start_of_turn(text: str, before: list[Message], tools: Tools, renderer
     # The prompt may differ from the turn as it is in the text (with <think>, say): the turn starts where they differ.
     bare = apply_template(renderer, before, tools)
     shared = next((i for i, (a, b) in enumerate(zip(text, prompted, strict=False)) if a != b), len(text))
-    return shared if text.startswith(bare) and shared > len(bare) else None
+    if not text.startswith(bare) or shared <= len(bare):
+        return None
+    starts = [start for start, _ in renderer.backend.encode(text[len(bare) :], add_special_tokens=False).offsets]
+    # At a token's border: <think> and </think> begin alike.
+    return len(bare) + max(int(start) for start in starts if len(bare) + start <= shared)

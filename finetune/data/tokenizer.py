@@ -26,7 +26,9 @@ ALIASES = {
     "olmo": "olmo2",
     "glm-4": "glm4",
     "glm4.6": "glm4.5",
-    "glm4.7": "glm4.5",
+    "gptoss": "gpt-oss",
+    "magistral": "mistral-v13-tekken",
+    "ministral3": "mistral-v13-tekken",
 }  # fmt: skip
 # For tokenizers without a template and without special tokens for turns; of those it uses only the EOS token.
 PLAIN = TEMPLATES["plain"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoTokenizer
 
 from finetune.config.reader import read_recipe
 from finetune.data.prepare import PreparedData, prepare_data
@@ -37,3 +38,12 @@ def prepare(tmp_path: Path) -> Prepare:
         return prepare_data(read, tokenizer_of_run, Rank(rank, size))
 
     return make
+
+
+@pytest.fixture(scope="module")
+def shared_tokenizer(shared: Path) -> Any:
+    """Llama 3's; the test skips where it is absent."""
+    folder = shared / "tokenizers" / "llama3"
+    if not folder.is_dir():
+        pytest.skip(f"no tokenizer in {folder}")
+    return AutoTokenizer.from_pretrained(folder)

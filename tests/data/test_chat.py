@@ -25,6 +25,10 @@ FAMILY_TOKENS += (
     "<|eot|>",
     "<|END_OF_TURN_TOKEN|>",
     "<|end_of_text|>",
+    "<turn|>",
+    "<｜end▁of▁sentence｜>",
+    "<|return|>",
+    "</think>",
 )
 
 # Thinking as in Qwen3: an empty block in the last turn only, no reasoning in the history.
@@ -39,10 +43,23 @@ THINKING = """\
 # Phi3 ends the whole conversation with its own token, which does not belong to earlier turns.
 FINAL_END = TEMPLATES["chatml"] + "{%- if not add_generation_prompt -%}{{- eos_token -}}{%- endif -%}"
 TESTED_TEMPLATES = TEMPLATES | {"thinking": THINKING, "final end": FINAL_END}
+OPENED = {
+    "nemotron3": "</think>",
+    "glm4.7": "</think>",
+}  # their prompt opens <think>, and an answer without reasoning is none after it
 # What each template's assistant turn ends with, beside make_tokenizer's <|end|>.
 ENDS = dict.fromkeys(("chatml", "hermes", "qwen", "qwen3", "smollm3", "phi4", "thinking", "final end"), "<|im_end|>")
 ENDS |= dict.fromkeys(("qwen3.5", "qwen3.6", "qwen3.8"), "<|im_end|>") | {"glm4.5": "<|user|>"}
 ENDS |= {"llama3": "<|eot_id|>", "llama3.1": "<|eot_id|>", "llama4": "<|eot|>", "gemma": "<end_of_turn>"}
+ENDS |= dict.fromkeys(("kimi-k2", "kimi-k2-thinking", "nemotron3"), "<|im_end|>") | {
+    "gemma4": "<turn|>",
+    "glm4.7": "<|user|>",
+}
+ENDS |= (
+    {"gpt-oss": "<|return|>"}
+    | dict.fromkeys(("deepseek-v3.1", "deepseek-v3.2"), "<｜end▁of▁sentence｜>")
+    | {"granite4": "<|end_of_text|>"}
+)
 ENDS |= {"command-r": "<|END_OF_TURN_TOKEN|>", "granite": "<|end_of_text|>", "glm4": "<|user|>", "llama2": " <|end|>"}
 # Templates with a space before the assistant's words, which the model writes.
 SPACED = ("inst", "mistral", "mistral-v1", "mistral-v2", "mistral-v3", "mistral-v7", "llama2", "vicuna", "deepseek-v2")
@@ -87,8 +104,10 @@ def test_only_the_assistants_turns_with_their_end_are_trained_on(name: str) -> N
         conversation("Hi assistant", "Hello user", "user again", "Goodbye", system="Be kind."), RENDERERS[name]
     )
     before = {"glm4": "\n", "glm4.5": "\n<think></think>\n", "qwen3.8": "\n</think>\n\n"} | dict.fromkeys(SPACED, " ")
+    before |= {"kimi-k2-thinking": "<think></think>", "gpt-oss": "<|channel|>final<|message|>"} | OPENED
     space = before.get(name, "")
-    assert found == [f"{space}Hello user{end}", f"{space}{THOUGHTS.get(name, '')}Goodbye{end}"]
+    first = "<|end|>" if name == "gpt-oss" else end
+    assert found == [f"{space}Hello user{first}", f"{space}{THOUGHTS.get(name, '')}Goodbye{end}"]
 
 
 # Rendered up to an earlier answer, these write the system's text elsewhere than in the whole conversation, or open <think>.
@@ -115,6 +134,8 @@ def test_text_equals_apply_chat_template_and_spans_contain_the_answers(
         assert last <= start < end <= len(text)
         assert answer.strip() in text[start:end]
         last = end
+    if name in OPENED:
+        return
     # A span begins where generation would: after the prompt.
     turn = -1 if name in ELSE_BEFORE_EARLIER_ANSWERS else 0
     asked = [i for i, message in enumerate(document.messages) if message["role"] == "assistant"][turn]
