@@ -1,4 +1,24 @@
 """Fine-tune Llama-style models on Hugging Face Accelerate: same losses on every layout, no silent data fault, verified
-exports."""
+exports.
+
+What is public is listed in docs/api.md, with its types in `__init__.pyi`. It is imported when it is first used:
+`import finetune` loads nothing else.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
+PUBLIC = {
+    "api": ("Chat", "RunResult", "chat", "export_run", "load_recipe", "make_plan", "prepare", "train"),
+    "session": ("Loss", "Session", "Update"),
+    "errors": ("Preempted", "UserError"),
+}
+__all__ = [name for names in PUBLIC.values() for name in names]
+
+
+def __getattr__(name: str) -> Any:
+    home = next((home for home, names in PUBLIC.items() if name in names), None)
+    if home is None:
+        raise AttributeError(f"module 'finetune' has no attribute {name!r}")
+    return getattr(import_module(f"finetune.{home}"), name)

@@ -138,6 +138,20 @@ def print_styled(text: str, style: Literal["bold", "dim"]) -> None:
     print(f"{STYLES[style]}{printable(text)}\033[0m", file=unfiltered(sys.stdout))
 
 
+def set_library_environment(*, deterministic: bool = False) -> None:
+    """Sets what libraries read from the environment of a process that trains, where the user has set nothing.
+
+    To be called before torch is imported.
+    """
+    silence_libraries()
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # that older name would be overruled
+        # Rows differ in length: without segments that grow, a GPU's memory is soon in pieces that fit none.
+        os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+        os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")  # read by transformers
+
+
 def silence_libraries() -> None:
     """Hides the warnings of NOISY libraries; their errors are shown. To be called before they are imported."""
     for name in NOISY:

@@ -65,7 +65,7 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
 }
 
 
-def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData, world: World) -> dict[str, str]:
+def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None, world: World) -> dict[str, str]:
     """A hash of each of `INPUTS` that the run has, on every rank; rank 0 reads them.
 
     For LoRA, and where the base is the reference, every byte of its weights is read, and of a teacher's; those of a
@@ -111,12 +111,12 @@ def hash_base(base: Path) -> str:
         return _hash([[path.name, entry] for path, entry in zip(paths, pool.map(durable.checksum, paths), strict=True)])
 
 
-def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData) -> dict[str, str]:
+def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None) -> dict[str, str]:
     backend = json.loads(tokenizer.backend_tokenizer.to_str())
     vocabulary = {key: value for key, value in backend.items() if key not in ("truncation", "padding")}
-    found = {
-        "datasets": data.train.fingerprint,
-        "held_out": data.evaluation.fingerprint if data.evaluation and recipe.data.eval_datasets else None,
+    found: dict[str, str | None] = {
+        "datasets": data.train.fingerprint if data else None,
+        "held_out": data.evaluation.fingerprint if data and data.evaluation and recipe.data.eval_datasets else None,
         "chat_template": _hash(tokenizer.chat_template),
         "tokenizer": _hash([vocabulary, tokenizer.special_tokens_map]),
     }

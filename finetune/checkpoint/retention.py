@@ -11,6 +11,7 @@ A checkpoint gets its name by one rename, after all its bytes are on disk.
 """
 
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -52,16 +53,22 @@ def list_checkpoints(run_folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(match[1]), path) for match, path in found if match and path.is_dir())
 
 
+_HELD: set[tuple[int, int]] = set()  # process and inode of the locks taken; a forked process holds none
+
+
 def lock_run(run_folder: Path) -> None:
     """Locks the folder for this process until it ends, and removes what a killed run left: of two runs in one folder,
-    each would prune the other's checkpoints.
+    each would prune the other's checkpoints. The same process may lock it again: its runs follow one another.
 
     Rank 0 calls this before anything is written. Raises `UserError` where another process has the folder.
     """
     checkpoints = checkpoints_folder(run_folder)
     durable.make_folder(checkpoints)
     try:
-        durable.lock_folder(checkpoints, ".lock")  # the descriptor stays open until the process ends
+        lock = checkpoints / ".lock"
+        if not lock.exists() or (os.getpid(), lock.stat().st_ino) not in _HELD:
+            durable.lock_folder(checkpoints, lock.name)  # the descriptor stays open until the process ends
+            _HELD.add((os.getpid(), lock.stat().st_ino))
     except durable.FolderInUse as holder:
         raise UserError(f"{run_folder}: {holder} is writing here; wait for it, or set another output_dir") from None
     remove_leftovers(run_folder)

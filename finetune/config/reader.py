@@ -132,9 +132,9 @@ def find_file(name: str, folder: Path, what: str) -> Path:
     raise UserError(f"{name}: no such {what}; {hint}give a path, or one of: {', '.join(known)}")
 
 
-def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
+def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: bool = True) -> Recipe:
     """The recipe file `name` (a path, or a name in recipes/) with `key=value` overrides laid over it; None: these
-    alone.
+    alone. `needs_data`: whether it must name `datasets`.
 
     Raises `UserError` naming every mistake in the file and the overrides, one a line.
     """
@@ -151,7 +151,9 @@ def read_recipe(name: str | None, overrides: Sequence[str] = ()) -> Recipe:
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     problems += checked.problems
     places = {key: entry.where for key, entry in in_file.items()}
-    problems += map(str, find_recipe_problems(checked.values, places, str(path), checked.unusable))
+    passed_over = set() if needs_data else {"datasets"} - checked.values.keys()
+    unusable = {*checked.unusable, *passed_over}
+    problems += map(str, find_recipe_problems(checked.values, places, str(path), unusable))
     if problems:
         raise UserError.of(problems)
     values = checked.values

@@ -4,7 +4,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -78,6 +78,12 @@ class MicroBatch:
             inputs["document_lengths"] = self.document_lengths
         return inputs
 
+    def with_documents(self) -> "MicroBatch":
+        """The same with `trained_documents`, also where documents are not compared."""
+        if self.trained_documents is not None:
+            return self
+        return replace(self, trained_documents=_find_trained_documents(self))
+
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`; from pinned memory the copy does not wait."""
         return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
@@ -87,18 +93,10 @@ class MicroBatch:
         return self._map_tensors(lambda tensor: tensor.pin_memory())
 
     def _map_tensors(self, change: Callable[[Tensor], Tensor]) -> "MicroBatch":
-        return replace(
-            self,
-            input_ids=change(self.input_ids),
-            labels=change(self.labels),
-            position_ids=change(self.position_ids),
-            trained_positions=change(self.trained_positions),
-            cu_seq_lens=None if self.cu_seq_lens is None else change(self.cu_seq_lens),
-            token_mask=None if self.token_mask is None else change(self.token_mask),
-            trained_documents=None if self.trained_documents is None else change(self.trained_documents),
-            desirable=None if self.desirable is None else change(self.desirable),
-            mismatched=None if self.mismatched is None else self.mismatched._map_tensors(change),
-        )
+        found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        changed: Any = {name: change(value) for name, value in found.items() if isinstance(value, Tensor)}
+        mismatched = self.mismatched and self.mismatched._map_tensors(change)
+        return replace(self, **changed, mismatched=mismatched)
 
 
 class TokenPart(NamedTuple):

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
@@ -33,7 +33,7 @@ from finetune.data.sampler import BatchConfig, make_generator
 from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, read_rows
 from finetune.data.template import make_renderer
 from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
-from finetune.data.token_store import Tokens, TokenStore
+from finetune.data.token_store import Tokens, TokenStore, keep_in_memory
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.data.tokenizer import PLAIN
 from finetune.errors import UserError
@@ -305,6 +305,33 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> PreparedDat
     if stop := [finding for finding in data.report.findings if finding.is_fatal]:
         raise UserError.of(map(str, stop))
     return data
+
+
+GIVEN = "rows"  # how messages name rows that no file holds
+
+
+def batch_rows(
+    rows: Sequence[Mapping[str, Any]], recipe: Recipe, tokenizer: Any, world: RankInfo, step: int = 0
+) -> StepBatch:
+    """One rank's share of a step over `rows`, which are read as the rows of a file. All ranks give the same.
+
+    A tokenizer without a chat template gets the plain one where conversations need it. Raises `UserError` for a row
+    that cannot be used, for fatal findings, and where nothing is trained on.
+    """
+    source, stats = DatasetSource(path=GIVEN), SourceStats()
+    read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(dict, rows)))
+    tokens = tokenize_rows([(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows)
+    examples, report = select_examples(keep_in_memory(tokens, stats.as_json), source, recipe.data)
+    if stop := [finding for finding in report.findings if finding.is_fatal]:
+        raise UserError.of(map(str, stop))
+    if not len(examples):
+        raise UserError(f"{GIVEN}: none of {len(rows)} holds a token to train on")
+    if any(finding.name == "plain_template" for finding in report.findings):
+        tokenizer.chat_template = PLAIN
+    config = BatchConfig.from_recipe(recipe, len(examples))  # all in one step
+    size = recipe.batch.per_device_train_batch_size
+    batches = make_batches(examples, config, world, size, pad_token_id=tokenizer.pad_token_id)
+    return replace(next(batches.batches()), step=step, epoch=0.0)
 
 
 def preview_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> tuple[StoredBatches, DataReport]:

@@ -81,6 +81,14 @@ COLUMNS: dict[str, Any] = {
 }
 
 
+def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> TokenStore:
+    """A store of a few documents that is on no disk. `facts` is called after the last batch."""
+    read = list(batches)
+    columns = {name: np.concatenate([getattr(batch, name) for batch in read]) for name in COLUMNS}
+    starts = np.concatenate(([0], np.cumsum(columns.pop("lengths"), dtype=np.int64)))
+    return TokenStore(**columns, starts=starts, facts=facts())
+
+
 class DamagedStore(UserError):
     """A store's files are not what was written: one is missing, cut short or altered."""
 

@@ -95,6 +95,11 @@ class DataParallelRank:
     sequence_size: int = 1
 
 
+def alone() -> DataParallelRank:
+    """A process without other ranks, on the CPU."""
+    return DataParallelRank(0, 1, 0, torch.device("cpu"))
+
+
 @dataclass(frozen=True, slots=True)
 class World:
     """This process among the ranks. One process is a world of one: the same code, the same layout."""

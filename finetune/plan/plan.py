@@ -37,6 +37,9 @@ class Plan:
     speed: Speed
     remarks: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        return format_plan(self)
+
     @property
     def peak_bytes(self) -> int:
         """Device memory of the phase that needs the most."""

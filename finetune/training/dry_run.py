@@ -6,39 +6,18 @@ from pathlib import Path
 
 import torch
 
-from finetune.config.compatibility import find_problems, refuse_problems
-from finetune.config.facts import MachineFacts, adopt_quantization
+from finetune.config.compatibility import find_problems
+from finetune.config.facts import MachineFacts
 from finetune.config.schema import Recipe
-from finetune.data.prepare import PreparedData, prepare_data
-from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
+from finetune.data.prepare import PreparedData
 from finetune.distributed.collective import RankGroup
-from finetune.distributed.world import World, leave
+from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.optim.scratch_file import check_scratch_folder
 from finetune.plan.advice import list_changes
 from finetune.plan.plan import format_plan, make_plan
 from finetune.plan.step_memory import find_peak
-from finetune.pretrained_config import load_config, read_facts
-from finetune.training.objectives.distill import read_teacher_facts
 from finetune.units import gib
-
-
-def print_dry_run(recipe: Recipe, world: World, machine: MachineFacts) -> None:
-    """Reads the data and prints the plan of the run with its real steps and tokens. Loads no model, writes no folder.
-
-    Raises `UserError` where the run itself would be refused before its data is read.
-    """
-    tokenizer = load_tokenizer(recipe.model, recipe.data)
-    config = load_config(recipe.model, plan_vocabulary(tokenizer, recipe.model))
-    facts = read_facts(config, recipe.model.model_name_or_path, len(tokenizer))
-    teacher = read_teacher_facts(recipe, tokenizer)
-    refuse_problems(find_problems(recipe, world.sharding, facts, world.size, teacher=teacher, machine=machine))
-    recipe = adopt_quantization(recipe, facts)
-    check_offload_dir(recipe, world)
-    data = prepare_data(recipe, tokenizer, world.data_parallel)
-    if world.is_main:
-        print_plan(recipe, world, data)
-    leave(world)
 
 
 def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:

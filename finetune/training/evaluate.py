@@ -138,24 +138,34 @@ def measure_held_out(
 
 @torch.no_grad()
 def answer(
-    model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World, eot_tokens: tuple[str, ...] = ()
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    world: World,
+    eot_tokens: tuple[str, ...] = (),
+    max_new_tokens: int = SAMPLE_TOKENS,
 ) -> list[Sample]:
     """Every prompt answered greedily, on every rank in the same order; each rank (each tensor parallel group, whose
     ranks run the same forwards) answers its share.
 
     An answer ends at a token that ends a turn, or at twice the length of the longest expected one; where none is
-    expected, at SAMPLE_TOKENS.
+    expected, at `max_new_tokens`.
     """
     model.eval()
     groups, shared = world.tensor_groups, world.sharding.tensor_parallel_size
     mine = [prompts[i % len(prompts)] for i in range(world.tensor_group, len(prompts) + -len(prompts) % groups, groups)]
-    answers = _generated(model, mine, tokenizer, world, eot_tokens) if mine else []
+    answers = _generated(model, mine, tokenizer, world, eot_tokens, max_new_tokens) if mine else []
     by_rank = world.gather([asdict(sample) for sample in answers])
     return [Sample(**by_rank[i % groups * shared][i // groups]) for i in range(len(prompts))]
 
 
 def _generated(
-    model: nn.Module, prompts: Sequence[Prompt], tokenizer: Any, world: World, eot_tokens: tuple[str, ...]
+    model: nn.Module,
+    prompts: Sequence[Prompt],
+    tokenizer: Any,
+    world: World,
+    eot_tokens: tuple[str, ...],
+    max_new_tokens: int,
 ) -> list[Sample]:
     transformer: Any = unwrap(model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
@@ -171,7 +181,7 @@ def _generated(
         generated = transformer.generate(
             input_ids=input_ids.to(world.device),
             attention_mask=attention_mask.to(world.device),
-            max_new_tokens=2 * max(expected) + 2 if expected else SAMPLE_TOKENS,
+            max_new_tokens=2 * max(expected) + 2 if expected else max_new_tokens,
             do_sample=False,
             use_cache=True,
             eos_token_id=end_of_answer_ids(tokenizer, eot_tokens),

@@ -34,13 +34,18 @@ def choose_run_name(recipe: Recipe) -> str:
     return recipe.run.run_name or Path(recipe.path).stem
 
 
+def run_folder(recipe: Recipe) -> Path:
+    """`output_dir`, else runs/<run_name>."""
+    return Path(recipe.run.output_dir or Path("runs") / choose_run_name(recipe))
+
+
 def open_run_folder(recipe: Recipe, world: World) -> Path:
     """Makes the run's folder (`output_dir`, else runs/<run_name>) and locks it against other runs.
 
     Rank 0 does it, all ranks return it. Raises `UserError` on all where it cannot be written or another run has locked
     it, and where the recipe names a checkpoint that is damaged.
     """
-    folder = Path(recipe.run.output_dir or Path("runs") / choose_run_name(recipe))
+    folder = run_folder(recipe)
     RankGroup(world).main(lambda: _open(folder, recipe))
     return folder
 

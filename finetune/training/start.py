@@ -1,6 +1,6 @@
 """The start of a run: its log, its first screen, and everything that training works with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -119,7 +119,7 @@ def start_run(
         data=data,
         read_batches=partial(read_batches, recipe, world, folder, data, log),
         prompts=tuple(data.held_out_prompts(recipe.run.exact_match_samples)),
-        sample_prompts=tuple(Prompt(user_prompt(text, tokenizer), "") for text in recipe.run.sample_prompts),
+        sample_prompts=tuple(Prompt(prompt_ids(text, tokenizer), "") for text in recipe.run.sample_prompts),
         model=model,
         optimizer=optimizer,
         objectives=objectives,
@@ -199,12 +199,11 @@ def stream_reporter(world: World, folder: Path, log: MetricsLog) -> OnReport:
     return log_news
 
 
-def user_prompt(text: str, tokenizer: Any) -> list[int]:
-    """The ids of `text` as a user's turn, up to where the assistant begins; of the bare text without a chat
+def prompt_ids(prompt: str | Sequence[Mapping[str, Any]], tokenizer: Any) -> list[int]:
+    """The ids of a user's turn, or of messages, up to where the assistant begins; of bare text without a chat
     template."""
-    if tokenizer.chat_template is not None:
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": text}], tokenize=False, add_generation_prompt=True
-        )
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=tokenizer.chat_template is None)
-    return list(ids)
+    if tokenizer.chat_template is None:
+        return list(tokenizer.encode(prompt))
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer.encode(text, add_special_tokens=False))

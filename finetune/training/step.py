@@ -277,14 +277,49 @@ def train_step(
     async save may still be copying them. `in_backward` updates each within the backward, and checks what it updates
     with.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    seed_dropout(recipe.run.seed, batch.step, world.tensor_group)
-    seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
+    set_learning_rate(optimizer, learning_rate)
     if in_backward is not None:
         before_update()
         in_backward.start_step(batch.step)
-    measured = accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)
+    measured = forward_backward(model, batch, objective, recipe, world, in_backward)
+    return clip_and_update(model, optimizer, batch, measured, recipe, world, guard, before_update, in_backward)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets the rate of the next update, for all parameters."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def forward_backward(
+    model: nn.Module,
+    batch: StepBatch,
+    objective: Objective,
+    recipe: Recipe,
+    world: World,
+    in_backward: UpdateInBackward | None = None,
+) -> Measured:
+    """Adds the gradients of `batch`, under the dropout and the noise of its step. All ranks call it."""
+    seed_dropout(recipe.run.seed, batch.step, world.tensor_group)
+    seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
+    return accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)
+
+
+def clip_and_update(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batch: StepBatch,
+    measured: Measured,
+    recipe: Recipe,
+    world: World,
+    guard: HostGuard | DeviceGuard,
+    before_update: Callable[[], None] = lambda: None,
+    in_backward: UpdateInBackward | None = None,
+) -> StepResult:
+    """Clips the gradients, and updates the parameters where `guard` finds loss and gradient finite. All ranks call it.
+
+    batch, measured: what the gradients are of.
+    """
     unscale(optimizer, world)
     grad_norm = in_backward.norm(model) if in_backward else clip_gradients(model, recipe.optimization.max_grad_norm)
     check = StepCheck.of(batch, measured.loss_sum, grad_norm)

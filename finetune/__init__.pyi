@@ -1,0 +1,16 @@
+from finetune.api import Chat as Chat
+from finetune.api import RunResult as RunResult
+from finetune.api import chat as chat
+from finetune.api import export_run as export_run
+from finetune.api import load_recipe as load_recipe
+from finetune.api import make_plan as make_plan
+from finetune.api import prepare as prepare
+from finetune.api import train as train
+from finetune.errors import Preempted as Preempted
+from finetune.errors import UserError as UserError
+from finetune.session import Loss as Loss
+from finetune.session import Session as Session
+from finetune.session import Update as Update
+
+__version__: str
+__all__: list[str]

@@ -1,0 +1,180 @@
+"""The commands as functions, for scripts and notebooks: `import finetune`. docs/api.md lists what is public.
+
+Imports no torch: each function imports what it needs when it is called.
+"""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.reader import read_recipe
+from finetune.config.schema import Recipe
+from finetune.constants import ADAPTER, EXPORT
+from finetune.files.run_json import read_json_lines
+
+if TYPE_CHECKING:  # imports torch or takes long
+    from finetune.data.prepare import PreparedData
+    from finetune.inference.inference_model import InferenceModel
+    from finetune.plan.plan import Plan
+
+
+def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
+    """Reads a recipe: a file or a name in recipes/, keys alone, or a file with keys laid over it.
+
+    Args:
+        recipe: The file. Paths in it are relative to it; those in `keys` to the current folder.
+        keys: Keys of docs/recipes.md, as values of Python. Without `datasets` only a `Session` can train on it.
+
+    Raises:
+        UserError: With every mistake, one a line.
+
+    >>> recipe = load_recipe("quickstart", learning_rate=1e-3, max_steps=5)
+    >>> recipe.optimization.learning_rate, recipe.data.max_length
+    (0.001, 128)
+    """
+    overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    return read_recipe(None if recipe is None else str(recipe), overrides, needs_data=False)
+
+
+def make_plan(recipe: Recipe, config: str | None = None, ranks: int = 1) -> "Plan":
+    """Calculates what a run will need: `str(plan)` is what `finetune plan` prints.
+
+    Args:
+        recipe: Of `load_recipe`.
+        config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
+        ranks: One for each GPU.
+
+    Raises:
+        UserError: For a combination that the rules refuse, and a family that cannot be planned.
+    """
+    from finetune.plan import plan
+
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    sharding = read_sharding(config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
+    return plan.make_plan(recipe, sharding, ranks)
+
+
+def prepare(recipe: Recipe) -> "PreparedData":
+    """Reads, checks and tokenizes the recipe's data, as a run does; `.report` says what was found.
+
+    Raises:
+        UserError: For data that cannot be read, and for fatal findings.
+    """
+    from finetune.data.prepare import prepare_data
+    from finetune.data.tokenizer import load_tokenizer
+    from finetune.distributed.world import alone
+
+    return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), alone())
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What a run has left in its folder."""
+
+    folder: Path
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl: losses, norms, speed, held-out results."""
+        return [line for line in read_json_lines(self.folder / "metrics.jsonl") if line is not None]
+
+    @property
+    def export(self) -> Path | None:
+        """The exported model, a Hugging Face folder; None where there is none."""
+        return self._existing(EXPORT)
+
+    @property
+    def adapter(self) -> Path | None:
+        """The exported adapter, a PEFT folder; None where there is none."""
+        return self._existing(ADAPTER)
+
+    def _existing(self, name: str) -> Path | None:
+        return self.folder / name if (self.folder / name).is_dir() else None
+
+
+def train(recipe: Recipe, config: str | None = None) -> RunResult:
+    """Trains, evaluates, saves and exports, as `finetune launch` does; resumes where a run was stopped.
+
+    On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
+    `accelerate.notebook_launcher(finetune.train, (recipe,), num_processes=2)`.
+
+    Args:
+        recipe: Of `load_recipe`.
+        config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
+
+    Raises:
+        UserError: For what a person can correct.
+        Preempted: Where a signal (Ctrl-C, SIGTERM) has stopped the run after it was saved.
+    """
+    from finetune.run import fine_tune
+    from finetune.training.run_folder import run_folder
+
+    fine_tune(recipe, read_sharding(config, recipe.run.accelerate_config, os.environ))
+    return RunResult(run_folder(recipe))
+
+
+def export_run(run: RunResult | str | Path, output: str | Path | None = None, **options: Any) -> Path:
+    """Writes a run or a checkpoint as a Hugging Face folder, verified, and returns it.
+
+    Args:
+        run: Of `train`, or the folder of a run or a checkpoint.
+        output: The folder to make; by default export/ in the run's.
+        options: Of `finetune.export.export.export`: `dtype`, `max_shard_size`, `verify`, `overwrite`, `adapter_only`...
+
+    Raises:
+        UserError: Where the run or the result is wrong, or the folder exists.
+    """
+    from finetune.export.export import export
+
+    folder = run.folder if isinstance(run, RunResult) else Path(run)
+    return export(folder, output or folder / EXPORT, **options)
+
+
+@dataclass(slots=True)
+class Chat:
+    """A conversation with a model. Returned by `chat`."""
+
+    model: "InferenceModel"
+    messages: list[dict[str, Any]]
+
+    def ask(self, prompt: str, max_new_tokens: int = 512, temperature: float | None = None) -> str:
+        """The model's answer to `prompt`, after all that was said before.
+
+        Args:
+            prompt: A user's turn.
+            max_new_tokens: After which the answer is cut.
+            temperature: 0: greedily; None: as the model's generation_config.json says.
+
+        Raises:
+            UserError: Where the conversation is longer than the model reads.
+        """
+        from finetune.inference.answers import Sampling, answer
+        from finetune.inference.prompts import ask
+
+        asked = [*self.messages, {"role": "user", "content": prompt}]
+        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
+        text = answer(self.model, ask(asked), sampling, lambda piece: None).text
+        if self.model.template is not None:  # without turns, every prompt stands alone
+            self.messages = [*asked, {"role": "assistant", "content": text}]
+        return text
+
+
+def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = ()) -> Chat:
+    """Loads a model to talk with: a run, a checkpoint, an adapter, a Hugging Face folder or a hub name.
+
+    Args:
+        model: Of `train`, or its folder or name.
+        messages: What has been said before, such as a system message.
+
+    Raises:
+        UserError: Where it cannot be loaded.
+    """
+    from finetune.inference.find_model import find_model
+    from finetune.inference.inference_model import LoadOptions, load_model
+
+    name = model.folder if isinstance(model, RunResult) else model
+    return Chat(load_model(find_model(str(name)), LoadOptions(), lambda line: None), [dict(each) for each in messages])

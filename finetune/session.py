@@ -1,0 +1,376 @@
+"""A model in training, step by step: what `finetune launch` does, for scripts and notebooks. docs/api.md shows its use.
+
+The command is built on it: `run.py` opens a session, and trains by the same functions on the same model.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from finetune.checkpoint.inputs import fingerprint_inputs
+from finetune.checkpoint.resume import find_start, load_start
+from finetune.checkpoint.retention import step_folder
+from finetune.checkpoint.save import Saver
+from finetune.config.accelerate_file import read_sharding
+from finetune.config.compatibility import find_problems, refuse_problems
+from finetune.config.facts import adopt_quantization, with_expert_parallelism
+from finetune.config.layout import Sharding
+from finetune.config.pretrained_adapter import complete_lora
+from finetune.config.schedules import compute_learning_rate
+from finetune.config.schema import Recipe
+from finetune.constants import EXPORT
+from finetune.data.batches import MicroBatch, StepBatch
+from finetune.data.examples import Prompt
+from finetune.data.prepare import PreparedData, batch_rows, prepare_data
+from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
+from finetune.distributed.collective import RankGroup
+from finetune.distributed.world import describe_machine, join, leave, use_deterministic_kernels
+from finetune.errors import UserError
+from finetune.export.export import export_run
+from finetune.export.logits import check_streamed_logits
+from finetune.models.head.log_probabilities import head_log_probabilities
+from finetune.models.load import ModelSize, load_model
+from finetune.models.probe import check_training_forward
+from finetune.optim.build import build_optimizer
+from finetune.plan.architecture import find_local_facts
+from finetune.pretrained_config import load_config, read_facts
+from finetune.progress import Progress
+from finetune.terminal import set_library_environment
+from finetune.training.dry_run import check_offload_dir, explain_out_of_memory
+from finetune.training.evaluate import SAMPLE_TOKENS, answer
+from finetune.training.objectives.distill import read_teacher_facts
+from finetune.training.objectives.sft import SFT, Measured, Objective, Objectives
+from finetune.training.reference import evaluating
+from finetune.training.run_folder import fix_template_date, open_run_folder
+from finetune.training.start import make_objectives, prompt_ids, start_run
+from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
+from finetune.training.training_run import TrainingRun
+
+LossFunction = Callable[[Tensor, MicroBatch], Tensor]
+"""What `Session.forward_backward` describes as `loss`."""
+
+
+class Loss(NamedTuple):
+    """What `Session.forward_backward` has measured, over all ranks."""
+
+    loss: float  # the mean over the trained tokens, or over the pairs of a method that compares
+    metrics: dict[str, float]  # of the recipe's method
+
+
+class Update(NamedTuple):
+    """What `Session.optim_step` has done."""
+
+    step: int  # steps done, this one included
+    learning_rate: float
+    grad_norm: float  # the 2-norm of all ranks' gradients before clipping
+    is_skipped: bool  # the loss or gradient was not finite, and on_nonfinite is skip: nothing was updated
+
+
+class Loaded(NamedTuple):
+    """What is trained, and what is minimized."""
+
+    model: nn.Module
+    size: ModelSize
+    optimizer: torch.optim.Optimizer
+    objectives: Objectives | None  # of the weights before training; None without data
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionObjective(Objective):
+    """A user's loss, averaged over what the recipe's method counts."""
+
+    function: LossFunction
+    counts_pairs: bool
+
+    def count(self, batch: StepBatch) -> int:
+        """The step's trained tokens, or its pairs."""
+        return batch.groups if self.counts_pairs else batch.trained_tokens
+
+    def measure(
+        self, model: nn.Module, micro_batch: MicroBatch, inputs: Mapping[str, Any], batch: StepBatch
+    ) -> Measured:
+        """The function's loss. A filler's is 0, so that its backward still takes part in the ranks' collectives."""
+        found = model(**inputs, head_function=head_log_probabilities)
+        if not micro_batch.example_ids:
+            return Measured(found.sum() * 0.0)
+        return Measured(self.function(found, micro_batch.with_documents()))
+
+
+class Session:
+    """A recipe's model in training, on one rank of a process group. All ranks make the same calls.
+
+    The recipe's data are read at once; the model is loaded when it is first needed.
+
+        with Session(load_recipe("my_recipe.yaml")) as session:
+            for batch in session.batches():
+                print(session.forward_backward(batch).loss, session.optim_step().learning_rate)
+            session.save()
+        session.export()
+    """
+
+    def __init__(self, recipe: Recipe, config: Sharding | str | None = None, *, saves: bool = True) -> None:
+        """Joins the ranks that a launcher has started (a process without one is alone), and locks the run's folder.
+
+        Args:
+            recipe: Of `finetune.load_recipe`.
+            config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
+            saves: False where nothing will be saved: no folder is made.
+
+        Raises:
+            UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal findings in the data,
+                or a folder that cannot be written or is in use.
+        """
+        given = None if isinstance(config, Sharding) else config
+        sharding = config if isinstance(config, Sharding) else None
+        sharding = sharding or read_sharding(given, recipe.run.accelerate_config, os.environ)
+        recipe, sharding = complete_lora(recipe), with_expert_parallelism(sharding, recipe)
+        set_library_environment(deterministic=recipe.run.deterministic)
+        self.machine = describe_machine(sharding, with_liger=recipe.model.use_liger_kernel)
+        ranks = int(os.environ.get("WORLD_SIZE", "1"))
+        local_facts = find_local_facts(recipe.model)
+        refuse_problems(find_problems(recipe, sharding, local_facts, ranks, machine=self.machine))
+        self.world = join(sharding, recipe.run.timeout_seconds)
+        self._open = ExitStack()
+        self._open.callback(leave, self.world)
+        try:
+            self._read(recipe, ranks, saves=saves)
+        except UserError:
+            self.close()  # raised on all ranks, which leave together
+            raise
+
+    def _read(self, recipe: Recipe, ranks: int, *, saves: bool) -> None:
+        """Reads all but the weights, and asks the rules once more, with what config and tokenizer say."""
+        self._folder = open_run_folder(recipe, self.world) if saves else None
+        self.tokenizer = load_tokenizer(recipe.model, recipe.data)
+        if self._folder is not None:
+            recipe = fix_template_date(recipe, self._folder, self.tokenizer, self.world)
+        self._vocabulary = plan_vocabulary(self.tokenizer, recipe.model)
+        config = load_config(recipe.model, self._vocabulary)
+        facts = read_facts(config, recipe.model.model_name_or_path, len(self.tokenizer))
+        teacher = read_teacher_facts(recipe, self.tokenizer)
+        refuse_problems(find_problems(recipe, self.world.sharding, facts, ranks, teacher=teacher, machine=self.machine))
+        recipe = adopt_quantization(recipe, facts)
+        check_offload_dir(recipe, self.world)
+        RankGroup(self.world).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
+        self._data: PreparedData | None = None  # all rows are given
+        if recipe.data.datasets:
+            self._data = prepare_data(recipe, self.tokenizer, self.world.data_parallel)
+            recipe = self._data.complete_recipe(recipe)
+        self.recipe, self.progress = recipe, Progress()
+        self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+
+    def close(self) -> None:
+        """Leaves the other ranks. Afterwards the process can open another session."""
+        self._open.close()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The block in which the model computes: under `deterministic`, and with a sentence where memory runs out."""
+        with (
+            explain_out_of_memory(self.recipe, self.world),
+            use_deterministic_kernels(on=self.recipe.run.deterministic),
+        ):
+            yield
+
+    @property
+    def folder(self) -> Path:
+        """The run's folder."""
+        assert self._folder is not None, "saves=False: this session has no folder"
+        return self._folder
+
+    @property
+    def data(self) -> PreparedData:
+        """The recipe's data, for this rank. Raises `UserError` where it names none."""
+        if self._data is None:
+            raise UserError("the recipe names no data; set datasets, or give rows to forward_backward")
+        return self._data
+
+    @cached_property
+    def inputs(self) -> dict[str, str]:
+        """A hash of each thing that the recipe names, which checkpoints keep."""
+        return fingerprint_inputs(self.recipe, self.tokenizer, self._data, self.world)
+
+    @cached_property
+    def _loaded(self) -> Loaded:
+        recipe, world, data, inputs = self.recipe, self.world, self._data, self.inputs
+        keys = recipe.quantization, recipe.optimization, self._vocabulary
+        with self.computing():
+            model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
+            optimizer = build_optimizer(model, recipe.optimization, world)
+            check_training_forward(model, recipe.model, recipe.data, world)
+            objectives = make_objectives(model, recipe, data, inputs, world) if data else None
+        return Loaded(model, size, optimizer, objectives)
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, sharded over the ranks."""
+        return self._loaded.model
+
+    @cached_property
+    def _saver(self) -> Saver:
+        loaded = self._loaded
+        return Saver(self.folder, loaded.model, loaded.optimizer, self.world, self.recipe, self.tokenizer, self.inputs)
+
+    @cached_property
+    def _guard(self) -> Any:
+        return make_guard(self._loaded.optimizer, self.recipe.optimization, self.world)
+
+    def batches(self) -> Iterator[StepBatch]:
+        """The batches of the recipe's data that are still to be trained on, in the command's order."""
+        return self.data.train.batches(self.progress.step)
+
+    def batch(self, rows: Sequence[Mapping[str, Any]]) -> StepBatch:
+        """This rank's share of one step over `rows`, which are read as those of a data file. All ranks give the same.
+
+        Raises:
+            UserError: For a row that cannot be used.
+        """
+        return batch_rows(rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step)
+
+    def forward_backward(
+        self, batch: StepBatch | Sequence[Mapping[str, Any]], loss: LossFunction | None = None
+    ) -> Loss:
+        """Adds the gradients of a batch. Several calls before one `optim_step` add up.
+
+        Args:
+            batch: Of `batches` or `batch`; or rows.
+            loss: `(log_probabilities, micro_batch) -> Tensor`; by default the loss of the recipe's method. The
+                log-probabilities, fp32[positions], are the labels' at `micro_batch.trained_positions`, 0 where there is
+                none; `micro_batch.trained_documents` says which document each belongs to. The function returns a sum
+                (0-dim), which is divided by the trained tokens of the batch over all ranks, or by its pairs where the
+                method compares.
+
+        Returns:
+            The averages over all ranks. Reading them waits for the device.
+        """
+        given = batch if isinstance(batch, StepBatch) else None
+        found = given or self.batch(batch)  # type: ignore[arg-type]
+        objective = self._objective(loss, has_own_rows=given is None)
+        with self.computing():
+            self.model.train()
+            measured = forward_backward(self.model, found, objective, self.recipe, self.world)
+        self._backward.append((found, measured))
+        average, metrics = measured.average(objective.count(found), self.world)
+        return Loss(average, objective.complete(metrics))
+
+    def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
+        """The labels' in each of this rank's micro-batches, fp32[trained positions]; without dropout and gradients."""
+        with evaluating(self.model), self.computing():
+            each = (micro_batch.to(self.world.device) for micro_batch in batch.micro_batches)
+            return [self.model(**one.inputs, head_function=head_log_probabilities) for one in each]
+
+    def optim_step(self, learning_rate: float | None = None) -> Update:
+        """Clips the gradients, updates the parameters, and sets the gradients to zero.
+
+        Args:
+            learning_rate: By default that of the recipe's schedule.
+
+        Raises:
+            UserError: Where the loss or gradient is not finite, and `on_nonfinite` is stop.
+        """
+        if not self._backward:
+            raise UserError("optim_step: no gradients; call forward_backward first")
+        keys, world = self.recipe.optimization, self.world
+        batch, measured = _together(self._backward, self.progress.step)
+        if learning_rate is None:
+            steps = keys.max_steps or self.data.train.steps
+            learning_rate = compute_learning_rate(self.progress.step, keys.schedule(steps))
+        optimizer, guard = self._loaded.optimizer, self._guard
+        set_learning_rate(optimizer, learning_rate)
+        before_update = self._saver.before_update if "_saver" in vars(self) else lambda: None
+        result = clip_and_update(self.model, optimizer, batch, measured, self.recipe, world, guard, before_update)
+        guard.raise_if_bad(keys)
+        if result.failed_check is not None:
+            handle_nonfinite(keys, result.failed_check, self.progress.skipped_steps, world)
+        self._backward.clear()
+        self.progress = self.progress.after_step(batch, is_skipped=result.failed_check is not None)
+        norm = float(result.grad_norm)
+        return Update(self.progress.step, learning_rate, norm, is_skipped=result.failed_check is not None)
+
+    def sample(
+        self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], max_new_tokens: int = SAMPLE_TOKENS
+    ) -> list[str]:
+        """An answer to each prompt (a user's turn, or messages), decoded greedily by the model as it is."""
+        asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts]
+        keys = self.tokenizer, self.world, self.recipe.model.eot_tokens
+        with self.computing():
+            return [sample.answer for sample in answer(self.model, asked, *keys, max_new_tokens=max_new_tokens)]
+
+    def save(self) -> Path:
+        """Publishes a checkpoint of the steps done, from which the command and `load` resume; returns its folder."""
+        if self._backward:
+            raise UserError("save: gradients are not part of a checkpoint; call optim_step first")
+        self._saver.save(self.progress)
+        self._saver.finish()
+        return step_folder(self.folder, self.progress.step)
+
+    def load(self) -> Progress:
+        """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns the progress."""
+        start = find_start(self.recipe, self.folder, self.world, self.inputs)
+        loaded = self._loaded
+        if start is not None:
+            self.progress = load_start(start, loaded.model, loaded.optimizer, self.world)
+        return self.progress
+
+    def export(self) -> Path:
+        """Closes the session, and writes the newest checkpoint as a Hugging Face folder: `export/`, and `adapter/`.
+
+        Rank 0 writes; the other ranks return at once. Raises `UserError` where the export does not verify.
+        """
+        self.close()
+        return export_run(self.folder) if self.world.is_main else self.folder / EXPORT
+
+    def start(self) -> TrainingRun:
+        """The run that the command trains, from the progress so far: its log, and its first screen."""
+        model, size, optimizer, objectives = self._loaded
+        assert objectives is not None, "without data nothing is prepared to train on"
+        keys = self.recipe, self.world, self.folder, self.tokenizer, self.data
+        return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs)
+
+    def _objective(self, loss: LossFunction | None, *, has_own_rows: bool) -> Objective:
+        facts = self.recipe.method_facts
+        if loss is not None:
+            if facts.documents > 1 and self.world.sharding.sequence_parallel_size > 1:
+                raise UserError(
+                    "forward_backward: a loss function over pairs cannot be combined with sp_size or cp_size, which "
+                    "shard the tokens of a document; set it to 1"
+                )
+            return FunctionObjective(loss, counts_pairs=facts.documents > 1)
+        if facts.rows == "answers" and self.recipe.teacher is None:
+            return SFT
+        if self._loaded.objectives is None or (has_own_rows and facts.needs_reference):
+            raise UserError(
+                f"forward_backward: {self.recipe.method.method} is prepared with the recipe's data; give datasets, and "
+                "pass a batch of `batches()`, or pass a loss function"
+            )
+        return self._loaded.objectives.training
+
+
+def _together(parts: Sequence[tuple[StepBatch, Measured]], step: int) -> tuple[StepBatch, Measured]:
+    """All that has gone backward since the last update, as one batch of `step`."""
+    batches = [batch for batch, _ in parts]
+    batch = replace(
+        batches[-1],
+        step=step,
+        micro_batches=tuple(micro_batch for batch in batches for micro_batch in batch.micro_batches),
+        tokens=sum(batch.tokens for batch in batches),
+        trained_tokens=sum(batch.trained_tokens for batch in batches),
+    )
+    return batch, Measured(torch.stack([measured.loss_sum for _, measured in parts]).sum())

@@ -1,0 +1,113 @@
+"""The library: the command's losses bit for bit, and losses and rows that a user brings."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import finetune
+from benchmarks.api_page import PAGE, make_page
+from tests.ranks import ROOT, launch_ranks, run_command
+from tests.session_on_ranks import ROWS
+from tests.training.layouts import steps_of, write_config
+
+
+@pytest.fixture(scope="module", params=[1, 2])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What the runs of session_on_ranks.py have left, on one rank and on two."""
+    folder = tmp_path_factory.mktemp(f"session-{request.param}")
+    layout = write_config(folder, "full_shard")
+    script = Path(__file__).with_name("session_on_ranks.py")
+    launch_ranks(script, [str(folder), str(layout)], ranks=request.param, timeout=300).check()
+    return folder
+
+
+@pytest.fixture
+def found(folder: Path) -> dict[str, Any]:
+    read: dict[str, Any] = json.loads((folder / "found.json").read_text())
+    return read
+
+
+def test_train_and_a_loop_over_a_session_give_the_commands_losses_bit_for_bit(
+    folder: Path, found: dict[str, Any]
+) -> None:
+    """The loop is stopped after two steps and continued by another session. metrics.jsonl has nine digits; the weights below
+    are compared in all their bits."""
+    command = [(line["loss"], line["grad_norm"]) for line in steps_of(folder / "command")]
+    assert len(command) == 5
+    assert [(line["loss"], line["grad_norm"]) for line in steps_of(folder / "train")] == command
+    by_hand = [tuple(float(f"{value:.9g}") for value in step) for step in found["begun"] + found["continued"]]
+    assert by_hand == command
+
+
+def test_all_three_export_the_same_weights(folder: Path) -> None:
+    exports = [(folder / name / "export" / "model.safetensors").read_bytes() for name in ("command", "train", "loop")]
+    assert exports[0] == exports[1] == exports[2]
+
+
+def test_a_users_dpo_is_the_methods(found: dict[str, Any]) -> None:
+    for own, ours in zip(found["dpo by hand"], found["dpo"], strict=True):
+        assert own == pytest.approx(ours, rel=1e-6)
+    assert found["dpo"][-1] != found["dpo"][0]
+
+
+def test_rows_in_memory_are_trained_on_as_transformers_would(folder: Path, found: dict[str, Any]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder / "train" / "export")
+    model = AutoModelForCausalLM.from_pretrained(folder / "train" / "export", dtype=torch.float32)
+    losses, tokens = [], 0
+    for row in ROWS:
+        prompt, whole = (
+            tokenizer.apply_chat_template(messages, add_generation_prompt=add, return_dict=True)["input_ids"]
+            for messages, add in ((row["messages"][:1], True), (row["messages"], False))
+        )
+        labels = [-100] * len(prompt) + whole[len(prompt) :]
+        output = model(input_ids=torch.tensor([whole]), labels=torch.tensor([labels]))
+        count = len(whole) - len(prompt)
+        losses.append(output.loss * count)
+        tokens += count
+    loss = torch.stack(losses).sum() / tokens
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    assert found["rows"]["whole"][0] == pytest.approx([loss.item(), norm.item()], rel=1e-5)
+
+
+def test_answers_are_those_of_transformers(folder: Path, found: dict[str, Any]) -> None:
+    """A prompt as text and as messages is one prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "train" / "export")
+    model = AutoModelForCausalLM.from_pretrained(folder / "train" / "export", dtype=torch.float32)
+    options = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}
+    prompt = tokenizer.apply_chat_template(ROWS[2]["messages"][:1], **options)
+    output = model.generate(**prompt, max_new_tokens=4, do_sample=False)
+    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    assert found["rows"]["answers"] == [answer, answer]
+
+
+def test_the_pages_examples_run(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "api.md").read_text().replace("max_steps=20", "max_steps=2, exact_match_samples=2")
+    script = "\n".join(block.partition("```")[0] for block in page.split("```python\n")[1:])
+    (tmp_path / "script.py").write_text(script)
+    finished = run_command(("python", str(tmp_path / "script.py")), cwd=tmp_path)
+    assert finished.returncode == 0, finished.stderr
+    assert (tmp_path / "runs" / "loop" / "export" / "model.safetensors").is_file()
+
+
+def test_the_page_lists_what_is_public() -> None:
+    """After a change of a public docstring: python benchmarks/api_page.py"""
+    assert PAGE.read_text() == make_page()
+
+
+def test_importing_it_loads_no_torch() -> None:
+    script = "import sys, finetune; finetune.load_recipe('quickstart'); sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True)
+
+
+def test_every_public_name_is_there_and_is_typed() -> None:
+    stub = (ROOT / "finetune" / "__init__.pyi").read_text()
+    for name in finetune.__all__:
+        assert getattr(finetune, name).__doc__, name
+        assert f"import {name} as {name}\n" in stub
