@@ -24,7 +24,7 @@ from finetune.convert.recognize import (
     recognize_tool,
     refuse_other_methods,
 )
-from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, shorten
+from finetune.convert.rules import LEAVE, Conversion, adapt_tool, compare_turns, convert_number, convert_value, shorten
 from finetune.convert.tool_keys import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,
@@ -172,8 +172,8 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         found.recipe["use_peft"] = True
     if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
         found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
-    if (pair.theirs, ours) == ("template", "qwen3"):
-        found.add_difference(key, value, "an empty thought in every turn there, in the last one here")
+    if pair.carry == "template":
+        compare_turns(key, str(value), found)
     if pair.carry == "optimizer":
         found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in _optimizer_notes(str(value))]
     if value == "qlora" and pair.carry == "adapter":

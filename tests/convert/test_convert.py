@@ -873,8 +873,8 @@ def test_weights_in_bfloat16_are_trained_in_the_precision_of_the_launch(converte
 @pytest.mark.parametrize(
     ("tokenizer", "ours"),
     [
-        ("llama2.llama2_tokenizer", "inst"),
-        ("mistral.mistral_tokenizer", "inst"),
+        ("llama2.llama2_tokenizer", "inst-torchtune"),
+        ("mistral.mistral_tokenizer", "inst-torchtune"),
         ("gemma.gemma_tokenizer", "joined"),
         ("llama3.llama3_tokenizer", "llama3"),
         ("qwen2_5.qwen2_5_tokenizer", "chatml"),

@@ -31,11 +31,12 @@ SMOLLM3 = (
     "<|im_start|>system\n## Metadata\n\nKnowledge Cutoff Date: June 2025\nToday Date: 08 July 2025\nReasoning Mode: /think\n\n"
     "## Custom Instructions\n\nBe brief.\n\n"
 )
-# inst and joined are torchtune's Llama2ChatTemplate and GemmaTokenizer, whose texts are tokenized one by one.
+# inst-torchtune and joined are torchtune's Llama2ChatTemplate and GemmaTokenizer, whose texts are tokenized one by one.
 # Be brief. / Hello / Hi there / Who are you / A model
 PUBLISHED = {
     "llama2": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello [/INST]>> Hi there </s><<<s>[INST] Who are you [/INST]>> A model </s><<",
     "inst": "<s>[INST] <<SYS>>\nBe brief.\n<</SYS>>\n\nHello [/INST]>> Hi there</s><<<s>[INST] Who are you [/INST]>> A model</s><<",
+    "inst-torchtune": "<s>[INST] <<SYS>>\n Be brief. \n<</SYS>>\n\n Hello  [/INST]>> Hi there</s><<<s>[INST] <<SYS>>\n Be brief. \n<</SYS>>\n\n Who are you  [/INST]>> A model</s><<",
     "joined": "<s>Be brief.Hello>>Hi there</s><<<s>Who are you>>A model</s><<",
     "llama3": "<s><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|><|start_header_id|>user<|end_header_id|>\n\nHello<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n>>Hi there<|eot_id|><<<|start_header_id|>user<|end_header_id|>\n\nWho are you<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n>>A model<|eot_id|><<",
     "llama4": "<s><|header_start|>system<|header_end|>\n\nBe brief.<|eot|><|header_start|>user<|header_end|>\n\nHello<|eot|><|header_start|>assistant<|header_end|>\n\n>>Hi there<|eot|><<<|header_start|>user<|header_end|>\n\nWho are you<|eot|><|header_start|>assistant<|header_end|>\n\n>>A model<|eot|><<",

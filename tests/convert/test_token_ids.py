@@ -1,0 +1,182 @@
+"""The chat template that convert writes, against the tool's own rendering: the same token ids, or a line that says what differs.
+
+torchtune and LLaMA-Factory write the conversations themselves, in a process of their own (tests/convert/tool_rendering.py).
+TEMPLATE_TOOLS names a folder with both installed; else pip installs them for the test.
+"""
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from finetune.config.schema import DatasetSource
+from finetune.constants import IGNORE_INDEX
+from finetune.convert.conversion import convert_file
+from finetune.convert.rules import OTHER_TURNS, TEMPLATES, TOKENIZERS, Conversion
+from finetune.data.formats import parse_row
+from finetune.data.render import render_turns
+from finetune.data.template import make_renderer
+from finetune.data.tokenize import tokenize
+from finetune.data.tokenizer import make_encoder, read_template
+from tests.ranks import ROOT
+
+PACKAGES = ("torchtune==0.6.1", "torchao==0.11.0", "llamafactory==0.9.5")
+TOKENS = [
+    *("<|im_start|>", "<|im_sep|>", "<|im_end|>", "<start_of_turn>", "<end_of_turn>", "<|header_start|>", "<|header_end|>"),
+    *("<|eot|>", "<|START_OF_TURN_TOKEN|>", "<|END_OF_TURN_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "[INST]"),
+    *("<|SYSTEM_TOKEN|>", "<|start_of_role|>", "<|end_of_role|>", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
+    *("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
+    *("<tool_call>", "</tool_call>", "<|endoftext|>", "<|step_id|>", "<|image|>", "<|finetune_right_pad_id|>"),
+]  # fmt: skip
+# Vocabularies of SentencePiece, which puts a space before every text that it is given; the others are of bytes.
+PIECES = ("llama2", "llama2_tokenizer", "mistral_tokenizer", "gemma_tokenizer")
+EOS = {"cohere": "<|END_OF_TURN_TOKEN|>", "granite3": "<|end_of_text|>"}  # of the models, where it is part of a turn
+NAMES = {
+    "torchtune": [name for name in TOKENIZERS if not name.startswith("qwen3")],  # of a later version
+    "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "gemma", "gemma2", "gemma3",
+                      "mistral", "mistral_small", "phi", "phi4", "deepseek3", "cohere", "granite3", "llama2"],
+}  # fmt: skip
+TURNS = [
+    ("user", "What is two and two?"),
+    ("assistant", "It is four."),
+    ("user", "Who are you?"),
+    ("assistant", "A model\nthat counts"),
+]
+Rendered = dict[str, dict[str, list[tuple[list[int], list[bool]]]]]
+pytestmark = pytest.mark.slow
+
+
+def conversations(name: str) -> list[list[dict[str, str]]]:
+    """One question, two, and two after a system message, which torchtune's Mistral refuses."""
+    turns = [{"role": role, "content": content} for role, content in TURNS]
+    system = [] if name == "mistral_tokenizer" else [[{"role": "system", "content": "Be brief."}, *turns]]
+    return [turns[:2], turns, *system]
+
+
+@pytest.fixture(scope="module")
+def vocabulary(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of the tokenizer that a name is tried with."""
+    folder, made = tmp_path_factory.mktemp("tokenizers"), {}
+
+    def find(name: str) -> Path:
+        if name in PIECES:
+            return shared / "models" / "stories260k"
+        eos = EOS.get(name)
+        if eos not in made:
+            tokenizer = copy.deepcopy(bytes_alone)
+            tokenizer.add_special_tokens({"additional_special_tokens": TOKENS, **({"eos_token": eos} if eos else {})})
+            made[eos] = folder / str(len(made))
+            tokenizer.save_pretrained(made[eos])
+        return made[eos]
+
+    bytes_alone = AutoTokenizer.from_pretrained(shared / "tokenizers" / "llama3")
+    return find
+
+
+@pytest.fixture(scope="module")
+def theirs(vocabulary: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Rendered:
+    """What each tool writes, by name: ids, and which of them it trains on."""
+    folder = Path(os.environ.get("TEMPLATE_TOOLS") or tmp_path_factory.mktemp("tools"))
+    if not (folder / "torchtune").is_dir():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder), *PACKAGES]
+        installed = subprocess.run(command, capture_output=True, text=True)
+        if installed.returncode:
+            pytest.skip(f"pip cannot install {', '.join(PACKAGES)}: {installed.stderr[-300:]}")
+    cases = [
+        {"tool": tool, "name": name, "tokenizer": str(vocabulary(name)), "conversations": conversations(name)}
+        for tool, names in NAMES.items()
+        for name in names
+    ]
+    script, environment = Path(__file__).with_name("tool_rendering.py"), os.environ | {"DISABLE_VERSION_CHECK": "1"}
+    finished = subprocess.run(
+        [sys.executable, str(script)],
+        input=json.dumps(cases),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(folder)},
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def convert_name(tool: str, name: str, folder: Path) -> Conversion:
+    """The conversion of a small file of that tool which names the template, or torchtune's tokenizer."""
+    factory = {"model_name_or_path": "org/model", "stage": "sft", "do_train": True, "template": name, "dataset": "rows"}
+    tune = {
+        "tokenizer": {"_component_": f"torchtune.models.family.{name}"},
+        "model": {"_component_": "torchtune.models.family.one_7b"},
+        "checkpointer": {"_component_": "torchtune.training.FullModelHFCheckpointer", "checkpoint_dir": "org/model"},
+        "dataset": {
+            "_component_": "torchtune.datasets.chat_dataset",
+            "source": "org/rows",
+            "conversation_column": "messages",
+        },
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 1e-5},
+    }
+    path = folder / "theirs.yaml"
+    path.write_text(yaml.safe_dump(tune if tool == "torchtune" else factory))
+    return convert_file(path)
+
+
+def render_ours(template: str, turns: list[dict[str, str]], tokenizer: Any) -> tuple[list[int], list[bool]]:
+    """(ids, which of them are trained on) of a conversation under a named template."""
+    tokenizer.chat_template = read_template(template)
+    document = parse_row({"messages": turns}, DatasetSource(path="rows.jsonl")).document
+    assert document is not None
+    texts = render_turns(document, make_renderer(tokenizer, True))
+    tokens = tokenize(texts, [(0, 0)] * len(texts), make_encoder(tokenizer))
+    return tokens.input_ids.tolist(), [False, *(tokens.labels[:-1] != IGNORE_INDEX).tolist()]
+
+
+@pytest.mark.parametrize(("tool", "name"), [(tool, name) for tool, names in NAMES.items() for name in names])
+def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
+    theirs: Rendered, vocabulary: Callable[[str], Path], tmp_path: Path, tool: str, name: str
+) -> None:
+    found = convert_name(tool, name, tmp_path)
+    template = found.recipe["chat_template"]
+    assert template == (TOKENIZERS if tool == "torchtune" else TEMPLATES)[name]
+    tokenizer, same, more = AutoTokenizer.from_pretrained(vocabulary(name)), [], set()
+    for turns, (ids, trained) in zip(conversations(name), theirs[tool][name], strict=True):
+        ours, ours_trained = render_ours(template, turns, tokenizer)
+        both = min(len(ids), len(ours))
+        # What follows the last trained token changes no gradient: an end of text, a line break.
+        same.append(ids[:both] == ours[:both] and not any(trained[both:]) and not any(ours_trained[both:]))
+        assert not same[-1] or all(there for there, here in zip(trained, ours_trained, strict=False) if here)
+        more |= (
+            {tokenizer.decode([ids[i]]) for i in range(both) if trained[i] and not ours_trained[i]}
+            if same[-1]
+            else set()
+        )
+    differs = any(OTHER_TURNS.get((tool, name), "?") in line for line in found.differences)
+    assert all(same) != differs, f"{same}: {found.differences}"
+    if differs:
+        return
+    says_header = any("the header of an answer is trained too there" in line for line in found.remarks)
+    says_break = any("the line break after an answer is trained too there" in line for line in found.remarks)
+    assert says_header == ("<|start_header_id|>" in more or "<|im_start|>" in more)
+    assert says_break == (more == {"\n"})
+    assert says_header or says_break or not more
+
+
+@pytest.mark.parametrize(
+    "name", ["llama3", "gemma", "mistral", "cohere", "chatml", "qwen", "phi4", "deepseek3", "granite3", "llama4"]
+)
+def test_white_space_that_our_template_trims_is_said(
+    vocabulary: Callable[[str], Path], tmp_path: Path, name: str
+) -> None:
+    """LLaMA-Factory's templates keep it: its formatters insert a text as it is."""
+    found, tokenizer = convert_name("LLaMA-Factory", name, tmp_path), AutoTokenizer.from_pretrained(vocabulary(name))
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": "Hi there \n"}]
+    text = tokenizer.decode(render_ours(found.recipe["chat_template"], turns, tokenizer)[0])
+    assert any("white space around a turn is kept there" in line for line in found.remarks) == (
+        "Hi there \n" not in text
+    )
