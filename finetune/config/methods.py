@@ -96,7 +96,9 @@ class Method:
         "scale of the rewards.",
     ] = 0.1
     loss_type: Annotated[
-        Literal["sigmoid", "hinge", "ipo"], SameOnResume, "dpo: the loss of a pair; sigmoid is the paper's."
+        Literal["sigmoid", "hinge", "ipo", "apo_zero"],
+        SameOnResume,
+        "dpo: the loss of a pair; sigmoid is the paper's.",
     ] = "sigmoid"
     rpo_alpha: Annotated[
         float | None,

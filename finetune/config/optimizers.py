@@ -75,9 +75,17 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         count_state=_adam,
         reads_found_inf=True,
         other_names=("adamw", "adamw_apex_fused", "paged_adamw_32bit"),
-        converted=r"(.*\.)?(adam|(?!.*[48]bit)[^.]*adamw[^.]*)",
+        # Transformer Engine's FusedAdam decays weights as AdamW does.
+        converted=r"(.*\.)?(fusedadam|(?!.*[48]bit)[^.]*adamw[^.]*)",
     ),
     "adamw_torch": OptimizerFacts(count_state=_adam, allocates_roots=True, other_names=("adamw_hf",)),
+    "adam": OptimizerFacts(
+        help="is torch's Adam, whose weight_decay is part of the gradient",
+        count_state=_adam,
+        reads_found_inf=True,
+        decouples_decay=False,
+        converted=r"(.*\.)?adam",
+    ),
     "adamw_bf16_moments": OptimizerFacts(
         help="keeps its moments in bf16: 4 bytes a parameter instead of 8",
         count_state=_adam_bf16,

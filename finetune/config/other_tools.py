@@ -68,7 +68,7 @@ MEAN_OF_MEANS = "a mean of each answer's mean there, a mean over all tokens here
 TOKEN_SUMS = "the same sums of log-probabilities, computed otherwise"
 
 TRL_PREFERENCES = (
-    Counterpart("loss_type", "loss_type", "of DPO: sigmoid, hinge, ipo; [sigmoid, sft] is rpo_alpha; simpo is a method here", "by-code"),
+    Counterpart("loss_type", "loss_type", "of DPO: sigmoid, hinge, ipo, apo_zero; [sigmoid, sft] is rpo_alpha; simpo is a method here", "by-code"),
     Counterpart("loss_weights", "rpo_alpha", "the weight of sft in loss_type: [sigmoid, sft]", "by-code"),
     Counterpart("cpo_alpha", None, "0 is SimPO; else CPO-SimPO adds a cross entropy, which is not supported", "by-code"),
     Counterpart("disable_dropout", "lora_dropout", NO_DROPOUT, "by-code"),
@@ -92,7 +92,7 @@ AXOLOTL_PREFERENCES = (
     Counterpart("kto_desirable_weight", "desirable_weight"),
     Counterpart("kto_undesirable_weight", "undesirable_weight"),
     Counterpart("dpo_label_smoothing", "label_smoothing"),
-    Counterpart("dpo_loss_type", "loss_type", "sigmoid, hinge, ipo; [sigmoid, sft] is rpo_alpha", "by-code"),
+    Counterpart("dpo_loss_type", "loss_type", "sigmoid, hinge, ipo, apo_zero; [sigmoid, sft] is rpo_alpha", "by-code"),
     Counterpart("dpo_loss_weights", "rpo_alpha", "the weight of sft in dpo_loss_type: [sigmoid, sft]", "by-code"),
     *without_counterpart(CUT_PROMPTS, "max_prompt_len"),
     *unsupported("another loss (WPO)", "dpo_use_weighting"),
@@ -103,7 +103,7 @@ AXOLOTL_PREFERENCES = (
 
 FACTORY_PREFERENCES = (
     Counterpart("stage", "method", "dpo and kto; sft, and pt with rows of type text, need no key", "by-code"),
-    Counterpart("pref_loss", "loss_type", "sigmoid, hinge, ipo; orpo and simpo are methods here", "by-code"),
+    Counterpart("pref_loss", "loss_type", "sigmoid, hinge, ipo, apo_zero; orpo and simpo are methods here", "by-code"),
     Counterpart("pref_beta", "beta"),
     Counterpart("pref_ftx", "rpo_alpha", MEAN_OF_MEANS, "on-if-true", inexact=True),
     Counterpart("dpo_label_smoothing", "label_smoothing"),

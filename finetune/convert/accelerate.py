@@ -180,7 +180,8 @@ def _automodel(theirs: Mapping[str, Any]) -> Layout:
         sharding = "grad_op"
     tensors, sequences = (_size(distributed.get(f"{kind}_size")) for kind in ("tp", "cp"))
     checkpointing = bool(distributed.get("activation_checkpointing"))
-    return Layout(sharding, "bf16", checkpointing, "32" not in dtype, tensors=tensors, sequences=sequences)
+    pure = "32" not in dtype and not read_section(theirs, "optimizer").get("master_weights")
+    return Layout(sharding, "bf16", checkpointing, pure, keeps_fp32=not pure, tensors=tensors, sequences=sequences)
 
 
 def _plain(config: Mapping[Any, Any]) -> dict[str, Any]:

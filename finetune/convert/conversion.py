@@ -21,8 +21,10 @@ from finetune.convert.recognize import (
     Refusal,
     adapt_preferences,
     find_method,
+    is_factory_v1,
     recognize_tool,
     refuse_other_methods,
+    rename_v1,
 )
 from finetune.convert.rules import LEAVE, Conversion, adapt_tool, compare_turns, convert_number, convert_value, shorten
 from finetune.convert.tool_keys import (
@@ -63,6 +65,8 @@ def load_theirs(source: Path) -> tuple[Tool, dict[str, Any], str]:
     if tool is None:
         found = "none of these tools' keys for a model or data"
         raise Refusal.because(source, found, f"not recognized as a file of {', '.join(TOOL_NAMES)}", is_training=False)
+    if tool == "LLaMA-Factory" and is_factory_v1(theirs):
+        theirs = rename_v1(theirs)
     return tool, _resolve_references(theirs, theirs), text
 
 
@@ -126,7 +130,7 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
     elif value is None or value == "" or (pair.ours is None and value in (False, [], {}, "no", "none", 0)):
         if pair.carry == "clip":
             found.recipe[str(pair.ours)] = None
-    elif pair.missing_capability and value == 1 and not isinstance(value, bool):
+    elif pair.ours is None and value == 1 and not isinstance(value, bool):
         found.ignored.append(key)  # a size of 1 asks for nothing
     elif pair.ours is None:
         found.add_difference(key, value, pair.note, pair.missing_capability)

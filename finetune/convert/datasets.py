@@ -107,6 +107,7 @@ FORMATS = {
     "sharegpt": "sharegpt",
     "chat_template": None,
     "completion": "text",
+    "pretrain": "text",
     "openai": "messages",
 }
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
@@ -237,8 +238,8 @@ def _axolotl_sources(entry: TheirEntry, found: Conversion) -> Sources:
         entry.take("type")
     if name == "alpaca" and kind != name:
         found.add_difference(f"{entry.where}.type", kind, ALPACA_STYLE)
-    if name == "completion":
-        keys["text_column"] = entry.take("field")
+    if keys["type"] == "text":
+        keys["text_column"] = entry.take("field") or entry.take("text_column")
     if has_columns:
         keys["prompt_column"] = entry.take("type.field_instruction") or "instruction"
         keys["completion_column"] = entry.take("type.field_output") or "output"

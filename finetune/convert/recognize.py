@@ -22,7 +22,7 @@ from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
-PAIR_LOSSES = ("sigmoid", "hinge", "ipo")
+PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
 TRL_SIGNS = (
     "beta", "loss_type", "max_prompt_length", "precompute_ref_log_probs", "ref_model", "desirable_weight",
     "undesirable_weight", "rpo_alpha", "simpo_gamma", "cpo_alpha", "loss_weights",
@@ -217,6 +217,18 @@ TRL_METHODS = {
     "distillation": ("teacher_model_name_or_path", "lmbda"),
 }
 FACTORY_IMAGES = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "image_dir")
+V1_NAMES = {
+    "model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size", "train_dataset": "dataset",
+}  # fmt: skip
+V1_DEFAULTS: Mapping[str, Any] = {
+    "stage": "sft", "do_train": True, "template": "qwen3_nothink", "per_device_train_batch_size": 1, "cutoff_len": 2048,
+    "learning_rate": 1e-4, "num_train_epochs": 3, "bf16": True, "pure_bf16": True, "lr_scheduler_type": "constant",
+    "weight_decay": 0.01, "logging_steps": 1, "save_strategy": "no", "batching_strategy": "normal",
+    "enable_activation_checkpointing": True,
+}  # fmt: skip
+V1_UNREAD = ("peft_config", "dist_config", "kernel_config", "init_config", "model_class", "batching_workers", "sample_backend",
+             "max_new_tokens")  # fmt: skip
+V1_PLUGINS = ("optim_config", "lr_scheduler_config", "quant_config")
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 
 
@@ -258,6 +270,28 @@ def is_factory_v1(theirs: Mapping[str, Any]) -> bool:
     return "model" in theirs and bool(
         {"train_dataset", "dist_config", "sample_backend", "kernel_config"} & theirs.keys()
     )
+
+
+def rename_v1(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """A file of LLaMA-Factory's v1 schema by the keys of the older one, with the defaults that differ from those.
+
+    Raises nothing: keys of plugins stay, and are refused by name. Source: llamafactory/v1/config and v1/core/base_trainer.py.
+    """
+    if "train_dataset" not in theirs:
+        return {key: value for key, value in theirs.items() if key != "micro_batch_size"} | {
+            "template": theirs.get("template")
+        }
+    adapters = read_section(theirs, "peft_config")
+    renamed = V1_DEFAULTS | {"finetuning_type": str(adapters.get("name", "lora")) if adapters else "full"}
+    renamed |= {V1_NAMES.get(key, key): value for key, value in theirs.items() if key not in V1_UNREAD}
+    for key, ours, default in (("r", "lora_rank", 8), ("lora_alpha", "lora_alpha", 16), ("lora_dropout", "lora_dropout", 0.05),
+                               ("target_modules", "lora_target", "all"), ("use_rslora", "use_rslora", False)):  # fmt: skip
+        renamed |= {ours: adapters.get(key, default)} if adapters else {}
+    sharding = read_section(theirs, "dist_config").get("name")
+    renamed |= {"fsdp": "full_shard"} if sharding == "fsdp2" else {"deepspeed": sharding} if sharding else {}
+    renamed["disable_gradient_checkpointing"] = not renamed.pop("enable_activation_checkpointing")
+    renamed["packing"] = str(renamed.pop("batching_strategy")).startswith("dynamic")  # filled by tokens
+    return renamed
 
 
 def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: Path) -> None:
@@ -312,9 +346,9 @@ def _axolotl(theirs: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    if is_factory_v1(theirs):
-        is_training = "train_dataset" in theirs
-        yield "model with train_dataset or dist_config", "LLaMA-Factory's v1 schema", is_training
+    for key in V1_PLUGINS:
+        if theirs.get(key):
+            yield f"{key}: {shorten(theirs[key])}", "LLaMA-Factory's v1 schema with that key", True
     if not theirs.get("do_train") and "stage" not in theirs and "dataset" not in theirs:
         purposes = {"export_dir": "merging (finetune export)", "task": "evaluation"}
         purpose = next((purpose for key, purpose in purposes.items() if key in theirs), "generation")

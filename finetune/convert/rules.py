@@ -71,7 +71,7 @@ def _adapt_tokens(theirs: Mapping[str, Any], found: Conversion) -> None:
     special = {name: section.get(name) for name in TOKEN_NAMES}
     special |= {"eos_token": theirs["eos_token"]} if found.tool == "TRL" and "eos_token" in theirs else {}
     if found.recipe.get("use_peft") or theirs.get("adapter") or theirs.get("finetuning_type") == "lora":
-        del special["pad_token"]
+        found.ignored += ["special_tokens.pad_token"] if special.pop("pad_token") else []  # padding is not trained on
     if named := {name: str(token) for name, token in special.items() if token}:
         found.recipe["special_tokens"] = named
     keys = {"Axolotl": ("tokens",), "LLaMA-Factory": ("add_tokens", "add_special_tokens")}.get(found.tool, ())
@@ -192,9 +192,6 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     is_adam = str(optimizer.get("_target_")).endswith(".Adam")
     recipe.setdefault("weight_decay", 0.0 if is_adam else 0.01)
     recipe.setdefault("learning_rate", 1e-3)
-    if is_adam and recipe["weight_decay"]:
-        note = "its weight decay is part of the gradient; AdamW's is not"
-        found.add_difference("optimizer._target_", "torch.optim.Adam", note, "Adam with coupled weight decay")
     if isinstance(schedule, dict):
         recipe.setdefault("lr_scheduler_type", "cosine")
         if "lr_warmup_steps" not in schedule:

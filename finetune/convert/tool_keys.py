@@ -22,6 +22,7 @@ from finetune.config.other_tools import (
     ignored,
     in_accelerate_file,
     unsupported,
+    without_counterpart,
 )
 from finetune.config.other_tools import TORCHTUNE as TORCHTUNE_NAMES
 
@@ -30,6 +31,7 @@ TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 
 OWN_FOLDER = "output_dir is the run's folder, for everything"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
+NO_STAGES = "no pipeline stages here: the layers are sharded over the ranks instead, and the loss is the same"
 SIZES = "parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
@@ -125,7 +127,7 @@ AUTOMODEL = (
              "distributed.dp_replicate_size", "distributed._target_", "distributed.mp_policy"),
     *in_accelerate_file(SIZES, "distributed.tp_size", "distributed.cp_size"),
     Counterpart("distributed.ep_size", "expert_parallel_size"),
-    *unsupported("pipeline parallelism", "distributed.pp_size", "distributed.pipeline"),
+    *without_counterpart(NO_STAGES, "distributed.pp_size", "distributed.pipeline"),
     *in_accelerate_file(LAYOUT, "distributed.cpu_offload"),
     *in_accelerate_file(FP8, "fp8.enabled", "fp8.recipe_name", "fp8.enable_fsdp_float8_all_gather"),
     *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),

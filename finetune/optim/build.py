@@ -59,6 +59,7 @@ def _make_adamw_8bit(groups: Groups, keys: Optimization) -> torch.optim.Optimize
 CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimizer]] = {
     "adamw_torch_fused": partial(_make_adamw, partial(torch.optim.AdamW, fused=True)),
     "adamw_torch": partial(_make_adamw, partial(torch.optim.AdamW, fused=False)),
+    "adam": partial(_make_adamw, partial(torch.optim.Adam, fused=True)),
     "adamw_bf16_moments": partial(_make_adamw, AdamWBf16Moments),
     "adamw_8bit": _make_adamw_8bit,
     "adafactor": lambda groups, keys: Adafactor(groups, lr=keys.learning_rate),

@@ -1,6 +1,7 @@
 """`finetune convert` on files as each tool's own documentation shows them, and the tables behind it."""
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -775,10 +776,9 @@ def test_references_are_resolved(converted: Convert) -> None:
         ),
         (LLAMA_FACTORY.replace("stage: sft", "stage: ppo"), "stage: ppo: online RL"),
         (LLAMA_FACTORY.replace("finetuning_type: lora", "finetuning_type: oft"), "OFT"),
-        ("model: Qwen/Qwen3-4B\ntrain_dataset: rows.yaml\nmicro_batch_size: 1\n", "LLaMA-Factory's v1 schema"),
         ("model_name_or_path: a/b\nadapter_name_or_path: c\nexport_dir: d\n", "merging (finetune export)"),
         (TORCHTUNE + TEACHER.replace("ForwardKL", "SymmetricKL"), "distillation by another divergence"),
-        (TRL + "beta: 0.1\nloss_type: apo_zero\n", "loss_type: apo_zero: another loss (APO_ZERO)"),
+        (TRL + "beta: 0.1\nloss_type: apo_down\n", "loss_type: apo_down: another loss (APO_DOWN)"),
         ("recipe: KnowledgeDistillationRecipeForNextTokenPrediction\nstep_scheduler: {max_steps: 1}\n", "distillation"),
         ("compute_environment: LOCAL_MACHINE\ndistributed_type: FSDP\n", "an Accelerate config"),
     ],
@@ -911,9 +911,77 @@ def test_what_asks_for_nothing_is_not_listed_and_what_is_lacking_is_named(conver
     for theirs, line in (
         (AXOLOTL + "lisa_n_layers: 4\n", "LISA: not supported"),
         (LLAMA_FACTORY + "use_kt: true\n", "KTransformers: not supported"),
-        (automodel + "distributed: {pipeline: {pp_schedule: 1f1b}, cpu_offload: false}\n", "pipeline parallelism: not"),
+        (
+            automodel + "distributed: {pipeline: {pp_schedule: 1f1b}, cpu_offload: false}\n",
+            "the layers are sharded over the ranks instead",
+        ),
         (automodel, "rows are trained on in their order there"),
         (TORCHTUNE + "shuffle: false\n", "rows are trained on in their order there"),
     ):
         _, said, _ = converted(theirs)
         assert line in said and "not known here" not in said, said
+
+
+V1 = """
+model: Qwen/Qwen3-4B
+peft_config: {name: lora, r: 16, lora_alpha: 32, lora_dropout: 0.05, target_modules: all}
+dist_config: {name: fsdp2}
+train_dataset: data/rows.yaml
+cutoff_len: 2048
+max_steps: 10
+"""
+
+
+def refused(theirs: str, folder: Path) -> str:
+    """What convert says of a file that it refuses."""
+    source = folder / "refused.yaml"
+    source.write_text(theirs)
+    with pytest.raises(UserError) as said:
+        convert_file(source)
+    return str(said.value)
+
+
+def test_a_file_of_llama_factorys_v1_schema_has_its_own_defaults(converted: Convert, tmp_path: Path) -> None:
+    """llamafactory/v1/config: batches of 1, 1e-4, ChatML without thoughts; v1/core/base_trainer.py: torch's AdamW at a constant rate."""
+    ours, _, _ = converted(V1)
+    expected = {
+        "model_name_or_path": "Qwen/Qwen3-4B", "per_device_train_batch_size": 1, "learning_rate": 1e-4, "weight_decay": 0.01,
+        "lr_scheduler_type": "constant", "max_steps": 10, "max_length": 2048, "chat_template": "chatml", "lora_r": 16,
+        "lora_alpha": 32, "lora_target_modules": "all-linear", "packing": False, "accelerate_config": "fsdp_full_shard_auto",
+    }  # fmt: skip
+    assert {key: ours.get(key) for key in expected} == expected and "dtype" not in ours
+    full, _, _ = converted(
+        V1.replace("peft_config: {name: lora, r: 16,", "kernel_config: {").replace("dist_config", "#")
+    )
+    assert (full["dtype"], "use_peft" in full) == ("bfloat16", False)  # parameters in the dtype of the files
+    assert "optim_config" in refused(V1 + "optim_config: {name: muon}\n", tmp_path)
+
+
+def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_apart(converted: Convert) -> None:
+    """torch.optim.Adam adds weight_decay to the gradient; Transformer Engine's FusedAdam decays as AdamW, on fp32 copies."""
+    adam, said, _ = converted(AUTOMODEL.replace("torch.optim.AdamW", "torch.optim.Adam"))
+    assert adam["optim"] == "adam" and "optimizer" not in said
+    full = re.sub("peft: .*", "", AUTOMODEL)
+    fused = full.replace("torch.optim.AdamW", "te.pytorch.optimizers.fused_adam.FusedAdam, master_weights: true")
+    assert converted(full)[0]["dtype"] == "bfloat16"
+    ours, _, _ = converted(fused)
+    assert (ours["optim"], "dtype" in ours) == ("adamw_torch_fused", False)
+
+
+def test_streams_of_axolotl_name_their_column_and_a_pad_token_is_mentioned(converted: Convert) -> None:
+    stream = AXOLOTL + "pretraining_dataset: [{path: a/b, type: pretrain, text_column: body}]\nmax_steps: 10\n"
+    ours, _, path = converted(stream + "special_tokens: {pad_token: <pad>}\n")
+    assert {"path": "a/b", "type": "text", "text_column": "body"} in ours["datasets"]
+    assert "special_tokens.pad_token" in path.read_text()
+
+
+def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(converted: Convert, tmp_path: Path) -> None:
+    """MiMo-7B and Nemotron-3-Nano-4B are dense; the 30B of the latter has experts."""
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "{}").replace(
+        "sample_packing: true", "sample_packing: false"
+    )
+    for name in ("nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "XiaomiMiMo/MiMo-7B-Base"):
+        assert converted(theirs.replace("{}", name))[0]["model_name_or_path"] == name
+    assert "in few bits" in refused(
+        theirs.replace("{}", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") + "load_in_4bit: true\n", tmp_path
+    )

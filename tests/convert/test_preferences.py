@@ -39,6 +39,7 @@ def convert(text: str, tmp_path: Path, name: str = "theirs.yaml") -> Conversion:
     ("text", "expected"),
     [
         (TRL + "beta: 0.3\n", {"method": "dpo", "beta": 0.3, "learning_rate": 1e-6, "max_length": 1024}),
+        (TRL + "loss_type: apo_zero\n", {"method": "dpo", "loss_type": "apo_zero"}),
         (TRL + "loss_type: hinge\nlabel_smoothing: 0.0\n", {"method": "dpo", "loss_type": "hinge"}),
         (TRL + "loss_type: [sigmoid, sft]\nloss_weights: [1.0, 0.2]\n", {"loss_type": "sigmoid", "rpo_alpha": 0.2}),
         (TRL + "loss_type: ipo\nmax_length: 512\n", {"method": "dpo", "loss_type": "ipo", "max_length": 512}),
@@ -69,7 +70,7 @@ def test_values_mean_the_same_here(text: str, expected: dict[str, Any], tmp_path
 @pytest.mark.parametrize(
     ("text", "cause"),
     [
-        (TRL + "loss_type: apo_zero\n", "another loss (APO_ZERO)"),
+        (TRL + "loss_type: apo_down\n", "another loss (APO_DOWN)"),
         (TRL + "beta: 0.1\nloss_type: [sigmoid, bco_pair, sft]\nloss_weights: [0.8, 0.2, 1.0]\n", "another loss (BCO_PAIR)"),
         (TRL + "loss_type: [sigmoid, hinge]\n", "several losses at once"),
         (TRL + "cpo_alpha: 1.0\n", "another loss (CPO)"),

@@ -23,6 +23,11 @@ def paper(
                 losses.append(-(1 - smoothing) * torch.log(p) - smoothing * torch.log(1 - p))
             elif keys.loss_type == "hinge":  # SLiC, eq. 6, with DPO's margin
                 losses.append(torch.clamp(1 - keys.beta * h, min=0))
+            elif (
+                keys.loss_type == "apo_zero"
+            ):  # APO, eq. 2: the chosen answer becomes likelier, the rejected less likely
+                p_w, p_r = (1 / (1 + torch.exp(-keys.beta * ratio)) for ratio in (w - rw, r - rr))
+                losses.append((1 - p_w) + p_r)
             else:  # IPO, eq. 17, per token
                 losses.append(((w - rw) / nw - (r - rr) / nr - 1 / (2 * keys.beta)) ** 2)
         elif keys.method == "orpo":  # eq. 3 to 7

@@ -98,6 +98,7 @@ CASES = [
     (Method(method="dpo", beta=0.3, rpo_alpha=0.7), 0.0),
     (Method(method="dpo", loss_type="hinge", beta=0.2), 0.0),
     (Method(method="dpo", loss_type="ipo"), 0.0),
+    (Method(method="dpo", loss_type="apo_zero", beta=0.3), 0.0),
     (Method(method="dpo", loss_type="ipo", rpo_alpha=1.5), 0.0),
     (Method(method="orpo", beta=0.6), 0.0),
     (Method(method="simpo", beta=2.0, simpo_gamma=0.9), 0.0),

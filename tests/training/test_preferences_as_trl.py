@@ -30,6 +30,7 @@ CASES: dict[str, tuple[Method, float, dict[str, Any]]] = {  # ours, label smooth
     "sigmoid": (DPO, 0.0, {"loss_type": "sigmoid", "beta": 0.4}),
     "hinge": (replace(DPO, loss_type="hinge"), 0.0, {"loss_type": "hinge", "beta": 0.4}),
     "ipo": (replace(DPO, loss_type="ipo"), 0.0, {"loss_type": "ipo", "beta": 0.4}),
+    "apo_zero": (replace(DPO, loss_type="apo_zero"), 0.0, {"loss_type": "apo_zero", "beta": 0.4}),
     # TRL's sigmoid takes no label smoothing any more; that of aot_unpaired is the same for a single pair.
     "smoothed": (DPO, 0.2, {"loss_type": "aot_unpaired", "beta": 0.4, "label_smoothing": 0.2}),
     "rpo": (

@@ -47,10 +47,13 @@ def dpo_losses(log_ratios: Pairs, tokens: Pairs, keys: Method, label_smoothing: 
             preferences").
 
     Source: sigmoid: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; hinge: Zhao et al. 2023, arXiv:2305.10425, eq. 6
-    (SLiC), on DPO's margin; ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, with tau = beta.
+    (SLiC), on DPO's margin; ipo: Azar et al. 2023, arXiv:2310.12036, eq. 17, with tau = beta; apo_zero: D'Oosterlinck
+    et al. 2024, arXiv:2408.06266, eq. 2.
     """
     if keys.loss_type == "ipo":
         return (log_ratios.divide_by(tokens).margin - 1 / (2 * keys.beta)) ** 2
+    if keys.loss_type == "apo_zero":
+        return torch.sigmoid(-keys.beta * log_ratios.chosen) + torch.sigmoid(keys.beta * log_ratios.rejected)
     margin = keys.beta * log_ratios.margin
     if keys.loss_type == "hinge":
         return torch.relu(1 - margin)
