@@ -14,6 +14,7 @@ from finetune.config.other_tools import INT8, Counterpart
 from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
 from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
+from finetune.convert.chat_templates import add_tokenizers_turns, set_template
 from finetune.convert.datasets import add_sources
 from finetune.convert.fit import fit_to_rules
 from finetune.convert.model_names import BITSANDBYTES_MODEL
@@ -26,7 +27,7 @@ from finetune.convert.recognize import (
     refuse_other_methods,
     rename_v1,
 )
-from finetune.convert.rules import LEAVE, Conversion, adapt_tool, compare_turns, convert_number, convert_value, shorten
+from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, shorten
 from finetune.convert.tool_keys import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,
@@ -45,6 +46,11 @@ FROZEN_ONLY = ("load_in_4bit", "load_in_8bit")
 MASTER_WEIGHTS = (
     "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as is the default here"
 )
+# What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits, by a pattern of its name.
+OPTIMIZER_NOTES = {
+    "paged": "its state is not paged to the host here; the update is the same",
+    "^(?!.*torch).*8bit": "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded differently",
+}
 RATES = ("learning_rate", "lr")  # other keys become shares of it
 KNOWN_ACCELERATE = ("compute_environment", "distributed_type")
 
@@ -81,6 +87,7 @@ def convert_file(source: Path) -> Conversion:
     for key, value in rate_first:
         _convert_key(key, value, known, found)
     adapt_tool(theirs, text, found)
+    add_tokenizers_turns(theirs, found)
     adapt_preferences(method, theirs, source, found)
     add_sources(tool, theirs, source, found)
     _add_defaults(theirs, found)
@@ -134,6 +141,8 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
         found.ignored.append(key)  # a size of 1 asks for nothing
     elif pair.ours is None:
         found.add_difference(key, value, pair.note, pair.missing_capability)
+    elif pair.carry == "template":
+        set_template(key, value, pair, found)
     else:
         _set(key, value, pair, found)
 
@@ -152,14 +161,6 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
             "bits": f"{value}-bit base",
             "quantizer": "another quantization",
         }.get(pair.carry)
-        if pair.carry == "template" and found.tool != "Axolotl":
-            found.add_difference(key, value, "its turns are not known here; name a file for chat_template")
-            return
-        if pair.carry == "template":
-            found.remarks.append(
-                f"{key}: {shorten(value)}   (the tokenizer's own template is used; name a file for another)"
-            )
-            return
         found.add_difference(key, value, pair.note or "no such value here", capability or "")
         return
     name = "load_in_8bit" if pair.carry == "bits" and value == 8 else str(pair.ours)
@@ -176,28 +177,15 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         found.recipe["use_peft"] = True
     if pair.carry == "schedule" and str(value) == "constant" and found.tool != "Automodel":
         found.recipe["warmup_steps"] = 0  # transformers' "constant" has no warm-up
-    if pair.carry == "template":
-        compare_turns(key, str(value), found)
     if pair.carry == "optimizer":
-        found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in _optimizer_notes(str(value))]
+        notes = (note for pattern, note in OPTIMIZER_NOTES.items() if re.search(pattern, str(value).lower()))
+        found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in notes]
     if value == "qlora" and pair.carry == "adapter":
         found.recipe["load_in_4bit"] = True
     elif pair.carry == "bits" and value == 8:
         found.remarks.append(f"{key}: {shorten(value)}   ({INT8})")
     elif pair.inexact:
         found.remarks.append(f"{key}: {shorten(value)}   ({pair.note})")
-
-
-def _optimizer_notes(name: str) -> Iterator[str]:
-    """What is worth knowing of an AdamW that keeps its state elsewhere, or in 8 bits.
-
-    >>> list(_optimizer_notes("paged_adamw_32bit")), len(list(_optimizer_notes("adamw_torch_8bit")))
-    (['its state is not paged to the host here; the update is the same'], 0)
-    """
-    if "paged" in name.lower():
-        yield "its state is not paged to the host here; the update is the same"
-    if "8bit" in name.lower() and "torch" not in name.lower():
-        yield "8-bit moments by bitsandbytes there and by torchao here: blocks of 256 in both, rounded differently"
 
 
 def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:

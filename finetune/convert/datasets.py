@@ -26,25 +26,14 @@ from finetune.files.run_json import load_json
 
 # Axolotl's types are called template.form; the columns of a form that joins texts, of which the prompt is a user's
 # turn.
-PAIR_FORMS = {
-    "argilla": {
-        "prompt_column": "instruction",
-        "chosen_column": "chosen_response",
-        "rejected_column": "rejected_response",
-    },
-    "icr": {"prompt_column": "input"},
-    "intel": {"prompt_column": "question"},
-    "prompt_pairs": {"prompt_column": "prompt"},
-}
+PAIR_FORMS = {"argilla": "instruction", "icr": "input", "intel": "question", "prompt_pairs": "prompt"}
 RATED_FORMS = {
-    "argilla": {"prompt_column": "instruction"},
-    "intel": {"prompt_column": "question"},
-    "prompt_pairs": {"prompt_column": "prompt"},
-    "ultra": {"prompt_column": "prompt"},
-    "argilla_chat": {"prompt_column": "chosen"},  # messages, without the answer
-}
+    "argilla": "instruction", "intel": "question", "prompt_pairs": "prompt", "ultra": "prompt",
+    "argilla_chat": "chosen",  # messages, without the answer
+}  # fmt: skip
+ARGILLA = {"chosen_column": "chosen_response", "rejected_column": "rejected_response"}  # of pairs
 MESSAGE_FORMS = ("default", "argilla_chat", "ultra")  # whole conversations, which are recognized
-OWN_TEMPLATES = {"chatml": "chatml", "llama3": "llama3"}
+OWN_TEMPLATES = ("chatml", "llama3")
 KNOWN_COLUMNS = ("prompt", "chosen", "rejected", "messages", "completion", "label")
 
 
@@ -64,13 +53,14 @@ def read_axolotl_preferences(entry: TheirEntry, method: str, found: Conversion) 
         keys["prompt_column"] = entry.take("field_messages")
     elif form in forms:
         entry.take("type")
-        keys |= forms[form] | ({"completion_column": "completion"} if method == "kto" else {})
+        keys["prompt_column"] = forms[form]
+        keys |= {"completion_column": "completion"} if method == "kto" else ARGILLA if form == "argilla" else {}
         keys["type"] = None if form == "argilla_chat" else "messages"
     elif kind is None or form in MESSAGE_FORMS or (not form and template in OWN_TEMPLATES):
         entry.take("type")
     keys |= {key: entry.take(f"field_{key[:-7]}") or keys.get(key) for key in ("chosen_column", "rejected_column")}
     if template in OWN_TEMPLATES and "type" not in entry.unread:
-        found.recipe.setdefault("chat_template", OWN_TEMPLATES[template])
+        found.recipe.setdefault("chat_template", template)
     return make_sources(entry.paths(), **keys)
 
 
@@ -103,13 +93,9 @@ def take_trl_columns(entry: TheirEntry) -> None:
 
 
 FORMATS = {
-    "alpaca": "alpaca",
-    "sharegpt": "sharegpt",
-    "chat_template": None,
-    "completion": "text",
-    "pretrain": "text",
+    "alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text", "pretrain": "text",
     "openai": "messages",
-}
+}  # fmt: skip
 ALPACA_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 ROOT_DEPTH = 4
 PROMPT_ALONE = (
@@ -254,7 +240,8 @@ def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) ->
     listed = Path(str(theirs.get("dataset_dir", "data"))) / "dataset_info.json"
     folders = (source.parent, *source.resolve().parents[1:ROOT_DEPTH], Path())
     info_path = next((folder / listed for folder in folders if (folder / listed).is_file()), source.parent / listed)
-    info, method = _dataset_info(info_path), found.recipe.get("method", "sft")
+    info = load_json(info_path, "fix it, or name another dataset_dir") if info_path.is_file() else {}
+    method = found.recipe.get("method", "sft")
 
     def sources(key: str) -> Sources:
         wanted = theirs.get(key) or []
@@ -281,13 +268,6 @@ def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) ->
         )
 
     return sources("dataset"), sources("eval_dataset")
-
-
-def _dataset_info(path: Path) -> Mapping[str, Any]:
-    """LLaMA-Factory's list of data sets; empty where there is none."""
-    if not path.is_file():
-        return {}
-    return load_json(path, "fix it, or name another dataset_dir")
 
 
 def _factory_sources(entry: TheirEntry, folder: Path, method: str) -> Sources:

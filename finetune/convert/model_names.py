@@ -1,6 +1,12 @@
 """What the name of a published model says: its family, and whether its kind is one that is not trained here."""
 
 import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from finetune.convert.rules import read_section
+
+Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
 
 # Names of models -> model_type, the first that fits: of published models whose name does not say it, and of those that do.
 FAMILIES = (
@@ -24,17 +30,8 @@ FAMILIES = (
     (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
 )  # fmt: skip
-MIXTURES = (
-    "mixtral",
-    "gpt_oss",
-    "qwen3_moe",
-    "qwen2_moe",
-    "deepseek_v2",
-    "deepseek_v3",
-    "granitemoe",
-    "olmoe",
-    "glm4_moe",
-)
+MIXTURES = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "olmoe",
+            "glm4_moe")  # fmt: skip
 STATEFUL = ("falcon_h1", "nemotron_h", "bamba", "qwen3_5_text", "lfm2", "jamba", "mamba2", "falcon_mamba")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
@@ -56,6 +53,12 @@ QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 
 
+FEW_BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantize_moe_experts")
+MOE_KEYS = (
+    "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
+)  # fmt: skip
+
+
 def find_family(name: str) -> str | None:
     """The model_type that a model's name says; None where it says none.
 
@@ -64,3 +67,33 @@ def find_family(name: str) -> str | None:
     """
     lower = name.lower()
     return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
+
+
+def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
+    """The reasons for which a file's model is not trained here, by its name and the keys that go with it."""
+    for key in MOE_KEYS:
+        value = theirs.get(key)
+        if value not in (None, False, 1, ""):
+            yield f"{key}: {value}", MOE_CAUSE, True
+    name = (
+        theirs.get("base_model")
+        or theirs.get("model_name_or_path")
+        or read_section(theirs, "model").get("pretrained_model_name_or_path")
+        or read_section(theirs, "checkpointer").get("checkpoint_dir")
+        or ""
+    )
+    lower = str(name).lower()
+    is_dequantized = DEQUANTIZED.search(lower) or read_section(theirs, "model_quantization_config_kwargs").get(
+        "dequantize"
+    )
+    is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
+    if is_mixture and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
+        yield f"{name} in few bits", "quantized experts", True
+    for pattern, cause in (
+        (MULTIMODAL_MODEL, "multimodal"),
+        (MOE_MODEL, MOE_CAUSE),
+        (HYBRID_MODEL, "hybrid or linear attention"),
+        (QUANTIZED_MODEL, "quantized weights"),
+    ):
+        if pattern.search(lower) and not (pattern is MOE_MODEL and is_dequantized):
+            yield str(name), cause, True

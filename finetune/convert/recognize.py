@@ -8,15 +8,7 @@ from typing import Any
 from finetune.config.methods import METHODS, Method
 from finetune.config.other_tools import LOSSES, MEAN_OF_MEANS, NO_DROPOUT
 from finetune.config.schema import keys_of
-from finetune.convert.model_names import (
-    DEQUANTIZED,
-    HYBRID_MODEL,
-    MIXTURE,
-    MOE_CAUSE,
-    MOE_MODEL,
-    MULTIMODAL_MODEL,
-    QUANTIZED_MODEL,
-)
+from finetune.convert.model_names import MOE_CAUSE, Found, find_refused_models
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
@@ -31,20 +23,14 @@ SFT_LOSSES = (None, "nll", "chunked_nll", "dft")
 TRL_NAMES = ("kto", "orpo", "dpo", "simpo")  # of trainers, in the names of files and folders
 # Where our default differs, by what the tool's own preference trainer takes.
 PREFERENCE_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
-    "TRL": {"learning_rate": 1e-6},
-    "Axolotl": {"overlength": "drop"},
-    "LLaMA-Factory": {},
-    "torchtune": {},
-    "Automodel": {},
-}
+    "TRL": {"learning_rate": 1e-6}, "Axolotl": {"overlength": "drop"},
+}  # fmt: skip
 KL_DIVERGENCES = {"ForwardKL": 0.0, "KDLoss": 0.0, "ReverseKL": 1.0}  # -> distill_beta
 WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")  # disable_dropout is the default of TRL's trainers
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
 KTO_ROWS = "the KL term is estimated on the answers of a batch there, here on each row's successor in the data"
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
-
-Found = tuple[str, str, bool]  # as in finetune/convert/recognize.py
 
 
 def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
@@ -170,7 +156,7 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
     if theirs.get("label_smoothing_factor") is not None and "label_smoothing" not in theirs:
         recipe.pop("label_smoothing", None)  # read by the Trainer's own loss only
         found.ignored.append("label_smoothing_factor")
-    for key, value in PREFERENCE_DEFAULTS[tool].items():
+    for key, value in PREFERENCE_DEFAULTS.get(tool, {}).items():
         recipe.setdefault(key, value)
     for key in ("assistant_only_loss", "packing"):
         if key in recipe and not (key == "packing" and recipe[key] is False):
@@ -208,15 +194,45 @@ def _drop_unused(method: str, found: Conversion) -> None:
         found.ignored.append("label_smoothing")
 
 
-FEW_BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantize_moe_experts")
-MOE_KEYS = (
-    "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
-)  # fmt: skip
-TRL_METHODS = {
-    "online RL": ("num_generations", "reward_funcs", "reward_model_path", "max_completion_length"),
-    "distillation": ("teacher_model_name_or_path", "lmbda"),
+FROM_SCRATCH = "training a named architecture from random weights"
+# What a key alone says, by tool: the lacking capability -> the keys.
+REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
+    "TRL": {
+        "online RL": ("num_generations", "reward_funcs", "reward_model_path", "max_completion_length"),
+        "distillation": ("teacher_model_name_or_path", "lmbda"),
+    },
+    "Axolotl": {
+        "reward model": ("reward_model", "process_reward_model"),
+        "classification": ("num_labels",),
+        "diffusion": ("diffusion",),
+        "distillation": ("kd_trainer",),
+        "multimodal": ("processor_type",),
+        "quantization-aware training": ("qat",),
+        "1-bit training": ("use_onebitllms",),
+    },
+    "LLaMA-Factory": {
+        "LLaMA-Factory's v1 schema with that key": ("optim_config", "lr_scheduler_config", "quant_config"),
+        "multimodal": ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "image_dir"),
+        "LLaMA Pro": ("use_llama_pro",),
+        FROM_SCRATCH: ("train_from_scratch",),
+    },
+    "torchtune": {
+        "online RL": ("orchestration", "reward_functions", "reward_model", "ppo_epochs", "num_output_samples"),
+        "early exit": ("early_exit_loss", "layer_dropout"),
+    },
+    "Automodel": {"diffusion": ("dllm",)},
 }
-FACTORY_IMAGES = ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "image_dir")
+AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
+# Parts of the names of Automodel's recipes, and of its models' classes.
+AUTOMODEL_CAUSES = {
+    "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "Diffusion": "diffusion", "VLM": "multimodal",
+    "Encoder": "retrieval", "SequenceClassification": "classification", "Omni": "multimodal",
+    "Eagle": "speculative decoding", "Pretrain": "pretraining",
+}  # fmt: skip
+AUTOMODEL_MODELS = {
+    "Seq2Seq": "encoder-decoder models", "ImageText": "multimodal", "MultiModal": "multimodal",
+    "SequenceClassification": "classification",
+}  # fmt: skip
 V1_NAMES = {
     "model": "model_name_or_path", "micro_batch_size": "per_device_train_batch_size", "train_dataset": "dataset",
 }  # fmt: skip
@@ -228,8 +244,6 @@ V1_DEFAULTS: Mapping[str, Any] = {
 }  # fmt: skip
 V1_UNREAD = ("peft_config", "dist_config", "kernel_config", "init_config", "model_class", "batching_workers", "sample_backend",
              "max_new_tokens")  # fmt: skip
-V1_PLUGINS = ("optim_config", "lr_scheduler_config", "quant_config")
-AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 
 
 class Refusal(UserError):
@@ -282,7 +296,8 @@ def rename_v1(theirs: Mapping[str, Any]) -> dict[str, Any]:
             "template": theirs.get("template")
         }
     adapters = read_section(theirs, "peft_config")
-    renamed = V1_DEFAULTS | {"finetuning_type": str(adapters.get("name", "lora")) if adapters else "full"}
+    kind = str(adapters.get("name", "lora")) if adapters else "full"
+    renamed: dict[str, Any] = {**V1_DEFAULTS, "finetuning_type": kind}
     renamed |= {V1_NAMES.get(key, key): value for key, value in theirs.items() if key not in V1_UNREAD}
     for key, ours, default in (("r", "lora_rank", 8), ("lora_alpha", "lora_alpha", 16), ("lora_dropout", "lora_dropout", 0.05),
                                ("target_modules", "lora_target", "all"), ("use_rslora", "use_rslora", False)):  # fmt: skip
@@ -297,106 +312,62 @@ def rename_v1(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: Path) -> None:
     """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key that says so."""
     losses = find_unsupported_losses(tool, theirs, source)
-    for found, cause, is_training in (*_methods(tool, theirs), *losses, *_models(tool, theirs)):
+    for found, cause, is_training in (*_methods(tool, theirs), *losses, *find_refused_models(theirs)):
         raise Refusal.because(source, found, cause, is_training)
 
 
 def _methods(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
-    readers = {
-        "TRL": _trl,
-        "Axolotl": _axolotl,
-        "LLaMA-Factory": _factory,
-        "torchtune": _torchtune,
-        "Automodel": _automodel,
-    }
-    yield from readers[tool](theirs)
+    for cause, keys in {**REFUSED_KEYS[tool], "mixture of depths": ("mixture_of_depths",)}.items():
+        yield from ((f"{key}: {shorten(theirs[key])}", cause, True) for key in keys if theirs.get(key))
+    others = {"Axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune, "Automodel": _automodel}
+    yield from others[tool](theirs) if tool in others else ()
     for key in LOSSES:
         if theirs.get(key):
             name = key.removeprefix("use_").removesuffix("_loss").upper()
-            yield f"{key}: {theirs[key]}", f"another loss ({name})" if "use_" in key else "mixture of depths", True
-
-
-def _trl(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    for cause, keys in TRL_METHODS.items():
-        for key in keys:
-            if key in theirs:
-                yield f"{key}: {theirs[key]}", cause, True
+            yield f"{key}: {theirs[key]}", f"another loss ({name})", True
 
 
 def _axolotl(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    rl = theirs.get("rl")
+    rl, plugins = theirs.get("rl"), str(theirs.get("plugins", "")).lower()
     if rl and str(rl) not in AXOLOTL_METHODS:
         yield f"rl: {rl}", "online RL", True
-    for key in ("reward_model", "process_reward_model"):
-        if theirs.get(key):
-            yield f"{key}: true", "reward model", True
-    if theirs.get("num_labels") or "Classification" in str(theirs.get("model_type")):
+    if "Classification" in str(theirs.get("model_type")):
         yield "model_type: a classifier", "classification", True
-    plugins = str(theirs.get("plugins", "")).lower()
-    if "diffusion" in theirs or "diffusion" in plugins:
-        yield "diffusion", "diffusion", True
-    if "kd_trainer" in theirs or ".kd." in plugins:
-        yield "kd_trainer", "distillation", True
-    if theirs.get("processor_type"):
-        yield f"processor_type: {theirs['processor_type']}", "multimodal", True
-    if theirs.get("qat"):
-        yield "qat", "quantization-aware training", True
-    if theirs.get("use_onebitllms"):
-        yield "use_onebitllms: true", "1-bit training", True
+    for part, cause in (("diffusion", "diffusion"), (".kd.", "distillation")):
+        if part in plugins:
+            yield f"plugins: {plugins}", cause, True
 
 
 def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    for key in V1_PLUGINS:
-        if theirs.get(key):
-            yield f"{key}: {shorten(theirs[key])}", "LLaMA-Factory's v1 schema with that key", True
     if not theirs.get("do_train") and "stage" not in theirs and "dataset" not in theirs:
         purposes = {"export_dir": "merging (finetune export)", "task": "evaluation"}
         purpose = next((purpose for key, purpose in purposes.items() if key in theirs), "generation")
         yield next(key for key in ("export_dir", "task", "template", *theirs) if key in theirs), purpose, False
     elif theirs.get("do_predict") and not theirs.get("do_train"):
         yield "do_predict: true", "generation", False
-    causes = {"rm": "reward model", "ppo": "online RL"}
-    stage = str(theirs.get("stage"))
-    if stage in causes:
-        yield f"stage: {stage}", causes[stage], True
-    for key in FACTORY_IMAGES:
-        if key in theirs:
-            yield f"{key}: {theirs[key]}", "multimodal", True
+    stage, kind = str(theirs.get("stage")), theirs.get("finetuning_type", "lora")
+    if cause := {"rm": "reward model", "ppo": "online RL"}.get(stage):
+        yield f"stage: {stage}", cause, True
     if "_vl" in str(theirs.get("template")) or "mllm" in str(theirs.get("dataset")):
         yield f"template: {theirs.get('template')}", "multimodal", True
-    if theirs.get("finetuning_type", "lora") not in ("lora", "full", "freeze"):
-        kind = theirs["finetuning_type"]
+    if kind not in ("lora", "full", "freeze"):
         yield f"finetuning_type: {kind}", str(kind).upper(), True
-    if theirs.get("use_llama_pro"):
-        yield "use_llama_pro: true", "LLaMA Pro", True
-    if theirs.get("train_from_scratch"):
-        yield "train_from_scratch: true", "training a named architecture from random weights", True
 
 
 def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
     components = " ".join(_texts(theirs, "_component_"))
-    if {"orchestration", "reward_functions", "reward_model", "ppo_epochs", "num_output_samples"} & theirs.keys():
-        yield (
-            next(k for k in theirs if k in ("orchestration", "reward_functions", "reward_model", "ppo_epochs")),
-            "online RL",
-            True,
-        )
     loss = str(read_section(theirs, "loss").get("_component_", "")).rsplit(".", 1)[-1]
     if "rlhf.loss" in components and find_method("torchtune", theirs, Path()) == "sft":
         yield f"loss: {loss}", f"another loss ({loss.removesuffix('Loss')})", True
     if {"teacher_model", "kd_loss"} & theirs.keys() and find_distillation(theirs) is None:
         yield "teacher_model", "distillation by another divergence", True
-    if "vision" in components or "multimodal" in components or "clip" in components:
+    if re.search("vision|multimodal|clip", components):
         yield "model", "multimodal", True
-    if "tasks" in theirs:
-        yield "tasks", "evaluation", False
-    if "prompt" in theirs or "max_new_tokens" in theirs:
-        yield "prompt", "generation", False
+    purposes = {"tasks": "evaluation", "prompt": "generation", "max_new_tokens": "generation"}
+    yield from ((key, purpose, False) for key, purpose in purposes.items() if key in theirs)
     if "quantizer" in theirs:
         is_training = "dataset" in theirs
         yield "quantizer", "quantization-aware training" if is_training else "quantization", is_training
-    if {"early_exit_loss", "layer_dropout"} & theirs.keys():
-        yield "early_exit_loss", "early exit", True
     if "llama4" in components or "moe" in components:
         yield "model", MOE_CAUSE, True
     if "dataset" not in theirs:
@@ -404,67 +375,25 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    recipe = theirs.get("recipe")
+    recipe, model = theirs.get("recipe"), read_section(theirs, "model")
     name = str(recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE).rsplit(".", 1)[-1]
-    causes = {
-        "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "DiffusionLM": "diffusion",
-        "Diffusion": "diffusion", "VLM": "multimodal", "Encoder": "retrieval", "SequenceClassification": "classification",
-        "Omni": "multimodal", "Eagle": "speculative decoding", "Pretrain": "pretraining",
-    }  # fmt: skip
     if name != AUTOMODEL_RECIPE and find_distillation(theirs) is None:
-        cause = next((cause for part, cause in causes.items() if part in name), name)
+        cause = next((cause for part, cause in AUTOMODEL_CAUSES.items() if part in name), name)
         yield f"recipe: {name}", cause, cause != "a benchmark"
     if "teacher_model" in theirs and find_distillation(theirs) is None:
         yield "teacher_model", "distillation by another divergence", True
-    if "dllm" in theirs:
-        yield "dllm", "diffusion", True
-    targets = " ".join(_texts(theirs, "_target_"))
-    if "mock" in targets:
+    if "mock" in " ".join(_texts(theirs, "_target_")):
         yield "dataset: made-up tokens", "a benchmark", False
-    model = read_section(theirs, "model")
     kind = str(model.get("_target_", ""))
-    if "Seq2Seq" in kind:
-        yield f"model: {kind.rsplit('.', 2)[-2]}", "encoder-decoder models", True
-    if "ImageText" in kind or "MultiModal" in kind:
-        yield f"model: {kind.rsplit('.', 2)[-2]}", "multimodal", True
-    if "SequenceClassification" in kind:
-        yield f"model: {kind.rsplit('.', 2)[-2]}", "classification", True
-    qat = theirs.get("qat")
-    if isinstance(qat, dict) and qat.get("enabled"):
+    for part, cause in AUTOMODEL_MODELS.items():
+        if part in kind:
+            yield f"model: {kind.rsplit('.', 2)[-2]}", cause, True
+    if read_section(theirs, "qat").get("enabled"):
         yield "qat", "quantization-aware training", True
     if "prefix_tree" in str(theirs):
         yield "dataloader: prefix trees", "online RL", True
     if kind.endswith("from_config"):
-        yield "model: from_config", "training a named architecture from random weights", True
-
-
-def _models(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
-    for key in MOE_KEYS:
-        value = theirs.get(key)
-        if value not in (None, False, 1, ""):
-            yield f"{key}: {value}", MOE_CAUSE, True
-    name = (
-        theirs.get("base_model")
-        or theirs.get("model_name_or_path")
-        or read_section(theirs, "model").get("pretrained_model_name_or_path")
-        or read_section(theirs, "checkpointer").get("checkpoint_dir")
-        or ""
-    )
-    lower = str(name).lower()
-    is_dequantized = DEQUANTIZED.search(lower) or read_section(theirs, "model_quantization_config_kwargs").get(
-        "dequantize"
-    )
-    is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
-    if is_mixture and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
-        yield f"{name} in few bits", "quantized experts", True
-    for pattern, cause in (
-        (MULTIMODAL_MODEL, "multimodal"),
-        (MOE_MODEL, MOE_CAUSE),
-        (HYBRID_MODEL, "hybrid or linear attention"),
-        (QUANTIZED_MODEL, "quantized weights"),
-    ):
-        if pattern.search(lower) and not (pattern is MOE_MODEL and is_dequantized):
-            yield str(name), cause, True
+        yield "model: from_config", FROM_SCRATCH, True
 
 
 def _texts(value: Any, key: str) -> Iterator[str]:

@@ -5,10 +5,11 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from finetune.config.optimizers import convert_optimizer
 from finetune.config.other_tools import TOKEN_NAMES, Counterpart
+from finetune.config.schema import recipe_keys
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 
 WHOLE_TEXT_MODEL = r"language_model(\.model)?(\.\*|\.\.\*)?$"
@@ -148,7 +149,6 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     if "qlora_" in str(model.get("_component_")):
         found.recipe |= {"use_peft": True, "load_in_4bit": True}
         found.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NF4_OF_TORCHAO})")
-    _add_turns(theirs, found)
     if read_section(theirs, "optimizer"):
         found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW
     per_epoch = theirs.get("max_steps_per_epoch")
@@ -159,29 +159,6 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     alpha = found.recipe.get("lora_alpha")
     if isinstance(alpha, float) and alpha.is_integer():
         found.recipe["lora_alpha"] = int(alpha)
-
-
-def _add_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
-    """The chat format, which torchtune's tokenizers have built in whatever the model's files say."""
-    tokenizer, data = read_section(theirs, "tokenizer"), str(read_section(theirs, "dataset").get("_component_"))
-    name = TOKENIZERS.get(str(tokenizer.get("_component_")).rsplit(".", 1)[-1])
-    if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
-        return
-    found.recipe["chat_template"] = name
-    compare_turns("tokenizer._component_", str(tokenizer["_component_"]), found)
-    if name in ("llama3", "chatml", "phi3") and found.recipe.get("assistant_only_loss") is not False:
-        found.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
-
-
-def compare_turns(key: str, value: str, found: Conversion) -> None:
-    """Reports where their template of that name and ours differ: in what is written, or in the tokens trained beside answers."""
-    if note := OTHER_TURNS.get((found.tool, value.rsplit(".", 1)[-1])):
-        found.add_difference(key, value, note)
-    name = found.recipe["chat_template"]
-    if found.tool == "LLaMA-Factory" and name in BREAKS:
-        found.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
-    if found.tool == "LLaMA-Factory" and name in TRIMMED:
-        found.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
 
 
 def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -218,65 +195,14 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe["report_to"] = "wandb"
 
 
-# Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
-TEMPLATES = {
-    "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml", "yi": "chatml", "smollm": "chatml",
-    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
-    "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "gemma3n": "gemma", "mistral": "mistral",
-    "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
-    "mistral_v7_tekken": "mistral-v7-tekken", "mistral_small": "mistral-v7-tekken", "phi_3": "phi3", "phi_35": "phi3",
-    "phi": "phi3", "phi4": "phi4", "phi_4": "phi4", "deepseek3": "deepseek-v3", "deepseek_v2": "deepseek-v3",
-    "deepseek_v3": "deepseek-v3", "cohere": "command-r", "aya": "command-r", "granite3": "granite", "llama2": "inst",
-    "falcon_h1": "hermes", "nemotron_h": "chatml",
-}  # fmt: skip
-FIRST_TOKEN, OWN_SYSTEM = (
-    "the BOS token begins a conversation there",
-    "a system message of its own there, where a row has none",
-)
-NO_SYSTEM = "system messages are left out there"
-# (tool, its name) -> what the tool writes otherwise than our template, by its own rendering (tests/convert/test_token_ids.py).
-OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
-    ("LLaMA-Factory", "qwen3"): "an empty thought in every turn there, in the last one here",
-    ("LLaMA-Factory", "gemma2"): "the token after an answer is trained too there, at the end the EOS token",
-    ("torchtune", "phi3_mini_tokenizer"): FIRST_TOKEN,
-    ("Axolotl", "phi_3"): FIRST_TOKEN,
-    ("Axolotl", "phi_4"): OWN_SYSTEM,
-    ("Axolotl", "mistral_v7_tekken"): OWN_SYSTEM,
-    ("Axolotl", "mistral_v2v3"): NO_SYSTEM,
-    ("Axolotl", "mistral_v3_tekken"): NO_SYSTEM,
-    ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
-}
-BREAKS = (
-    "chatml",
-    "qwen",
-    "qwen3",
-    "gemma",
-    "phi3",
-    "granite",
-)  # LLaMA-Factory trains their line break after an answer
-TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
-TOKENIZERS = {
-    "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined", "llama3_tokenizer": "llama3",
-    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3",
-}  # fmt: skip
-OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 SCHEDULES = {
-    "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant",
+    "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant", "wsd": "warmup_stable_decay",
     "constant_with_warmup": "constant", "get_cosine_schedule_with_warmup": "cosine", "polynomial": "polynomial",
-    "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay", "wsd": "warmup_stable_decay",
+    "inverse_sqrt": "inverse_sqrt", "warmup_stable_decay": "warmup_stable_decay",
 }  # fmt: skip
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 ATTENTION = {"fa2": "flash_attention_2", "sdpa": "sdpa", "disabled": "eager", "auto": "auto"}
-KNOWN_ATTENTION = (
-    "auto",
-    "sdpa",
-    "eager",
-    "flex_attention",
-    "flash_attention_2",
-    "flash_attention_3",
-    "flash_attention_4",
-)
 OVERLENGTH = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float32": "float32", "fp32": "float32"}
 TORCHTUNE_LAYERS = {"output_proj": "o_proj", "w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
@@ -324,10 +250,6 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
         case "dtype":
             name = str(value).rsplit(".", 1)[-1]
             return LEAVE if name == "auto" else DTYPES.get(name)
-        case "template":
-            name = str(value)
-            is_own = name in OWN_TEMPLATE and pair.theirs != "template"  # LLaMA-Factory's default writes `Human:`
-            return LEAVE if is_own else TEMPLATES.get(name.lower())
         case "resume":
             return "auto" if value is True else LEAVE if value in (False, "false") else str(value)
         case "overlength":
@@ -439,7 +361,7 @@ def _convert_attention(value: Any) -> Any:
     if value == "xformers" or "/" in str(value):  # a kernel of the hub
         return LEAVE  # exact attention, as every one here
     name = ATTENTION.get(str(value), str(value))
-    return name if name in KNOWN_ATTENTION else None
+    return name if name in get_args(get_args(recipe_keys()["attn_implementation"].annotation)[0]) else None
 
 
 def _convert_tracker(pair: Counterpart, value: Any) -> Any:

@@ -1,0 +1,90 @@
+"""The chat template that a file of another tool trains with: our name for it, and what theirs writes otherwise."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from finetune.config.other_tools import Counterpart
+from finetune.convert.rules import Conversion, read_section, shorten
+from finetune.convert.tool_keys import Tool
+
+# Names of Axolotl and LLaMA-Factory for templates -> ours. Their alpaca, vicuna, and zephyr write other turns.
+TEMPLATES = {
+    "llama3": "llama3", "llama-3": "llama3", "llama4": "llama4", "chatml": "chatml", "yi": "chatml", "smollm": "chatml",
+    "qwen": "qwen", "qwen_25": "qwen", "qwen2_5": "qwen", "qwen3": "qwen3", "qwen3_nothink": "chatml",
+    "gemma": "gemma", "gemma2": "gemma", "gemma3": "gemma", "gemma3n": "gemma", "mistral": "mistral",
+    "mistral_v1": "mistral-v1", "mistral_v2v3": "mistral-v3", "mistral_v3_tekken": "mistral-v3-tekken",
+    "mistral_v7_tekken": "mistral-v7-tekken", "mistral_small": "mistral-v7-tekken", "phi_3": "phi3", "phi_35": "phi3",
+    "phi": "phi3", "phi4": "phi4", "phi_4": "phi4", "deepseek3": "deepseek-v3", "deepseek_v2": "deepseek-v3",
+    "deepseek_v3": "deepseek-v3", "cohere": "command-r", "aya": "command-r", "granite3": "granite", "llama2": "inst",
+    "falcon_h1": "hermes", "nemotron_h": "chatml",
+}  # fmt: skip
+FIRST_TOKEN, OWN_SYSTEM = (
+    "the BOS token begins a conversation there",
+    "a system message of its own there, where a row has none",
+)
+NO_SYSTEM = "system messages are left out there"
+# (tool, its name) -> what the tool writes otherwise than our template, by its own rendering (tests/convert/test_token_ids.py).
+OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
+    ("LLaMA-Factory", "qwen3"): "an empty thought in every turn there, in the last one here",
+    ("LLaMA-Factory", "gemma2"): "the token after an answer is trained too there, at the end the EOS token",
+    ("torchtune", "phi3_mini_tokenizer"): FIRST_TOKEN,
+    ("Axolotl", "phi_3"): FIRST_TOKEN,
+    ("Axolotl", "phi_4"): OWN_SYSTEM,
+    ("Axolotl", "mistral_v7_tekken"): OWN_SYSTEM,
+    ("Axolotl", "mistral_v2v3"): NO_SYSTEM,
+    ("Axolotl", "mistral_v3_tekken"): NO_SYSTEM,
+    ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
+}
+BREAKS = (
+    "chatml",
+    "qwen",
+    "qwen3",
+    "gemma",
+    "phi3",
+    "granite",
+)  # LLaMA-Factory trains their line break after an answer
+TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a turn's text; LLaMA-Factory's do not
+# torchtune's tokenizers, which have a chat format built in -> ours.
+TOKENIZERS = {
+    "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined", "llama3_tokenizer": "llama3",
+    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3",
+}  # fmt: skip
+OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
+
+
+def set_template(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
+    """Names our template for theirs, or says that none is known here."""
+    name = str(value)
+    if name in OWN_TEMPLATE and pair.theirs != "template":  # LLaMA-Factory's default writes `Human:`
+        return
+    if (ours := TEMPLATES.get(name.lower())) is not None:
+        found.recipe["chat_template"] = ours
+        compare_turns(key, name, found)
+    elif found.tool == "Axolotl":
+        note = "the tokenizer's own template is used; name a file for another"
+        found.remarks.append(f"{key}: {shorten(value)}   ({note})")
+    else:
+        found.add_difference(key, value, "its turns are not known here; name a file for chat_template")
+
+
+def add_tokenizers_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """The chat format, which torchtune's tokenizers have built in whatever the model's files say."""
+    tokenizer, data = read_section(theirs, "tokenizer"), str(read_section(theirs, "dataset").get("_component_"))
+    name = TOKENIZERS.get(str(tokenizer.get("_component_")).rsplit(".", 1)[-1])
+    if name is None or tokenizer.get("prompt_template") or data.endswith("text_completion_dataset"):
+        return
+    found.recipe["chat_template"] = name
+    compare_turns("tokenizer._component_", str(tokenizer["_component_"]), found)
+    if name in ("llama3", "chatml", "phi3") and found.recipe.get("assistant_only_loss") is not False:
+        found.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
+
+
+def compare_turns(key: str, value: str, found: Conversion) -> None:
+    """Reports where their template of that name and ours differ: in what is written, or in the tokens trained beside answers."""
+    if note := OTHER_TURNS.get((found.tool, value.rsplit(".", 1)[-1])):
+        found.add_difference(key, value, note)
+    name = found.recipe["chat_template"]
+    if found.tool == "LLaMA-Factory" and name in BREAKS:
+        found.remarks.append(f"{key}: {value}   (the line break after an answer is trained too there)")
+    if found.tool == "LLaMA-Factory" and name in TRIMMED:
+        found.remarks.append(f"{key}: {value}   (white space around a turn is kept there, trimmed here)")
