@@ -25,6 +25,11 @@ def is_set(key: str, to: Any = ...) -> Callable[[Case], bool]:
     return check
 
 
+def both(*conditions: Callable[[Case], object]) -> Callable[[Case], bool]:
+    """A condition: all of `conditions` hold."""
+    return lambda case: all(condition(case) for condition in conditions)
+
+
 def no_effect(key: str, without: str, when: Callable[[Case], object], *reads: str, is_note: bool = False) -> Rule:
     """A rule: `key` has no effect; `without` says why, and what would give it one."""
     return Rule(
@@ -111,39 +116,6 @@ def _needs_evaluation(key: str) -> Rule:
         when=lambda case: is_set(key)(case) and not _evaluates(case),
         message=f"{key} needs held-out losses during training",
         advice="set eval_steps, or eval_strategy: epoch",
-    )
-
-
-def _full_only(key: str) -> Rule:
-    return Rule(
-        name=f"{key} with LoRA",
-        keys=(key, "use_peft"),
-        when=lambda case: is_set(key)(case) and case["use_peft"],
-        message=f"{key} is for full fine-tuning; LoRA freezes the base but for modules_to_save",
-        advice="name them there",
-    )
-
-
-def _quantized_in_full(bits: int) -> Rule:
-    key = f"load_in_{bits}bit"
-    return Rule(
-        name=f"{key} in full",
-        keys=(key, "use_peft"),
-        when=lambda case: case[key] and not case["use_peft"],
-        message=f"{key}: a quantized base is frozen, so it cannot be fine-tuned in full",
-        advice=f"set use_peft: true, or remove {key}",
-        fix={"use_peft": True},
-    )
-
-
-def _not_compiled(key: str, verb: str) -> Rule:
-    return Rule(
-        name=f"{key} with torch_compile",
-        keys=(key, "torch_compile"),
-        when=lambda case: is_set(key)(case) and case["torch_compile"],
-        message=f"{key}: torch does not {verb} activations inside compiled layers",
-        advice="remove it, or torch_compile",
-        fix={"torch_compile": False},
     )
 
 
@@ -273,18 +245,27 @@ RULES: tuple[Rule, ...] = (
         message="lora_dropout: an adapter of lora_target_parameters has no input of its own to drop from",
         fix={"lora_dropout": 0},
     ),
-    _full_only("trainable_modules"),
-    _full_only("frozen_modules"),
+    *(
+        Rule(
+            name=f"{key} with LoRA", keys=(key, "use_peft"),
+            when=both(is_set(key), is_set("use_peft", True)),
+            message=f"{key} is for full fine-tuning; LoRA freezes the base but for modules_to_save",
+            advice="name them there",
+        )
+        for key in ("trainable_modules", "frozen_modules")
+    ),
     Rule(
         name="two quantizations", keys=("load_in_8bit", "load_in_4bit"),
         when=lambda c: c["load_in_4bit"] and c["load_in_8bit"],
         message="load_in_4bit and load_in_8bit both say how the base is kept", advice="keep one",
     ),
-    _quantized_in_full(
-        4,
-    ),
-    _quantized_in_full(
-        8,
+    *(
+        Rule(
+            name=f"{key} in full", keys=(key, "use_peft"), when=both(is_set(key, True), is_set("use_peft", False)),
+            message=f"{key}: a quantized base is frozen, so it cannot be fine-tuned in full",
+            advice=f"set use_peft: true, or remove {key}", fix={"use_peft": True},
+        )
+        for key in ("load_in_4bit", "load_in_8bit")
     ),
     *(
         no_effect(
@@ -294,8 +275,15 @@ RULES: tuple[Rule, ...] = (
         if key.name.startswith("bnb_4bit")
     ),
     # What is computed and kept
-    _not_compiled("activation_checkpointing_keeps", "select"),
-    _not_compiled("activation_offload", "offload"),
+    *(
+        Rule(
+            name=f"{key} with torch_compile", keys=(key, "torch_compile"),
+            when=both(is_set(key), is_set("torch_compile", True)),
+            message=f"{key}: torch does not {verb} activations inside compiled layers",
+            advice="remove it, or torch_compile", fix={"torch_compile": False},
+        )
+        for key, verb in (("activation_checkpointing_keeps", "select"), ("activation_offload", "offload"))
+    ),
     Rule(
         name="DoRA's products kept", keys=("activation_checkpointing_keeps", "use_dora"),
         when=lambda c: c["activation_checkpointing_keeps"] == "attention_and_projections" and c["use_dora"],

@@ -2,48 +2,21 @@
 misspelling."""
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 
 from finetune.config.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS
-from finetune.config.other_tools import FLAT_TOOLS
-from finetune.config.schema import SECTIONS, DatasetSource, Key
+from finetune.config.other_tools import FLAT_TOOLS, Counterpart
+from finetune.config.schema import DatasetSource, Key, recipe_keys
 
 # Top-level keys of an Accelerate file; after the first eight, those that are for its launcher alone.
 ACCELERATE_KEYS = frozenset(
-    [
-        "distributed_type",
-        "mixed_precision",
-        "use_cpu",
-        "num_machines",
-        "fsdp_config",
-        "parallelism_config",
-        "deepspeed_config",
-        "fp8_config",
-        "compute_environment",
-        "machine_rank",
-        "main_process_ip",
-        "main_process_port",
-        "main_training_function",
-        "num_processes",
-        "rdzv_backend",
-        "rdzv_conf",
-        "same_network",
-        "debug",
-        "downcast_bf16",
-        "enable_cpu_affinity",
-        "gpu_ids",
-        "tpu_env",
-        "tpu_use_cluster",
-        "tpu_use_sudo",
-        "tpu_name",
-        "tpu_zone",
-        "commands",
-        "command_file",
-        "num_cpu_threads_per_process",
-        "max_restarts",
-        "monitor_interval",
-    ]
+    """
+    distributed_type mixed_precision use_cpu num_machines fsdp_config parallelism_config deepspeed_config fp8_config
+    compute_environment machine_rank main_process_ip main_process_port main_training_function num_processes rdzv_backend
+    rdzv_conf same_network debug downcast_bf16 enable_cpu_affinity gpu_ids tpu_env tpu_use_cluster tpu_use_sudo tpu_name
+    tpu_zone commands command_file num_cpu_threads_per_process max_restarts monitor_interval
+    """.split()  # noqa: SIM905 - a name a line would be a page
 )
 # What many call what a key of an Accelerate file says: name -> that key.
 IN_ACCELERATE_FILE: Mapping[str, str] = {
@@ -167,18 +140,13 @@ def foreign_names() -> dict[str, tuple[str, str]]:
     >>> foreign_names()["sequence_len"], foreign_names()["lora_rank"][0]
     (("Axolotl's", 'max_length'), "LLaMA-Factory's and torchtune's")
     """
-    own = {key.name for section in SECTIONS.values() for key in fields(section)}
     entry = {key.name for key in fields(DatasetSource)}  # keys of an entry that others have at the top
-    found: dict[str, tuple[list[str], str]] = {}
-    for tool, counterparts in FLAT_TOOLS.items():
-        for pair in counterparts:
-            if pair.ours is None or pair.theirs in own or "." in pair.theirs:
-                continue
-            meant = (
-                f"{pair.ours} ({pair.note})" if pair.ours == "accelerate_config" or pair.theirs in entry else pair.ours
-            )
-            found.setdefault(pair.theirs, ([], meant))[0].append(f"{tool}'s")
-    return {key: (" and ".join(whose[:2]), ours) for key, (whose, ours) in found.items()}
+
+    def describe(pair: Counterpart) -> str | None:
+        noted = pair.ours == "accelerate_config" or pair.theirs in entry
+        return f"{pair.ours} ({pair.note})" if noted and pair.ours else pair.ours
+
+    return _list_keys(describe)
 
 
 def keys_without_counterpart() -> dict[str, tuple[str, str]]:
@@ -187,10 +155,14 @@ def keys_without_counterpart() -> dict[str, tuple[str, str]]:
     >>> keys_without_counterpart()["max_prompt_length"][0]
     "TRL's"
     """
-    own = {key.name for section in SECTIONS.values() for key in fields(section)}
-    found: dict[str, tuple[str, str]] = {}
-    for tool, counterparts in FLAT_TOOLS.items():
-        for pair in counterparts:
-            if pair.ours is None and pair.note and pair.theirs not in own and "." not in pair.theirs:
-                found.setdefault(pair.theirs, (f"{tool}'s", pair.note))
-    return found
+    return _list_keys(lambda pair: None if pair.ours else pair.note)
+
+
+def _list_keys(describe: Callable[[Counterpart], str | None]) -> dict[str, tuple[str, str]]:
+    """Keys that are not ours and that `describe` says something of -> (whose they are, what it says of the first)."""
+    found: dict[str, tuple[list[str], str]] = {}
+    for tool, pairs in FLAT_TOOLS.items():
+        for pair in pairs:
+            if "." not in pair.theirs and pair.theirs not in recipe_keys() and (said := describe(pair)):
+                found.setdefault(pair.theirs, ([], said))[0].append(f"{tool}'s")
+    return {key: (" and ".join(whose[:2]), said) for key, (whose, said) in found.items()}
