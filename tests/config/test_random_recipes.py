@@ -84,6 +84,8 @@ class Place:
             rows = [{k: v.format(n) if isinstance(v, str) else n % 2 == 0 for k, v in row.items()} for n in range(8)]
             (folder / f"{kind}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
         make_model(folder / "model", vocab_size=512, hidden_size=32, num_attention_heads=4)
+        for file in TOKENIZER.glob("tokenizer*"):  # a teacher's tokenizer is that of the run
+            (folder / "model" / file.name).write_bytes(file.read_bytes())
         return cls(folder)
 
     def base(self, draw: random.Random) -> dict[str, Any]:
