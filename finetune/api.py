@@ -36,7 +36,7 @@ def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
     >>> recipe.optimization.learning_rate, recipe.data.max_length
     (0.001, 128)
     """
-    overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    overrides = [f"{key}={json.dumps(value, default=str)}" for key, value in keys.items()]
     return read_recipe(None if recipe is None else str(recipe), overrides, needs_data=False)
 
 

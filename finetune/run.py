@@ -49,21 +49,19 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.loop import train
     from finetune.training.watch import SignalListener
 
-    session = Session(recipe, sharding, saves=not dry_run)
-    data, world = session.data, session.world
-    if dry_run:
-        if world.is_main:
-            print_plan(session.recipe, world, data)
-        return session.close()
-    if is_finished(session.folder, session.recipe, session.inputs, data.train.steps, world):
-        return session.close()
-    progress = session.load()
-    run = session.start()
-    with session.computing(), run.log, SignalListener() as signals:
-        evaluate_before_training(run, progress, signals)
-        progress = train(run, progress, signals)
-        progress = evaluate_after_training(run, progress, signals)
-        leave_ranks(run, signals)
+    with Session(recipe, sharding, saves=not dry_run) as session:
+        data, world = session.data, session.world
+        if dry_run:
+            return print_plan(session.recipe, world, data) if world.is_main else None
+        if is_finished(session.folder, session.recipe, session.inputs, data.train.steps, world):
+            return None
+        progress = session.load()
+        run = session.start()
+        with session.computing(), run.log, SignalListener() as signals:
+            evaluate_before_training(run, progress, signals)
+            progress = train(run, progress, signals)
+            progress = evaluate_after_training(run, progress, signals)
+            leave_ranks(run, signals)
     return finish(run, progress)
 
 

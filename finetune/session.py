@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from accelerate.state import AcceleratorState
 from torch import Tensor, nn
 
 from finetune.checkpoint.inputs import fingerprint_inputs
@@ -101,7 +102,13 @@ class FunctionObjective(Objective):
         found = model(**inputs, head_function=head_log_probabilities)
         if not micro_batch.example_ids:
             return Measured(found.sum() * 0.0)
-        return Measured(self.function(found, micro_batch.with_documents()))
+        loss = self.function(found, micro_batch.with_documents())
+        if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
+            given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            raise UserError(
+                f"loss: returned {given}; return one number with its graph, such as -log_probabilities.sum()"
+            )
+        return Measured(loss)
 
 
 class Session:
@@ -133,6 +140,8 @@ class Session:
         sharding = sharding or read_sharding(given, recipe.run.accelerate_config, os.environ)
         recipe, sharding = complete_lora(recipe), with_expert_parallelism(sharding, recipe)
         set_library_environment(deterministic=recipe.run.deterministic)
+        if AcceleratorState._shared_state:
+            raise UserError("a session, or an Accelerator, is open in this process; close it first")
         self.machine = describe_machine(sharding, with_liger=recipe.model.use_liger_kernel)
         ranks = int(os.environ.get("WORLD_SIZE", "1"))
         local_facts = find_local_facts(recipe.model)
@@ -143,7 +152,8 @@ class Session:
         try:
             self._read(recipe, ranks, saves=saves)
         except UserError:
-            self.close()  # raised on all ranks, which leave together
+            if self.world.size == 1:  # as in __exit__
+                self.close()
             raise
 
     def _read(self, recipe: Recipe, ranks: int, *, saves: bool) -> None:
@@ -173,7 +183,7 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
+        if kind is None or self.world.size == 1:  # else another rank may not have failed, and leaving would wait for it
             self.close()
 
     def close(self) -> None:
@@ -290,6 +300,10 @@ class Session:
         keys, world = self.recipe.optimization, self.world
         batch, measured = _together(self._backward, self.progress.step)
         if learning_rate is None:
+            if self._data is None and keys.max_steps is None:
+                raise UserError(
+                    "optim_step: the recipe has no data and no max_steps to schedule by; give learning_rate"
+                )
             steps = keys.max_steps or self.data.train.steps
             learning_rate = compute_learning_rate(self.progress.step, keys.schedule(steps))
         optimizer, guard = self._loaded.optimizer, self._guard

@@ -87,6 +87,43 @@ def test_answers_are_those_of_transformers(folder: Path, found: dict[str, Any]) 
     assert found["rows"]["answers"] == [answer, answer]
 
 
+def test_a_session_that_is_refused_leaves_the_process_free_for_the_next(tmp_path: Path) -> None:
+    keys = {"output_dir": str(tmp_path / "run"), "max_steps": 1}
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text("no row\n")
+    for _ in range(2):
+        with pytest.raises(finetune.UserError, match=r"broken\.jsonl:1"):
+            finetune.Session(finetune.load_recipe("quickstart", datasets=[{"path": str(broken)}], **keys), "single")
+    with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session:
+        assert next(session.batches()).step == 0
+        with pytest.raises(finetune.UserError, match="a session, or an Accelerator, is open"):
+            finetune.Session(finetune.load_recipe("quickstart", **keys), "single")
+
+
+def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
+    recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
+    losses: dict[str, Any] = {"float": lambda found, batch: 1.0, r"shape \(\d+,\)": lambda found, batch: -found}
+    with finetune.Session(recipe, "single") as session:
+        for mistake, sentence in (
+            (lambda: session.optim_step(), "call forward_backward first"),
+            (lambda: session.forward_backward([]), "a list of mappings is expected"),
+            (lambda: session.forward_backward(["text"]), "a list of mappings is expected"),
+            (lambda: session.forward_backward([{"messages": "no list"}]), "row 1: messages: a list"),
+            (lambda: session.batches(), "names no data"),
+        ):
+            with pytest.raises(finetune.UserError, match=sentence):
+                mistake()
+        for returned, loss in losses.items():
+            with pytest.raises(finetune.UserError, match=f"returned .*{returned}"):
+                session.forward_backward(ROWS, loss)
+        session.forward_backward(ROWS)
+        with pytest.raises(finetune.UserError, match="give learning_rate"):
+            session.optim_step()
+        with pytest.raises(finetune.UserError, match="call optim_step first"):
+            session.save()
+        assert session.optim_step(learning_rate=1e-3).step == 1
+
+
 def test_the_pages_examples_run(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "api.md").read_text().replace("max_steps=20", "max_steps=2, exact_match_samples=2")
     script = "\n".join(block.partition("```")[0] for block in page.split("```python\n")[1:])

@@ -151,8 +151,9 @@ def read_recipe(name: str | None, overrides: Sequence[str] = (), *, needs_data: 
     checked = _check(in_file.values(), recipe_keys(), path.resolve().parent)
     problems += checked.problems
     places = {key: entry.where for key, entry in in_file.items()}
-    passed_over = set() if needs_data else {"datasets"} - checked.values.keys()
-    unusable = {*checked.unusable, *passed_over}
+    unusable = {*checked.unusable}
+    if not needs_data and not checked.values.get("datasets"):
+        unusable.add("datasets")
     problems += map(str, find_recipe_problems(checked.values, places, str(path), unusable))
     if problems:
         raise UserError.of(problems)

@@ -318,6 +318,8 @@ def batch_rows(
     A tokenizer without a chat template gets the plain one where conversations need it. Raises `UserError` for a row
     that cannot be used, for fatal findings, and where nothing is trained on.
     """
+    if not rows or not all(isinstance(row, Mapping) for row in rows):
+        raise UserError(f"{GIVEN}: a list of mappings is expected, each as a row of a data file")
     source, stats = DatasetSource(path=GIVEN), SourceStats()
     read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(dict, rows)))
     tokens = tokenize_rows([(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows)
