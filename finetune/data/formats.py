@@ -22,7 +22,7 @@ from finetune.data.messages import (
 
 Row = Mapping[str, Any]
 CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
-# The same, by the names in reports: see `name_rendering`.
+# The same, by the names in reports: see `ParsedRow.rendering`.
 RENDERED_FORMATS = CHAT_FORMATS | {"preference", "prompt_completion_messages"}
 KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
@@ -91,13 +91,39 @@ Document = Conversation | Completion | Text | TokenRow
 
 
 @dataclass(frozen=True, slots=True)
-class ParsedRow:
-    """What a row holds. Returned by `parse_row`."""
+class Group:
+    """Documents that no batch takes apart: an answer; chosen and rejected; a rated answer and the same prompt with
+    another's."""
 
-    document: Document
-    format: str  # messages, sharegpt, alpaca, prompt_completion, text, tokens, squad or hellaswag
+    documents: tuple[Document, ...]
+    rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
+
+
+@dataclass(frozen=True, slots=True)
+class ParsedRow:
+    """What a row holds. Returned by `parse_row`, and by those of preferences and ratings."""
+
+    groups: tuple[Group, ...]
+    format: str  # preference, or a key of PARSERS
     unused_columns: tuple[str, ...]  # that hold a value
     findings: tuple[str, ...] = ()  # names in the table of data/findings.py
+
+    @property
+    def document(self) -> Document:
+        return self.groups[0].documents[0]
+
+    @property
+    def rendering(self) -> str:
+        """The format under its name in reports, which says whether a chat template renders the row.
+
+        >>> ParsedRow((Group((Completion("2+2=", " 4"),)),), "preference", ()).rendering
+        'preference_text'
+        """
+        if self.format == "preference" and isinstance(self.document, Completion):
+            return "preference_text"
+        if self.format == "prompt_completion" and isinstance(self.document, Conversation):
+            return "prompt_completion_messages"
+        return self.format
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +176,8 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
         _check_preference(columns, row_format, source)
     if common:
         source = replace(source, prompt_column=common[0], completion_column=common[1])
-    document = PARSERS[row_format](columns, source)
-    return ParsedRow(document, row_format, columns.unused, ("columns_recognized",) if common else ())
+    group = Group((PARSERS[row_format](columns, source),))
+    return ParsedRow((group,), row_format, columns.unused, ("columns_recognized",) if common else ())
 
 
 def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
@@ -174,19 +200,6 @@ def find_common_pair(row: Row, source: DatasetSource) -> tuple[str, str] | None:
     question, answer = questions[0], answers[0]
     is_known = (question.lower(), answer.lower()) in COMMON_PAIRS
     return (question, answer) if is_known and isinstance(row[question], str) and isinstance(row[answer], str) else None
-
-
-def name_rendering(row_format: str, document: Document) -> str:
-    """The format under its name in reports, which says whether a chat template renders the row.
-
-    >>> name_rendering("preference", Completion("2+2=", " 4")), name_rendering("text", Text("Once"))
-    ('preference_text', 'text')
-    """
-    if row_format == "preference" and isinstance(document, Completion):
-        return "preference_text"
-    if row_format == "prompt_completion" and isinstance(document, Conversation):
-        return "prompt_completion_messages"
-    return row_format
 
 
 def recognize_format(row: Row, source: DatasetSource) -> str:

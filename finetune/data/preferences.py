@@ -3,7 +3,7 @@ found."""
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from finetune.config.methods import RATED
@@ -18,6 +18,8 @@ from finetune.data.formats import (
     Completion,
     Conversation,
     Document,
+    Group,
+    ParsedRow,
     Row,
     Text,
     TokenRow,
@@ -35,27 +37,14 @@ USUAL_PROMPTS = {*CONVERSATION_COLUMNS, *QUESTION_COLUMNS, "user"}
 RATINGS = ("score", "rating", "reward")  # in the name of a column: the higher, the better
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Two answers to one prompt; only what follows the prompt is trained on."""
-
-    chosen: Conversation | Completion
-    rejected: Conversation | Completion
+Side = Conversation | Completion  # an answer after its prompt, which is not trained on
 
 
-@dataclass(frozen=True, slots=True)
-class ParsedPair:
-    """What a preference row holds. Returned by `parse_pair`."""
+def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
+    """Reads a preference row, as a group of two. Raises `BadRow`.
 
-    pair: Pair
-    unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
-
-
-def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
-    """Reads a preference row. Raises `BadRow`.
-
-    >>> parse_pair({"prompt": "2+2=", "chosen": " 4", "rejected": " 5"}, DatasetSource(path="sums.jsonl")).pair.rejected
+    >>> row = {"prompt": "2+2=", "chosen": " 4", "rejected": " 5"}
+    >>> parse_pair(row, DatasetSource(path="sums.jsonl")).groups[0].documents[1]
     Completion(prompt='2+2=', completion=' 5')
     """
     columns = Columns(row)
@@ -73,10 +62,10 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedPair:
     else:
         turns = [_read_turns(side, name) for side, name in zip(sides, names, strict=True)]
         pair = _read_messages(columns, prompt, turns, prompt_name)
-    findings = _check_prompt(columns, pair.chosen, prompt)
+    findings = _check_prompt(columns, pair[0], prompt)
     if _is_swapped(columns, is_turned="reject" in names[0]):
         findings = (*findings, "order_swapped")
-    return ParsedPair(pair, columns.unused, findings)
+    return ParsedRow((Group(pair),), "preference", columns.unused, findings)
 
 
 def is_empty_answer(document: Document) -> bool:
@@ -158,14 +147,14 @@ def _read_turns(value: Any, column: str) -> list[Any]:
     return value
 
 
-def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None) -> Pair:
+def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt_name: str | None) -> tuple[Side, Side]:
     """The pair of a conversational row: a prompt and answers, or two conversations that begin alike."""
     turns = [make_message("user", prompt)] if isinstance(prompt, str) else list(prompt or [])
     if turns and all(_is_answer(side) for side in sides):
         # Nothing in the prompt is trained on, its assistant turns included.
         untrained = [{**turn, "train": False} if isinstance(turn, dict) else turn for turn in turns]
         chosen, rejected = (make_conversation(columns, [*untrained, *side]) for side in sides)
-        return Pair(chosen, rejected)
+        return chosen, rejected
     # The answers hold the prompt; a column `prompt` may hold it again, or what comes before, such as a system message.
     before = turns if prompt_name == "prompt" and isinstance(prompt, list) else []
     before = [] if all(side[: len(before)] == before for side in sides) else before
@@ -181,12 +170,10 @@ def _read_messages(columns: Columns, prompt: Any, sides: list[list[Any]], prompt
         replace(side, trained=tuple(on and i >= shared for i, on in enumerate(side.trained)))
         for side in (chosen, rejected)
     )
-    return Pair(chosen, rejected)
+    return chosen, rejected
 
 
-def _check_prompt(
-    columns: Columns, chosen: Conversation | Completion, prompt: str | list[Any] | None
-) -> tuple[str, ...]:
+def _check_prompt(columns: Columns, chosen: Side, prompt: str | list[Any] | None) -> tuple[str, ...]:
     """Names of the checks for what is wrong with `prompt`, the content of its column."""
     if isinstance(chosen, Conversation):
         return () if _holds_prompt(chosen, prompt) else ("prompt_unread",)
@@ -234,11 +221,11 @@ def _count_common(first: Sequence[Any], second: Sequence[Any]) -> int:
     return next(differ, min(len(first), len(second)))
 
 
-def _read_texts(prompt: str | None, chosen: str, rejected: str) -> Pair:
+def _read_texts(prompt: str | None, chosen: str, rejected: str) -> tuple[Side, Side]:
     if prompt is None:
         end = find_end_of_prompt(chosen, rejected)
         prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
-    return Pair(Completion(prompt, chosen), Completion(prompt, rejected))
+    return Completion(prompt, chosen), Completion(prompt, rejected)
 
 
 def _is_swapped(columns: Columns, is_turned: bool) -> bool:
@@ -264,35 +251,17 @@ Turns = list[tuple[Message, bool]]  # messages, each with whether it is trained 
 MEANINGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Rated:
-    """An answer to a prompt; only the answer is trained on."""
-
-    document: Conversation | Completion
-    is_good: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ParsedRatings:
-    """What a row holds: a rated answer, or the good and the bad one of a pair. Returned by `parse_ratings`."""
-
-    rated: tuple[Rated, ...]
-    format: str
-    unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
-
-
-def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
+def parse_ratings(row: Row, source: DatasetSource) -> ParsedRow:
     """Reads a row with a label, or a preference row as two. Raises `BadRow`.
 
     >>> row = {"prompt": "2+2=", "completion": " 5", "label": False}
-    >>> parse_ratings(row, DatasetSource(path="sums.jsonl")).rated
-    (Rated(document=Completion(prompt='2+2=', completion=' 5'), is_good=False),)
+    >>> parse_ratings(row, DatasetSource(path="sums.jsonl")).groups
+    (Group(documents=(Completion(prompt='2+2=', completion=' 5'),), rating=-1),)
     """
     if source.label_column is None and None not in find_sides(row, source):
         parsed = parse_pair(row, source)
-        rated = (Rated(parsed.pair.chosen, True), Rated(parsed.pair.rejected, False))
-        return ParsedRatings(rated, "preference", parsed.unused_columns, parsed.findings)
+        chosen, rejected = parsed.groups[0].documents
+        return replace(parsed, groups=(Group((chosen,), 1), Group((rejected,), -1)))
     names = (source.label_column,) if source.label_column else LABEL_COLUMNS
     label = next((name for name in names if row.get(name) is not None), None)
     if label is None:
@@ -314,7 +283,7 @@ def parse_ratings(row: Row, source: DatasetSource) -> ParsedRatings:
         )
     if isinstance(document, Conversation) and row_format != "prompt_completion":
         document = _train_last(document)
-    return ParsedRatings((Rated(document, is_good),), row_format, columns.unused)
+    return ParsedRow((Group((document,), 1 if is_good else -1),), row_format, columns.unused)
 
 
 def join_answer(prompt: Document, answer: Document) -> Document:

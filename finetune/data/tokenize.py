@@ -18,7 +18,7 @@ from finetune.config.methods import GROUP_SIZES, RowKind
 from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.findings import Tally
-from finetune.data.formats import Conversation, Document, Row, name_rendering, parse_row
+from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, parse_row
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
@@ -33,25 +33,6 @@ from finetune.units import name_place
 NOT_UNICODE = "not valid Unicode: its text, or a column's name, has half of a UTF-16 surrogate pair"
 
 
-@dataclass(frozen=True, slots=True)
-class Group:
-    """Documents that no batch takes apart: an answer; chosen and rejected; a rated answer and the same prompt with
-    another's."""
-
-    documents: tuple[Document, ...]
-    rating: int = 0  # 1: a good answer, -1: a bad one, 0: not rated
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroups:
-    """What a row holds. Returned by `GroupReader.read`."""
-
-    groups: tuple[Group, ...]
-    format: str  # of `name_rendering`
-    unused_columns: tuple[str, ...]  # that hold a value
-    findings: tuple[str, ...] = ()  # names in the table of data/findings.py
-
-
 @dataclass(slots=True)
 class GroupReader:
     """Reads rows as the groups that a method compares. Grows while the rows of a source are read, in their order."""
@@ -59,14 +40,14 @@ class GroupReader:
     kind: RowKind
     earlier: Document | None = None  # the last rated answer that was read
 
-    def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[RowGroups | BadRow]:
+    def read(self, rows: Sequence[Row | BadRow], source: DatasetSource) -> list[ParsedRow | BadRow]:
         """The groups of each of `rows`, or what is wrong with it."""
         read = [_read_row(row, source, self.kind) for row in rows]
         return self._add_mismatched(read) if self.kind == "ratings" else read
 
-    def _add_mismatched(self, read: list[RowGroups | BadRow]) -> list[RowGroups | BadRow]:
+    def _add_mismatched(self, read: list[ParsedRow | BadRow]) -> list[ParsedRow | BadRow]:
         """With the second document of rated answers: the next answer, in these rows, to another prompt."""
-        documents = [group.documents[0] for row in read if isinstance(row, RowGroups) for group in row.groups]
+        documents = [group.documents[0] for row in read if isinstance(row, ParsedRow) for group in row.groups]
         others = iter(find_mismatched(documents, self.earlier))
         self.earlier = documents[-1] if documents else self.earlier
         return [row if isinstance(row, BadRow) else _complete_ratings(row, others) for row in read]
@@ -96,7 +77,7 @@ def render_group(group: Group, renderer: Renderer) -> tuple[tuple[RenderedText, 
     return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
 
 
-def _complete_ratings(row: RowGroups, others: Iterator[Document | None]) -> RowGroups | BadRow:
+def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> ParsedRow | BadRow:
     groups = []
     for group in row.groups:
         other = next(others)
@@ -107,7 +88,7 @@ def _complete_ratings(row: RowGroups, others: Iterator[Document | None]) -> RowG
     return BadRow("no answer to another prompt among the rows around it, from which the KL term is estimated")
 
 
-def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> RowGroups | BadRow:
+def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> ParsedRow | BadRow:
     if isinstance(row, BadRow):
         return row
     try:
@@ -119,30 +100,10 @@ def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> RowGro
         return BadRow(NOT_UNICODE)
 
 
-def _read_answer(row: Row, source: DatasetSource) -> RowGroups:
-    parsed = parse_row(row, source)
-    row_format = name_rendering(parsed.format, parsed.document)
-    return RowGroups((Group((parsed.document,)),), row_format, parsed.unused_columns, parsed.findings)
-
-
-def _read_pair(row: Row, source: DatasetSource) -> RowGroups:
-    parsed = parse_pair(row, source)
-    group = Group((parsed.pair.chosen, parsed.pair.rejected))
-    row_format = name_rendering("preference", parsed.pair.chosen)
-    return RowGroups((group,), row_format, parsed.unused_columns, parsed.findings)
-
-
-def _read_ratings(row: Row, source: DatasetSource) -> RowGroups:
-    parsed = parse_ratings(row, source)
-    groups = tuple(Group((rated.document,), 1 if rated.is_good else -1) for rated in parsed.rated)
-    row_format = name_rendering(parsed.format, parsed.rated[0].document)
-    return RowGroups(groups, row_format, parsed.unused_columns, parsed.findings)
-
-
-READERS: Mapping[RowKind, Callable[[Row, DatasetSource], RowGroups]] = {
-    "answers": _read_answer,
-    "pairs": _read_pair,
-    "ratings": _read_ratings,
+READERS: Mapping[RowKind, Callable[[Row, DatasetSource], ParsedRow]] = {
+    "answers": parse_row,
+    "pairs": parse_pair,
+    "ratings": parse_ratings,
 }
 
 
@@ -277,8 +238,8 @@ def _render_batch(
             count_columns(stats.unused_columns, dict.fromkeys(parsed.unused_columns, 1))
             if isinstance(row, RepeatedKeys):
                 stats.tally.add("repeated_keys", [where])
-            if parsed.format not in stats.formats:
-                stats.formats.append(parsed.format)
+            if parsed.rendering not in stats.formats:
+                stats.formats.append(parsed.rendering)
             if parsed.format != "text" and file not in stats.structured_files:
                 stats.structured_files.append(file)
     stats.rows_read += len(batch.rows)

@@ -18,6 +18,7 @@ from finetune.data.formats import (
     Completion,
     Conversation,
     Document,
+    ParsedRow,
     Text,
     TokenRow,
     find_common_pair,
@@ -27,7 +28,7 @@ from finetune.data.messages import BadRow, describe_value, list_columns
 from finetune.data.preferences import find_sides
 from finetune.data.readers import file_kind
 from finetune.data.sources import list_files, read_rows
-from finetune.data.tokenize import READERS, RowGroups
+from finetune.data.tokenize import READERS
 from finetune.errors import UserError
 
 ROWS_READ = 1000  # of a data set, from its beginning
@@ -88,7 +89,7 @@ def summarize_data(
     lengths, is_tokenized = count_tokens(documents, Path(model))
     return DataSummary(
         source=source,
-        format=read[0].format,
+        format=read[0].rendering,
         columns=tuple(map(str, rows[0])),
         rows=taken if taken < ROWS_READ else _count_rows(source, taken),
         is_counted=taken < ROWS_READ or bool(list_files(source)),
@@ -179,7 +180,7 @@ def _ask_column(question: str, row: Mapping[str, Any], ask: Ask) -> str:
     return column
 
 
-def _read(row: Mapping[str, Any], source: DatasetSource, kind: RowKind) -> RowGroups:
+def _read(row: Mapping[str, Any], source: DatasetSource, kind: RowKind) -> ParsedRow:
     try:
         return READERS[kind](row, source)
     except BadRow as error:

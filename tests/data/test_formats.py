@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune.config.schema import DatasetSource
-from finetune.data.formats import Completion, Conversation, ParsedRow, Text, TokenRow, parse_row
+from finetune.data.formats import Completion, Conversation, Group, ParsedRow, Text, TokenRow, parse_row
 from finetune.data.messages import BadRow
 
 USER, ASSISTANT = {"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}
@@ -161,7 +161,7 @@ def test_rows_for_another_training_method_are_rejected(row: dict[str, Any], word
 
 def test_labels_of_plain_text_are_ignored_and_unused_columns_are_listed() -> None:
     assert parse_row({"text": "Once", "label": False, "score": 3}, SOURCE) == ParsedRow(
-        Text("Once"), "text", ("label", "score")
+        (Group((Text("Once"),)),), "text", ("label", "score")
     )
     row = {"messages": [USER, ASSISTANT], "tools": "[]", "system": "", "label": True, "id": 7, "note": "", "url": "x"}
     assert parse_row(row, SOURCE).unused_columns == ("id", "url")

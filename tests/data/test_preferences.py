@@ -27,7 +27,7 @@ ASKED = [("user", "Q", False)]
 
 def sides(row: dict[str, Any], **options: Any) -> list[Any]:
     """Each side: (role, content, trained) of its messages, or (prompt, completion)."""
-    pair = parse_pair(row, DatasetSource(path="rows.jsonl", **options)).pair
+    chosen, rejected = parse_pair(row, DatasetSource(path="rows.jsonl", **options)).groups[0].documents
 
     def describe(side: Document) -> Any:
         if isinstance(side, Completion):
@@ -35,7 +35,7 @@ def sides(row: dict[str, Any], **options: Any) -> list[Any]:
         assert isinstance(side, Conversation)
         return [(m["role"], m["content"], on) for m, on in zip(side.messages, side.trained, strict=True)]
 
-    return [describe(pair.chosen), describe(pair.rejected)]
+    return [describe(chosen), describe(rejected)]
 
 
 def answers(*before: tuple[str, str, bool]) -> list[Any]:

@@ -25,13 +25,13 @@ EARLIER = [USER, {"role": "assistant", "content": "Which?"}]
 def rated(row: dict[str, Any], **options: Any) -> list[tuple[Any, bool]]:
     """(the answer as [(role, trained)] or (prompt, completion), whether it is good) of each rated answer."""
     found: list[tuple[Any, bool]] = []
-    for each in parse_ratings(row, DatasetSource(path="rows.jsonl", **options)).rated:
-        document = each.document
+    for each in parse_ratings(row, DatasetSource(path="rows.jsonl", **options)).groups:
+        document, is_good = each.documents[0], each.rating > 0
         if isinstance(document, Completion):
-            found.append(((document.prompt, document.completion), each.is_good))
+            found.append(((document.prompt, document.completion), is_good))
         else:
             turns = zip(document.messages, document.trained, strict=True)
-            found.append(([(message["content"], on) for message, on in turns], each.is_good))
+            found.append(([(message["content"], on) for message, on in turns], is_good))
     return found
 
 
