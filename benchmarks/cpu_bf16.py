@@ -49,8 +49,8 @@ def make_steps() -> dict[str, Callable[[], Any]]:
     from finetune.config.reader import read_recipe
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
+    from finetune.distributed.collective import DataParallelRank
     from finetune.distributed.parallelize import decoder_layers
-    from finetune.distributed.world import DataParallelRank
     from finetune.models.attention.documents import install_attention
     from finetune.models.checkpointing import checkpoint_activations
     from finetune.models.head.cross_entropy import install_loss

@@ -28,10 +28,10 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_DISABLE_PROGRESS_BARS": "1", 
 
 from finetune.config.reader import read_recipe
 from finetune.constants import count_cores
-from finetune.data.inspect import SingleProcess
 from finetune.data.prepare import prepare_data
 from finetune.data.token_cache import open_cached_store
 from finetune.data.tokenizer import load_tokenizer
+from tests.data.world import Rank
 
 # The Llama 3 template with the markers that TRL asks for; ours needs none.
 MARKED = """\
@@ -146,9 +146,9 @@ def measure(kind: Format, rows: list[dict[str, str]], options: argparse.Namespac
             f"{len(rows) / taken[way]:,.0f} | {taken['raw encode_batch'] / taken[way]:.2f}" for taken in (clock, cpu)
         ]
         print(f"| {kind.title} | {way} | {' | '.join(columns)} |", flush=True)
-    prepare_data(recipe, tokenizer, SingleProcess())
+    prepare_data(recipe, tokenizer, Rank())
     start = time.perf_counter()
-    prepare_data(recipe, tokenizer, SingleProcess())
+    prepare_data(recipe, tokenizer, Rank())
     print(f"| {kind.title} | start from the cache: {time.perf_counter() - start:.2f} s | | | | |", flush=True)
 
 

@@ -66,7 +66,7 @@ def prepare(recipe: Recipe) -> "PreparedData":
     """
     from finetune.data.prepare import prepare_data
     from finetune.data.tokenizer import load_tokenizer
-    from finetune.distributed.world import alone
+    from finetune.distributed.collective import alone
 
     return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), alone())
 

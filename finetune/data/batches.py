@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
 from math import ceil
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,6 +20,7 @@ from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.examples import Examples
 from finetune.data.packing import Rows
 from finetune.data.sampler import BatchConfig, arrange_epoch
+from finetune.distributed.collective import DataParallelRank
 from finetune.errors import UserError
 from finetune.units import counted
 
@@ -240,24 +241,6 @@ def make_filler(packing: bool, parts: int = 1) -> MicroBatch:
 OnReport = Callable[["Report", list[str]], None]  # the report so far, and what is new in it as lines for the log
 
 
-class RankInfo(Protocol):
-    """What the data needs to know of the world: who this process is among how many, on which node and device, and who
-    among those that have the same rows, whose tokens they divide between them."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def sequence_rank(self) -> int: ...
-    @property
-    def sequence_size(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True)
 class StepBatch:
     """One optimizer step's share of this rank. The counts are those of all ranks together."""
@@ -272,29 +255,6 @@ class StepBatch:
     groups: int = 0  # of the step over all ranks: pairs of chosen and rejected; documents where none belong together
 
 
-class Batches(Protocol):
-    """The batches of a run for one rank: `StoredBatches` of tokens on disk, `StreamedBatches` of rows read while
-    training."""
-
-    @property
-    def config(self) -> BatchConfig: ...
-
-    @property
-    def steps(self) -> int:
-        """The number of steps in the whole run."""
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """None where it is not known."""
-
-    @property
-    def fingerprint(self) -> str | None:
-        """A hash of the files that are trained on, not of the rendered text, which may hold a date; None: not known."""
-
-    def batches(self, from_step: int = 0, on_report: OnReport | None = None) -> Iterator[StepBatch]:
-        """The step batches from `from_step` to the end. `on_report` is called when more of the data has been read."""
-
-
 @dataclass(frozen=True, slots=True)
 class StoredBatches:
     """The batches of a run over `examples`, for one rank."""
@@ -302,8 +262,8 @@ class StoredBatches:
     examples: Examples
     config: BatchConfig
     per_device_batch_size: int  # rows in a micro-batch
-    steps: int
-    world: RankInfo
+    steps: int  # in the whole run
+    world: DataParallelRank
     threads: int  # that build batches in advance; 0 builds them when asked
     pad_token_id: int
     epoch_rows: Callable[[int], Rows]  # caches the latest epochs
@@ -323,6 +283,7 @@ class StoredBatches:
 
     @property
     def fingerprint(self) -> str:
+        """A hash of the files that are trained on, not of the rendered text, which may hold a date."""
         content = [store.facts["content"] for store in self.examples.stores]
         return xxhash.xxh3_128_hexdigest(json.dumps(content).encode())
 
@@ -404,7 +365,7 @@ class StoredBatches:
         return replace(batch, micro_batches=tuple(micro_batch.pin_memory() for micro_batch in batch.micro_batches))
 
 
-def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: RankInfo) -> StoredBatches:
+def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world: DataParallelRank) -> StoredBatches:
     """The batches of a run. Raises `UserError` for fewer rows than ranks."""
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     size = recipe.batch.per_device_train_batch_size
@@ -424,7 +385,7 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
 
 
 def make_eval_batches(
-    recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: RankInfo
+    recipe: Recipe, held_out: Examples | None, tokenizer: Any, world: DataParallelRank
 ) -> StoredBatches | None:
     """One pass over the held-out examples. Their order does not matter to a loss that weighs every token alike."""
     if held_out is None or not len(held_out):
@@ -437,7 +398,7 @@ def make_eval_batches(
 def make_batches(
     examples: Examples,
     config: BatchConfig,
-    world: RankInfo,
+    world: DataParallelRank,
     per_device_batch_size: int,
     threads: int = 0,
     pad_token_id: int | None = None,

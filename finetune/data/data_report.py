@@ -4,7 +4,7 @@ findings."""
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -97,35 +97,6 @@ def describe_loss(path: str, lost: int, of: int, trained: int) -> list[str]:
     return [f"{path}: {share}: {lost:,} of {of:,}, {trained:,} of them trained"] if lost else []
 
 
-class Report(Protocol):
-    """What is known of a run's data; `DataReport` of stored data, `StreamReport` of a stream."""
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all data has been read; a stream is read while training."""
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in the training examples read so far."""
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest example; max_length where they have not been read."""
-
-    @property
-    def formats(self) -> set[str]:
-        """The formats of the rows read so far."""
-
-    @property
-    def findings(self) -> Sequence[Finding]: ...
-
-    def lines(self) -> list[str]:
-        """What the first screen of a run shows: totals, then what is lost and found."""
-
-    def as_json(self) -> dict[str, Any]:
-        """The report as plain values, as data_report.json has them."""
-
-
 @dataclass(frozen=True, slots=True)
 class DataReport:
     """The report of data that is read before training; every count is of one epoch over all ranks."""
@@ -148,10 +119,12 @@ class DataReport:
 
     @property
     def is_complete(self) -> bool:
+        """Whether all data has been read; a stream is read while training."""
         return True
 
     @property
     def longest(self) -> int:
+        """Tokens of the longest example."""
         return max(self.length_quantiles.values())
 
     @property
@@ -162,6 +135,7 @@ class DataReport:
         return asdict(self)
 
     def lines(self) -> list[str]:
+        """What the first screen of a run shows: totals, then what is lost and found."""
         totals = (
             f"{count_examples(self.examples, self.pairs, self.desirable, self.undesirable)}, "
             f"{counted(self.tokens, 'token')}, {self.trained_tokens:,} trained; rows {self.fill:.1%} full"
@@ -274,3 +248,6 @@ class StreamReport:
 
     def _stream_findings(self) -> list[Finding]:
         return self.tally.list_findings(self.counts["rows_read"], self.unused_columns)
+
+
+Report = DataReport | StreamReport

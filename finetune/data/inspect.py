@@ -5,13 +5,11 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.reader import RECIPES, read_recipe
@@ -25,6 +23,7 @@ from finetune.data.messages import list_columns
 from finetune.data.prepare import preview_data
 from finetune.data.template import make_renderer
 from finetune.data.tokenizer import load_tokenizer, plan_vocabulary
+from finetune.distributed.collective import alone
 from finetune.errors import EXIT_USER_ERROR, UserError
 from finetune.pretrained_config import load_config, read_facts, text_config_of
 from finetune.terminal import printable, unfiltered
@@ -38,27 +37,12 @@ RESET = "\033[0m"
 STYLES = {"prompt": UNTRAINED[0], "other": "\033[31m", "trained": TRAINED[0], "untrained": UNTRAINED[0], "end": RESET}
 
 
-@dataclass(frozen=True, slots=True)
-class SingleProcess:
-    """One rank without a process group."""
-
-    rank: int = 0
-    size: int = 1
-    local_rank: int = 0
-    sequence_rank: int = 0
-    sequence_size: int = 1
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
-
 def inspect_command(options: argparse.Namespace) -> int:
     """Prints some examples and the report of a recipe's data; returns 2 if a finding would stop the training, else
     0."""
     recipe = _build_recipe(options)
     tokenizer = load_tokenizer(recipe.model, recipe.data)
-    train, report = preview_data(recipe, tokenizer, SingleProcess())
+    train, report = preview_data(recipe, tokenizer, alone())
     names_model = options.recipe or options.model or not options.file
     longest = recipe.data.max_length if recipe.data.streaming else int(train.examples.lengths.max())
     warnings = check_model(recipe, tokenizer, longest) if names_model else []

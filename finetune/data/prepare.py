@@ -16,10 +16,8 @@ import xxhash
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource, Recipe, compute_global_batch_size
 from finetune.data.batches import (
-    Batches,
     MicroBatch,
     OnReport,
-    RankInfo,
     StepBatch,
     StoredBatches,
     make_batches,
@@ -36,6 +34,7 @@ from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_sto
 from finetune.data.token_store import Tokens, TokenStore, keep_in_memory
 from finetune.data.tokenize import SourceStats, tokenize_rows
 from finetune.data.tokenizer import PLAIN
+from finetune.distributed.collective import DataParallelRank
 from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file
 
@@ -62,7 +61,7 @@ class StreamedBatches:
     config: BatchConfig
     per_device_batch_size: int
     steps: int
-    world: RankInfo
+    world: DataParallelRank
     report: StreamReport  # before anything is read
     folder: Path  # of this launch's blocks
     kind: RowKind = "answers"  # what is read of the rows
@@ -197,7 +196,7 @@ class StreamedBatches:
 
 
 def open_stream(
-    recipe: Recipe, tokenizer: Any, world: RankInfo, eval_sources: tuple[SourceReport, ...] = ()
+    recipe: Recipe, tokenizer: Any, world: DataParallelRank, eval_sources: tuple[SourceReport, ...] = ()
 ) -> StreamedBatches:
     """The batches of a run over a stream. `eval_sources`: the report of what is held out beside it.
 
@@ -273,7 +272,7 @@ def _renumber(batch: StepBatch, first_step: int, first_example: int, note: Note)
 class PreparedData:
     """What a run trains on and is measured on."""
 
-    train: Batches
+    train: StoredBatches | StreamedBatches
     evaluation: StoredBatches | None
     report: Report
     tokenizer: Any
@@ -292,7 +291,7 @@ class PreparedData:
         return cut_prompts(self.evaluation.examples, count, self.tokenizer) if self.evaluation else []
 
 
-def prepare_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> PreparedData:
+def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
     """Reads, tokenizes (or finds tokenized), splits and arranges the data of a recipe, for one rank.
 
     A tokenizer without a chat template gets the plain one where conversations need it. Raises `UserError` for data that
@@ -311,7 +310,7 @@ GIVEN = "rows"  # how messages name rows that no file holds
 
 
 def batch_rows(
-    rows: Sequence[Mapping[str, Any]], recipe: Recipe, tokenizer: Any, world: RankInfo, step: int = 0
+    rows: Sequence[Mapping[str, Any]], recipe: Recipe, tokenizer: Any, world: DataParallelRank, step: int = 0
 ) -> StepBatch:
     """One rank's share of a step over `rows`, which are read as the rows of a file. All ranks give the same.
 
@@ -336,7 +335,7 @@ def batch_rows(
     return replace(next(batches.batches()), step=step, epoch=0.0)
 
 
-def preview_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> tuple[StoredBatches, DataReport]:
+def preview_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> tuple[StoredBatches, DataReport]:
     """The training data and its report, whatever was found in it; of a stream, its first block.
 
     Raises `UserError` for data that cannot be read, or that leaves nothing to train on.
@@ -351,14 +350,14 @@ def preview_data(recipe: Recipe, tokenizer: Any, world: RankInfo) -> tuple[Store
     return train, make_report(train, (source,))
 
 
-def _prepare_stream(recipe: Recipe, tokenizer: Any, world: RankInfo) -> PreparedData:
+def _prepare_stream(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> PreparedData:
     held_out, eval_sources = _read_sources(recipe.data.eval_datasets, recipe, tokenizer, world)
     train: StreamedBatches = open_stream(recipe, tokenizer, world, eval_sources)
     return PreparedData(train, make_eval_batches(recipe, held_out, tokenizer, world), train.report, tokenizer)
 
 
 def _read_stored(
-    recipe: Recipe, tokenizer: Any, world: RankInfo
+    recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[StoredBatches, StoredBatches | None, DataReport]:
     """(training, held-out, report) of data that is read before training."""
     examples, sources = _read_sources(recipe.data.datasets, recipe, tokenizer, world)
@@ -382,7 +381,7 @@ def _read_stored(
 
 
 def _read_sources(
-    sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: RankInfo
+    sources: tuple[DatasetSource, ...], recipe: Recipe, tokenizer: Any, world: DataParallelRank
 ) -> tuple[Examples | None, tuple[SourceReport, ...]]:
     """(the examples of all sources, a report of each); None where there is no source."""
     seed, kind = recipe.run.seed, recipe.method_facts.rows

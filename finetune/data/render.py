@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from itertools import zip_longest
 
 import numpy as np
@@ -14,6 +13,7 @@ from finetune.data.formats import Completion, Conversation, Document, Text, Toke
 from finetune.data.messages import REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
 from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template
+from finetune.data.tokenizer import keeps_border
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
 COMPARED = ("unlike_inference", "prompt_not_continued", "not_read_back", "no_reasoning")  # the findings with a detail
@@ -83,16 +83,11 @@ def _cuts_token(text: str, span: Span, renderer: Renderer) -> bool:
         begin = max((match.end() for match in special.finditer(text, begin, border)), default=begin)
         following = special.search(text, border, end)
         end = following.start() if following else end
-        if begin < border < min(end, len(text)) and not _keeps_border(text[begin:border], text[border:end], renderer):
+        if begin < border < min(end, len(text)) and not keeps_border(
+            renderer.backend, text[begin:border], text[border:end]
+        ):
             return True
     return False
-
-
-@lru_cache(maxsize=4096)
-def _keeps_border(before: str, after: str, renderer: Renderer) -> bool:
-    """Whether two texts have the same tokens together as apart."""
-    parts = [renderer.backend.encode(text, add_special_tokens=False) for text in (before, after, before + after)]
-    return bool(parts[0].offsets[-1:] == parts[2].offsets[: len(parts[0].ids)][-1:])
 
 
 def _keep_turns(conversation: Conversation, turns: Iterable[int]) -> Conversation:

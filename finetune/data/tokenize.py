@@ -26,7 +26,7 @@ from finetune.data.render import COMPARED, CONTEXT, RenderedText, render, render
 from finetune.data.sources import RowBatch
 from finetune.data.template import Renderer, add_variables, make_renderer
 from finetune.data.token_store import Tokens
-from finetune.data.tokenizer import Encoder, make_encoder
+from finetune.data.tokenizer import Encoder, keeps_border, make_encoder
 from finetune.errors import UserError
 from finetune.units import name_place
 
@@ -371,19 +371,13 @@ def _cut(piece: _Piece, encoder: Encoder) -> Iterator[_Piece]:
     text, start, begin = piece.text, 0, LONG_TEXT
     while begin < len(text):
         borders = islice(WORD_END.finditer(text, begin, begin + LONG_TEXT), CUTS_TRIED)
-        border = next((match.start() for match in borders if _is_border(text, match.start(), encoder)), None)
+        around = ((at, text[at - CONTEXT : at], text[at : at + CONTEXT]) for at in (match.start() for match in borders))
+        border = next((at for at, *parts in around if keeps_border(encoder.backend, *parts)), None)
         if border is not None:
             yield replace(piece, text=text[start:border], before="\n" if start else piece.before)
             start = border
         begin = (border or begin) + LONG_TEXT
     yield replace(piece, text=text[start:], before="\n") if start else piece
-
-
-def _is_border(text: str, at: int, encoder: Encoder) -> bool:
-    before, after = text[at - CONTEXT : at], text[at : at + CONTEXT]
-    parts = [_Piece(before, False, ""), _Piece(after, False, "\n"), _Piece(before + after, False, "")]
-    first, second, both = _encode(parts, encoder)
-    return first + second == both
 
 
 def _encode(pieces: Sequence[_Piece], encoder: Encoder) -> Iterator[list[int]]:

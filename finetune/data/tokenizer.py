@@ -3,6 +3,7 @@
 import json
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +203,13 @@ def make_encoder(tokenizer: Any) -> Encoder:
     bos_ids = wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
     added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
     return Encoder(backend, bos_ids, added, [] if with_newline == newline + bare else newline)
+
+
+@lru_cache(maxsize=4096)
+def keeps_border(backend: Any, before: str, after: str) -> bool:
+    """Whether two texts have the same tokens together as apart."""
+    apart, together = (backend.encode(text, add_special_tokens=False) for text in (before, before + after))
+    return bool(apart.offsets[-1:] == together.offsets[: len(apart.ids)][-1:])
 
 
 def end_of_answer_ids(tokenizer: Any, eot_tokens: tuple[str, ...] = ()) -> list[int]:

@@ -1,4 +1,5 @@
-"""What ranks exchange without pickles: values as JSON, and actions that succeed on all ranks or fail on all."""
+"""What a rank is to the data, and what ranks exchange without pickles: values as JSON, and actions that succeed on all
+ranks or fail on all."""
 
 import errno
 import json
@@ -16,6 +17,23 @@ from finetune.units import disk_size
 
 if TYPE_CHECKING:
     from finetune.distributed.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class DataParallelRank:
+    """Which of the step's rows are this rank's: those of `rank` among `size`; and which part of their tokens."""
+
+    rank: int
+    size: int
+    local_rank: int  # on this node, of all ranks
+    device: torch.device
+    sequence_rank: int = 0  # of those that divide the tokens of a row between them
+    sequence_size: int = 1
+
+
+def alone() -> DataParallelRank:
+    """A process without other ranks, on the CPU."""
+    return DataParallelRank(0, 1, 0, torch.device("cpu"))
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device | str = "cpu") -> list[Any]:

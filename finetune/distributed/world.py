@@ -20,7 +20,7 @@ from finetune.config.facts import MachineFacts, has_compiler
 from finetune.config.layout import Sharding
 from finetune.constants import count_cores
 from finetune.distributed.accelerator import make_accelerator, make_sequence_group
-from finetune.distributed.collective import gather_json
+from finetune.distributed.collective import DataParallelRank, gather_json
 from finetune.errors import EXIT_FAULT, SECONDS_FOR_CAUSE, UserError
 
 if TYPE_CHECKING:
@@ -84,23 +84,6 @@ PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 @dataclass(frozen=True, slots=True)
-class DataParallelRank:
-    """Which of the step's rows are this rank's: those of `rank` among `size`; and which part of their tokens."""
-
-    rank: int
-    size: int
-    local_rank: int  # on this node, of all ranks
-    device: torch.device
-    sequence_rank: int = 0  # of those that divide the tokens of a row between them
-    sequence_size: int = 1
-
-
-def alone() -> DataParallelRank:
-    """A process without other ranks, on the CPU."""
-    return DataParallelRank(0, 1, 0, torch.device("cpu"))
-
-
-@dataclass(frozen=True, slots=True)
 class World:
     """This process among the ranks. One process is a world of one: the same code, the same layout."""
 
@@ -133,7 +116,7 @@ class World:
         return self.rank % self.shard_group_size // self.sharding.tensor_parallel_size
 
     @property
-    def data_parallel(self) -> "DataParallelRank":
+    def data_parallel(self) -> DataParallelRank:
         """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of
         them."""
         shared, sequence = self.sharding.ranks_per_batch, self.sharding.sequence_parallel_size

@@ -1,7 +1,6 @@
 """A rank among others, for tests that need no process group; and examples without a file."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -9,24 +8,12 @@ import torch
 from finetune.constants import IGNORE_INDEX
 from finetune.data.examples import Examples, cut
 from finetune.data.token_store import TokenStore
+from finetune.distributed.collective import DataParallelRank
 
 
-@dataclass(frozen=True, slots=True)
-class Rank:
+def Rank(rank: int = 0, size: int = 1, sequence_rank: int = 0, sequence_size: int = 1) -> DataParallelRank:  # noqa: N802
     """Rank `rank` of `size` on one node."""
-
-    rank: int = 0
-    size: int = 1
-    sequence_rank: int = 0
-    sequence_size: int = 1
-
-    @property
-    def local_rank(self) -> int:
-        return self.rank
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
+    return DataParallelRank(rank, size, rank, torch.device("cpu"), sequence_rank, sequence_size)
 
 
 def store_of(
