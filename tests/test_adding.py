@@ -19,6 +19,16 @@ ADDED = {
             '    "plain_sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate),\n',
         ),
     },
+    "a data format": {
+        "config/row_formats.py": (
+            "FORMATS: Mapping[str, FormatFacts] = {\n",
+            '    "riddle": FormatFacts("riddles with their answers", columns=frozenset({"riddle", "solved"})),\n',
+        ),
+        "data/formats.py": (
+            "PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {\n",
+            '    "riddle": lambda columns, source: Completion(columns.take_text("riddle"), columns.take_text("solved")),\n',
+        ),
+    },
     "a learning-rate schedule": {
         "config/schedules.py": (
             "SCHEDULES: Mapping[str, ScheduleFacts] = {\n",
@@ -81,8 +91,12 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["learning_rate"] for line in lines if "learning_rate" in line] == [1e-3 * 0.5**n for n in range(4)]
     assert all("rewards/margins" in line for line in lines if "learning_rate" in line)
-    refused = run_command(["python", *run, "seed=7"])
+    riddles = f'datasets=[{{"path": "{pairs}", "type": "riddle"}}]'
+    refused = run_command(["python", *run, "seed=7", riddles])
     assert refused.returncode == 2 and "seed: 7 is unlucky" in refused.stderr
+    reads = "from finetune.data.formats import DatasetSource, parse_row as p; print(p({'riddle': 'A', 'solved': 'B'}, DatasetSource(path='')))"
+    parsed = run_command(["python", "-c", reads], cwd=copy)
+    assert "Completion(prompt='A', completion='B')" in parsed.stdout and "'riddle'" in parsed.stdout, parsed.stderr
     plan = ["plan", "--recipe", recipe, "--num-processes", "1", "model_name_or_path=null", "tokenizer_name_or_path=T"]
     planned = run_command(["python", "-m", "finetune", *plan, f"model_config={json.dumps(HELIUM)}"], cwd=copy)
     assert planned.returncode == 0 and "GiB" in planned.stdout, planned.stderr

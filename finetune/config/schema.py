@@ -27,6 +27,7 @@ from finetune.config.markers import (
 from finetune.config.methods import METHODS, MethodFacts
 from finetune.config.methods import Method as Method
 from finetune.config.optimizers import COUPLED_DECAY, DEFAULT_OPTIMIZER, KEPT_IN_FILES, OPTIMIZER_HELP, OptimizerName
+from finetune.config.row_formats import FormatName
 from finetune.config.schedules import (
     ARGUMENTS_HELP,
     DEFAULT_SCHEDULE,
@@ -213,10 +214,7 @@ class DatasetSource:
     path: Annotated[str, FileOrName, "A file, glob, folder or hub name."]
     name: Annotated[str | None, "The hub data set's configuration."] = None
     split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
-    type: Annotated[
-        Literal["messages", "sharegpt", "alpaca", "prompt_completion", "text", "tokens", "squad", "hellaswag"] | None,
-        "The rows' format; null: recognized from the columns.",
-    ] = None
+    type: Annotated[FormatName | None, "The rows' format; null: recognized from the columns."] = None
     weight: Annotated[
         float,
         Gt(0),

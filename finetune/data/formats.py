@@ -7,6 +7,7 @@ from operator import itemgetter
 from typing import Any
 
 from finetune.config.methods import PAIRED, RATED
+from finetune.config.row_formats import FORMATS
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
 from finetune.data.messages import (
@@ -21,9 +22,6 @@ from finetune.data.messages import (
 )
 
 Row = Mapping[str, Any]
-CHAT_FORMATS = frozenset({"messages", "sharegpt", "alpaca"})  # of rows that a chat template renders
-# The same, by the names in reports: see `ParsedRow.rendering`.
-RENDERED_FORMATS = CHAT_FORMATS | {"preference", "prompt_completion_messages"}
 KNOWN_FORMATS = (
     "messages (a list of {role, content}), conversations (a list of {from, value}), instruction + output (input too), "
     "prompt + completion, text, input_ids, SQuAD's and HellaSwag's"
@@ -172,7 +170,7 @@ def parse_row(row: Row, source: DatasetSource) -> ParsedRow:
     """
     common = find_common_pair(row, source)
     row_format, columns = source.type or ("messages" if common else recognize_format(row, source)), Columns(row)
-    if row_format not in ("text", *BY_COLUMNS):
+    if row_format != "text" and not FORMATS[row_format].columns:
         _check_preference(columns, row_format, source)
     if common:
         source = replace(source, prompt_column=common[0], completion_column=common[1])
@@ -228,8 +226,8 @@ def recognize_format(row: Row, source: DatasetSource) -> str:
         return "messages"
     if "text" in present:
         return "text"
-    for row_format, columns in BY_COLUMNS.items():
-        if columns <= present:
+    for row_format, facts in FORMATS.items():
+        if facts.columns and facts.columns <= present:
             return row_format
     hint = "Name the columns (prompt_column and completion_column, messages_column or text_column)"
     for chosen, rejected in (("chosen", "rejected"), ("response_w", "response_l")):
@@ -398,11 +396,6 @@ def _take_numbers(columns: Columns, column: str, length: int | None) -> list[int
     return numbers
 
 
-BY_COLUMNS = {
-    "tokens": {"input_ids"},
-    "squad": {"context", "question", "answers"},
-    "hellaswag": {"ctx", "endings", "label"},
-}
 PARSERS: dict[str, Callable[[Columns, DatasetSource], Document]] = {
     "messages": _parse_messages,
     "sharegpt": _parse_sharegpt,

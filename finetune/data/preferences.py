@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from finetune.config.methods import RATED
+from finetune.config.row_formats import FORMATS
 from finetune.config.schema import DatasetSource
 from finetune.data.formats import (
-    CHAT_FORMATS,
     CONVERSATION_COLUMNS,
     LABEL_COLUMNS,
     PARSERS,
@@ -56,7 +56,7 @@ def parse_pair(row: Row, source: DatasetSource) -> ParsedRow:
     sides = [columns.take(name) for name in names]
     prompt_name = _find_prompt(row, source, names)
     prompt = None if prompt_name is None else _take_prompt(columns, prompt_name, source)
-    is_chat = source.type in CHAT_FORMATS or (source.type is None and prompt_name in OF_CHAT)
+    is_chat = FORMATS[source.type].is_chat if source.type else prompt_name in OF_CHAT
     if not is_chat and not isinstance(prompt, list) and all(isinstance(side, str) for side in sides):
         pair = _read_texts(prompt, *sides)
     else:

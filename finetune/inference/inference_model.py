@@ -15,8 +15,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from finetune.checkpoint.manifest import find_checkpoint_of
 from finetune.config.quantization import describe_quantization
+from finetune.config.row_formats import RENDERINGS
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
-from finetune.data.formats import RENDERED_FORMATS
 from finetune.data.tokenizer import PLAIN, read_template
 from finetune.errors import UserError
 from finetune.export.blocks import Value, cast_rows, row_blocks
@@ -135,9 +135,10 @@ def choose_template(
     if options.chat_template is not None:
         return read_template(options.chat_template)
     formats = trained_formats(reference.run)
+    are_rendered = any(name in RENDERINGS and RENDERINGS[name].is_chat for name in formats)
     rows = f"rows of {' and '.join(sorted(formats))}"
     if tokenizer.chat_template:
-        if formats and not formats & RENDERED_FORMATS:
+        if formats and not are_rendered:
             log(
                 f"{reference.name}: was trained on {rows}, without its chat template; --no-chat-template asks "
                 "in that form"
@@ -146,7 +147,7 @@ def choose_template(
         return str(own if isinstance(own, str) else own.get("default") or next(iter(own.values())))
     if default is not None:
         return default
-    if formats & RENDERED_FORMATS:
+    if are_rendered:
         return PLAIN  # training rendered the conversations with it, for want of another
     if formats:
         log(f"{reference.name}: has no chat template and was trained on {rows}; prompts are continued as they are")

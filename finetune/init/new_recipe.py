@@ -11,6 +11,7 @@ import yaml
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.reader import read_recipe, to_dict
+from finetune.config.row_formats import RENDERINGS
 from finetune.config.schema import DatasetSource
 from finetune.data.messages import list_columns
 from finetune.errors import UserError
@@ -124,19 +125,6 @@ def _plan(keys: Keys, hardware: Hardware, overrides: Sequence[str] = ()) -> tupl
 COMMENT_COLUMN = 40
 MIN_LENGTH, MAX_LENGTH, TEXT_LENGTH = 512, 8192, 2048  # tokens
 WRITTEN = ("accelerate_config", "global_batch_size", "max_length", "per_device_train_batch_size")  # whatever is changed
-FORMATS = {
-    "messages": "conversations; the model's chat template writes their turns",
-    "sharegpt": "conversations; the model's chat template writes their turns",
-    "alpaca": "instructions with their outputs, as turns of the model's chat template",
-    "prompt_completion": "prompts with their completions, joined without a chat template",
-    "text": "plain text, all of it trained on",
-    "tokens": "rows that are tokens already",
-    "squad": "SQuAD's questions, with the first answer of each",
-    "hellaswag": "HellaSwag's contexts, with the right ending of each",
-    "preference": "pairs of a chosen and a rejected answer, as turns of the model's chat template",
-    "preference_text": "pairs of a chosen and a rejected answer, joined without a chat template",
-    "prompt_completion_messages": "prompts with their answers, as turns of the model's chat template",
-}
 
 
 def choose_max_length(data: DataSummary, positions: int | None) -> int:
@@ -238,9 +226,9 @@ def _datasets(data: DataSummary) -> Iterator[str]:
         "rejected_column",
     ):
         if (value := getattr(source, key)) != getattr(default, key):
-            yield _line(f"    {key}", value, FORMATS[data.format] if key == "type" else "")
+            yield _line(f"    {key}", value, RENDERINGS[data.format].says if key == "type" else "")
     if source.type is None:
-        yield f"    # recognized as {data.format}: {FORMATS[data.format]}"
+        yield f"    # recognized as {data.format}: {RENDERINGS[data.format].says}"
 
 
 def _held_out(keys: Keys) -> Iterator[str]:

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from finetune.cli import main
+from finetune.config.row_formats import RENDERINGS
 from finetune.config.schema import DatasetSource
 from finetune.constants import IGNORE_INDEX
-from finetune.data.formats import RENDERED_FORMATS, Completion, Conversation
+from finetune.data.formats import Completion, Conversation
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, join_answer, parse_ratings
 from finetune.data.prepare import PreparedData
@@ -201,7 +202,7 @@ def test_the_format_says_whether_the_chat_template_renders_the_rows(prepare: Pre
         data = prepare([{"path": path}], method=method)
         assert data.report.formats == {name}
         is_rendered = "<|assistant|>" in data.tokenizer.decode(data.train.examples[0].input_ids)  # type: ignore[attr-defined]
-        assert (name in RENDERED_FORMATS) == is_rendered
+        assert RENDERINGS[name].is_chat == is_rendered
 
 
 def test_inspect_names_the_rating(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
