@@ -39,6 +39,37 @@ def write_recipe(path: Path, model: Path, data: Path, **keys: Any) -> Path:
     return path
 
 
+# Answers in capitals once a question follows: what is trained of a turn depends on what stands after it.
+CAPITALS = (
+    "{%- for m in messages -%}{{- '<|' + m['role'] + '|>' + (m['content'] | upper if m['role'] == 'assistant' and not loop.last "
+    "else m['content']) + eos_token -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
+)
+
+
+def write_split_recipes(folder: Path, model: Path, **more: Any) -> tuple[Path, Path]:
+    """(the recipe of rows of two packed turns, which are split; that of the same with a row for each trained turn)."""
+    turns = [
+        [{"role": "user", "content": f"What is {i} plus {j}?"}, {"role": "assistant", "content": f"It is {i + j}."}]
+        for i in range(12)
+        for j in (1, 2)
+    ]
+    whole = [[*turns[i], *turns[i + 1]] for i in range(0, len(turns), 2)]
+    apart = [turns for row in whole for turns in (row[:2], [row[0], {**row[1], "train": False}, *row[2:]])]
+    keys = {
+        "chat_template": CAPITALS,
+        "packing": True,
+        "max_length": 128,
+        "global_batch_size": 2,
+        "max_steps": 3,
+    } | more
+    recipes = []
+    for asked, rows in (("split", whole), ("whole", apart)):
+        data = folder / f"turns-{asked}.jsonl"
+        data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+        recipes.append(write_recipe(folder / f"turns-{asked}.yaml", model, data, turns=asked, **keys))
+    return recipes[0], recipes[1]
+
+
 def write_config(
     folder: Path,
     layout: str,

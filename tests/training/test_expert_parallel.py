@@ -14,7 +14,14 @@ from finetune.export.export import export
 from finetune.files.tensors import read, read_folder
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import (
+    assert_bit_equal,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+    write_split_recipes,
+)
 from tests.training.test_expert_adapters import EXPERTS
 from tests.training.test_experts import BALANCED, COEFFICIENT, FAMILIES, SMALL
 
@@ -52,6 +59,7 @@ REPLICATED = {
     "hybrid-packed": "four-packed",
     "hybrid-lora": "four-lora",
     "hybrid-lora-packed": "lora-packed",
+    "hybrid-split": "split",  # a row's turns, as a row for each
 }
 UNMOVED = ("mixtral-4", "gpt_oss-6")
 # A run that resumed -> the whole one that its steps are compared with, and the step that it resumed from.
@@ -88,6 +96,8 @@ def recipes(folder: Path) -> dict[str, Path]:
     for model in UNMOVED:
         steps = {"global_batch_size": 4, "max_steps": 1, "learning_rate": 1e-46}  # 0 in fp32
         found[f"unmoved-{model}"] = write_recipe(folder / f"unmoved-{model}.yaml", models[model], data, **steps)
+    auxiliary = {"router_aux_loss_coef": COEFFICIENT}
+    found["split"], found["apart"] = write_split_recipes(folder, models["mixtral-4"], max_steps=STEPS, **auxiliary)
     return found
 
 
@@ -133,7 +143,7 @@ def expected(recipes: dict[str, Path]) -> Callable[[str], list[tuple[float, floa
     found: dict[str, list[tuple[float, float]]] = {}
 
     def train(name: str) -> list[tuple[float, float]]:
-        name = "padded" if name == "four" else name
+        name = {"four": "padded", "split": "apart"}.get(name, name)
         if name not in found:
             found[name] = reference.train(recipes[name])
         return found[name]

@@ -14,7 +14,7 @@ from finetune.config.reader import read_recipe
 from finetune.plan.plan import format_plan, make_plan
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config, write_recipe, write_split_recipes
 
 STEPS = 6
 ROWS = 26  # 5 steps an epoch, the last of 2 rows: fewer than 3 ranks
@@ -212,45 +212,25 @@ def test_bf16_ends_where_fp32_does_after_a_hundred_steps(folder: Path, recipes: 
         assert steps_of(run)[-1]["loss"] == pytest.approx(last, rel=1e-2), layout
 
 
-# Answers in capitals once a question follows: what is trained of a turn depends on what stands after it.
-CAPITALS = (
-    "{%- for m in messages -%}{{- '<|' + m['role'] + '|>' + (m['content'] | upper if m['role'] == 'assistant' and not loop.last "
-    "else m['content']) + eos_token -}}{%- endfor -%}{%- if add_generation_prompt -%}{{- '<|assistant|>' -}}{%- endif -%}"
-)
 SPLIT: dict[str, tuple[str, dict[str, int] | None]] = {
     "ddp": ("ddp", None),
     "FULL_SHARD": ("FULL_SHARD", None),
     "full_shard": ("full_shard", None),
     "sp": ("full_shard", {"sp_size": 2}),
+    "cp": ("full_shard", {"cp_size": 2}),
     "tp": ("full_shard", {"tp_size": 2}),
 }
 
 
 def test_split_turns_of_packed_rows_train_as_rows_of_their_own(tmp_path: Path) -> None:
-    """On every layout, as a plain loop over rows of one trained turn each; both take the documents in the same order."""
-    turns = [
-        [{"role": "user", "content": f"What is {i} plus {j}?"}, {"role": "assistant", "content": f"It is {i + j}."}]
-        for i in range(12)
-        for j in (1, 2)
-    ]
-    whole = [[*turns[i], *turns[i + 1]] for i in range(0, len(turns), 2)]
-    apart = []
-    for row in whole:
-        apart += [row[:2], [row[0], {**row[1], "train": False}, *row[2:]]]
-    recipes = {}
-    for name, rows, asked in (("split", whole, "split"), ("apart", apart, "whole")):
-        data = tmp_path / f"{name}.jsonl"
-        data.write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
-        keys = {"turns": asked, "chat_template": CAPITALS, "packing": True, "max_length": 128, "global_batch_size": 2}
-        model = tmp_path / "model"
-        if not model.exists():
-            make_model(model)
-        recipes[name] = write_recipe(tmp_path / f"{name}.yaml", model, data, max_steps=3, **keys)
-    expected = reference.train(recipes["apart"])
+    """On every layout, as a plain loop over rows of one trained turn each; both take the documents in the same order. Experts and
+    replicas: `test_expert_parallel.py`."""
+    split, apart = write_split_recipes(tmp_path, make_model(tmp_path / "model"))
+    expected = reference.train(apart)
     runs = []
     for name, (layout, sizes) in SPLIT.items():
         config = write_config(tmp_path, layout, sizes=sizes)
-        runs.append((recipes["split"], config, [f"output_dir={tmp_path}/{name}"]))
+        runs.append((split, config, [f"output_dir={tmp_path}/{name}"]))
     train_all(tmp_path, runs, ranks=2)
     for name in SPLIT:
         assert_same(tmp_path / name, expected)
