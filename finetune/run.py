@@ -47,7 +47,6 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
     from finetune.training.loop import train
-    from finetune.training.watch import SignalListener
 
     with Session(recipe, sharding, saves=not dry_run) as session:
         data, world = session.data, session.world
@@ -55,13 +54,14 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
             return print_plan(session.recipe, world, data) if world.is_main else None
         if is_finished(session.folder, session.recipe, session.inputs, data.train.steps, world):
             return None
-        progress = session.load()
-        run = session.start()
-        with session.computing(), run.log, SignalListener() as signals:
-            evaluate_before_training(run, progress, signals)
-            progress = train(run, progress, signals)
-            progress = evaluate_after_training(run, progress, signals)
-            leave_ranks(run, signals)
+        with session.signals as signals:
+            progress = session.load()
+            run = session.start()
+            with session.computing(), run.log:
+                evaluate_before_training(run, progress, signals)
+                progress = train(run, progress, signals)
+                progress = evaluate_after_training(run, progress, signals)
+                leave_ranks(run, signals)
     return finish(run, progress)
 
 

@@ -54,6 +54,7 @@ from finetune.training.run_folder import fix_template_date, open_run_folder
 from finetune.training.start import make_objectives, prompt_ids, start_run
 from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
 from finetune.training.training_run import TrainingRun
+from finetune.training.watch import SignalListener
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 """What `Session.forward_backward` describes as `loss`."""
@@ -176,6 +177,7 @@ class Session:
             recipe = self._data.complete_recipe(recipe)
         self.recipe, self.progress = recipe, Progress()
         self._backward: list[tuple[StepBatch, Measured]] = []  # since the last update
+        self.signals = SignalListener()  # which the command enters; a script's signals are its own
 
     def __enter__(self) -> "Session":
         return self
@@ -225,7 +227,7 @@ class Session:
             model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
             optimizer = build_optimizer(model, recipe.optimization, world)
             check_training_forward(model, recipe.model, recipe.data, world)
-            objectives = make_objectives(model, recipe, data, inputs, world) if data else None
+            objectives = make_objectives(model, recipe, data, inputs, self.signals, world) if data else None
         return Loaded(model, size, optimizer, objectives)
 
     @property

@@ -80,8 +80,11 @@ def describe_order(metrics: Mapping[str, float]) -> str:
 
 def evaluate_before_training(run: TrainingRun, progress: Progress, signals: SignalListener) -> None:
     """Logs what the model is worth before its first step. Raises `Preempted` where a signal asks to stop meanwhile."""
+    saved = f"after step {progress.step}, which is saved"
+    stopped = run.preempted(saved if progress.step else "before the first step")
+    if signals.agree(run.world).stop:  # while the model was loaded
+        raise stopped
     if progress.step == 0:
-        stopped = run.preempted("before the first step")
         evaluate(run, progress, lambda batches: signals.interrupt(batches, run.world, stopped))
         evaluate_exact_match(run, progress)
 

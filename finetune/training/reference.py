@@ -30,17 +30,18 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import reshard
 from finetune.distributed.sequence_parallel import sum_over_group
 from finetune.distributed.world import World
-from finetune.errors import UserError
+from finetune.errors import Preempted, UserError
 from finetune.files.durable import make_folder, replace_file
 from finetune.models.head.log_probabilities import head_log_probabilities
 from finetune.models.lora import is_adapter
+from finetune.training.watch import SignalListener
 from finetune.units import counted
 
 Reference = Callable[[nn.Module, MicroBatch], Tensor]
 """(the model in training, a micro-batch on the device) -> fp64[documents], each document's summed log-probability."""
 
 VERSION = 1  # raised when the same model and data would give other numbers
-PROGRESS_SECONDS = 60.0  # between two lines about a long computation
+SAVE_SECONDS = 60.0  # after which a long computation keeps what it has, and says how far it is
 
 
 def sum_log_probabilities(
@@ -104,8 +105,8 @@ def trains_adapters_alone(model: nn.Module) -> bool:
 class StoredReference:
     """The reference of any other run: log-probabilities that were computed before training."""
 
-    def __init__(self, log_probabilities: NDArray[np.float64]) -> None:
-        self._found = torch.from_numpy(log_probabilities)  # [examples]; nan where the run does not come to one
+    def __init__(self, log_probabilities: Tensor) -> None:
+        self._found = log_probabilities  # fp64[examples]; nan where the run does not come to one
 
     def __call__(self, model: nn.Module, micro_batch: MicroBatch) -> Tensor:
         """Those of the micro-batch's documents."""
@@ -114,7 +115,12 @@ class StoredReference:
 
 
 def find_references(
-    model: nn.Module, recipe: Recipe, data: PreparedData, inputs: Mapping[str, str], world: World
+    model: nn.Module,
+    recipe: Recipe,
+    data: PreparedData,
+    inputs: Mapping[str, str],
+    signals: SignalListener,
+    world: World,
 ) -> tuple[Reference, Reference]:
     """The reference of training, and that of held-out data. `model` still has the weights that training starts with;
     `inputs`: of `fingerprint_inputs`. All ranks call it."""
@@ -122,17 +128,19 @@ def find_references(
         reference = partial(without_adapters, sequence_group=world.sequence_group)
         return reference, reference
     weights = " ".join(inputs[name] for name in ("base", "adapter") if name in inputs)
-    found = _load_or_compute(model, recipe, data, weights or None, world)
-    return StoredReference(found["training"]), StoredReference(found.get("held_out", np.zeros(0)))
+    found = _load_or_compute(model, recipe, data, weights or None, signals, world)
+    return StoredReference(found["training"]), StoredReference(found.get("held_out", torch.zeros(0)))
 
 
 def _load_or_compute(
-    model: nn.Module, recipe: Recipe, data: PreparedData, weights: str | None, world: World
-) -> dict[str, NDArray[np.float64]]:
+    model: nn.Module, recipe: Recipe, data: PreparedData, weights: str | None, signals: SignalListener, world: World
+) -> dict[str, Tensor]:
     """The base model's log-probabilities of the training examples that the run comes to, and of the held-out ones.
 
     `weights`: the hash of the model's. Each node keeps the numbers beside its token cache, under a hash of the model
-    and the data, and computes them again where they are missing or damaged.
+    and the data. What is missing or damaged in rank 0's file is computed again, and written as it comes.
+
+    Raises `Preempted` where a signal asks to stop; then what has been computed is in the file.
     """
     batches = {"training": data.train, "held_out": data.evaluation}
     if not isinstance(data.train, StoredBatches):
@@ -144,45 +152,80 @@ def _load_or_compute(
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
     key: str = RankGroup(world).main(lambda: _hash_inputs(recipe, stored, weights, world))
     path = cache_folder(recipe.data) / f"reference-{key}.json"
-    found = _read(path, {name: len(each.examples) for name, each in stored.items()})
-    if found is not None and world.is_main:
+    nothing = {name: torch.full((len(each.examples),), torch.nan, dtype=torch.float64) for name, each in stored.items()}
+    kept = (_read(path, nothing) if world.is_main else None) or nothing
+    found = {name: _gather(values, world) for name, values in kept.items()}
+    missing = {name: _missing_steps(each, found[name]) for name, each in stored.items()}
+    if world.is_main and kept is not nothing:
         print(f"reference  {path}", file=sys.stderr, flush=True)
-    if world.any(found is None):
-        found = {name: _compute(model, each, name, world) for name, each in stored.items()}
-        RankGroup(world).all(lambda: _write(path, found) if world.local_rank == 0 else None)
-    assert found is not None
+    for name, each in stored.items():
+        for part in _compute(model, each, missing[name], name, signals, world):
+            found[name] = torch.where(part.isnan(), found[name], part)
+            RankGroup(world).all(lambda: _write(path, found) if world.local_rank == 0 else None)
+            if signals.agree(world).stop:
+                wanted = sum(len(_documents_of(each, i)) for each in stored.values() for i in _steps_of(each))
+                known = sum(int((~values.isnan()).sum()) for values in found.values())
+                raise Preempted(
+                    f"{path}: stopped by a signal; the reference of {known:,} of {wanted:,} documents is kept there, "
+                    "and the same command computes the rest"
+                )
     return found
 
 
-def _compute(model: nn.Module, batches: StoredBatches, name: str, world: World) -> NDArray[np.float64]:
-    steps, began = _steps_of(batches), time.monotonic()
-    total, said = torch.zeros(len(batches.examples), dtype=torch.float64), began
-    seen = torch.zeros(len(batches.examples), dtype=torch.float64)
-    for step in range(steps):
+def _compute(
+    model: nn.Module, batches: StoredBatches, steps: Sequence[int], name: str, signals: SignalListener, world: World
+) -> Iterator[Tensor]:
+    """The log-probabilities of the documents of `steps`, fp64[examples], nan for the others, in parts to be kept: every
+    SAVE_SECONDS, where a signal asks for it, and at the end."""
+    began = kept = time.monotonic()
+    nothing = torch.full((len(batches.examples),), torch.nan, dtype=torch.float64)
+    mine, documents = nothing.clone(), 0
+    for done, step in enumerate(steps, start=1):
         for each in (part for whole in batches.step_batch(step).micro_batches for part in (whole, whole.mismatched)):
             if each is None:
                 continue
-            ids, on_device = list(each.example_ids), each.to(world.device)
+            on_device = each.to(world.device)
             with evaluating(model):
                 found = sum_log_probabilities(model, on_device, on_device.inputs, world.sequence_group)[0]
-            if world.is_first_of_batch:  # all ranks are summed below
-                total[ids], seen[ids] = found.cpu(), 1.0
-        if world.is_main and time.monotonic() - said > PROGRESS_SECONDS:
-            said = time.monotonic()
-            print(
-                f"reference  {name.replace('_', '-')}: {step + 1:,} of {steps:,} batches", file=sys.stderr, flush=True
-            )
-    reshard(model)
-    world.sum(total), world.sum(seen)
-    if world.is_main:
-        what = f"{counted(int(seen.sum()), 'document')} ({name.replace('_', '-')})"
-        print(f"reference  {what} in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
-    return torch.where(seen > 0, total, torch.nan).numpy()
+            if world.is_first_of_batch:  # the others know the same
+                mine[list(each.example_ids)] = found.cpu()
+        if world.is_main and time.monotonic() - kept > SAVE_SECONDS:
+            signals.save, kept = True, time.monotonic()
+            where = f"{name.replace('_', '-')}: {done:,} of {len(steps):,} batches"
+            print(f"reference  {where}", file=sys.stderr, flush=True)
+        requests = signals.agree(world)
+        if requests.save or requests.stop or done == len(steps):
+            reshard(model)
+            part, mine, signals.save = _gather(mine, world), nothing.clone(), False
+            documents += int((~part.isnan()).sum())
+            if world.is_main and done == len(steps):
+                what = f"{counted(documents, 'document')} ({name.replace('_', '-')})"
+                print(f"reference  {what} in {time.monotonic() - began:.1f} s", file=sys.stderr, flush=True)
+            yield part
 
 
-def _steps_of(batches: StoredBatches) -> int:
-    """Steps after which every example that the run comes to has been seen."""
-    return min(batches.steps, batches.steps_per_epoch)
+def _gather(mine: Tensor, world: World) -> Tensor:
+    """What any rank knows, on every rank. `mine`: nan where this one knows nothing; no two know the same."""
+    known = ~mine.isnan()
+    total, ranks = world.sum(torch.where(known, mine, 0.0)), world.sum(known.double())
+    return torch.where(ranks > 0, total, torch.nan)
+
+
+def _missing_steps(batches: StoredBatches, found: Tensor) -> list[int]:
+    """The steps with a document whose log-probability has not been `found`."""
+    if not found.isnan().any():
+        return []
+    return [step for step in _steps_of(batches) if found[_documents_of(batches, step)].isnan().any()]
+
+
+def _documents_of(batches: StoredBatches, step: int) -> NDArray[np.int64]:
+    """Those of all ranks."""
+    return np.concatenate(batches.rows_of(step))
+
+
+def _steps_of(batches: StoredBatches) -> range:
+    """The steps in which every example that the run comes to is seen."""
+    return range(min(batches.steps, batches.steps_per_epoch))
 
 
 def _describe_share(batches: StoredBatches) -> Any:
@@ -212,8 +255,8 @@ def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: s
     return digest.hexdigest()
 
 
-def _read(path: Path, sizes: Mapping[str, int]) -> dict[str, NDArray[np.float64]] | None:
-    """What `_write` wrote; None where it is missing or damaged."""
+def _read(path: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
+    """What `_write` wrote of tensors `like` these; None where it is missing or damaged."""
     try:
         checksum, _, text = path.read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
@@ -221,12 +264,12 @@ def _read(path: Path, sizes: Mapping[str, int]) -> dict[str, NDArray[np.float64]
     if checksum != xxhash.xxh3_128_hexdigest(text.encode()):
         print(f"{path}: damaged; the reference is computed again", file=sys.stderr, flush=True)
         return None
-    kept: dict[str, Sequence[float]] = json.loads(text)
-    found = {name: np.asarray(values, np.float64) for name, values in kept.items()}
-    return found if {name: len(values) for name, values in found.items()} == dict(sizes) else None
+    found = {name: torch.tensor(values, dtype=torch.float64) for name, values in json.loads(text).items()}
+    same = {name: len(values) for name, values in found.items()} == {name: len(each) for name, each in like.items()}
+    return found if same else None
 
 
-def _write(path: Path, found: Mapping[str, NDArray[np.float64]]) -> None:
+def _write(path: Path, found: Mapping[str, Tensor]) -> None:
     """JSON, whose numbers come back bit for bit, after a line with its checksum."""
     text = json.dumps({name: values.tolist() for name, values in found.items()})
     make_folder(path.parent)

@@ -41,11 +41,16 @@ from finetune.training.run_folder import METRICS, choose_run_name, describe_run,
 from finetune.training.screens import first_screen
 from finetune.training.throughput import find_fp8_share, peak_flops
 from finetune.training.training_run import TrainingRun
-from finetune.training.watch import Watchdog
+from finetune.training.watch import SignalListener, Watchdog
 
 
 def make_objectives(
-    model: nn.Module, recipe: Recipe, data: PreparedData, inputs: Mapping[str, str], world: World
+    model: nn.Module,
+    recipe: Recipe,
+    data: PreparedData,
+    inputs: Mapping[str, str],
+    signals: SignalListener,
+    world: World,
 ) -> Objectives:
     """What the run minimizes, and what is measured on held-out data. All ranks call it.
 
@@ -62,7 +67,7 @@ def make_objectives(
     facts = recipe.method_facts
     if facts.rows == "answers":
         return Objectives(SFT, SFT)
-    references = find_references(model, recipe, data, inputs, world) if facts.needs_reference else None
+    references = find_references(model, recipe, data, inputs, signals, world) if facts.needs_reference else None
     group = world.sequence_group
     if facts.rows == "ratings":
         assert references is not None, "ratings are of answers against the reference's"

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 import torch
@@ -77,13 +77,21 @@ class Watchdog:
 
 def _waits_for_others() -> bool:
     """Whether the main thread is in a collective, or in a backward, which may be in one."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    running = _running(sys._current_frames().get(threading.main_thread().ident or 0))
+    return any("torch/distributed/" in path or name == "_engine_run_backward" for path, name in running)
+
+
+def _compiles() -> bool:
+    """Whether torch.compile is at work in a thread; a backward is compiled in one of torch's own on a GPU."""
+    at_work = ("torch/_dynamo/convert_frame.py", "torch/_inductor/compile_fx.py")
+    return any(path.endswith(at_work) for frame in sys._current_frames().values() for path, _ in _running(frame))
+
+
+def _running(frame: FrameType | None) -> Iterator[tuple[str, str]]:
+    """The file and the function of each call of a stack."""
     while frame is not None:
-        path, name = frame.f_code.co_filename, frame.f_code.co_name
-        if "torch/distributed/" in path or name == "_engine_run_backward":
-            return True
+        yield frame.f_code.co_filename, frame.f_code.co_name
         frame = frame.f_back
-    return False
 
 
 STOPPING = (signal.SIGTERM, signal.SIGINT)
@@ -153,7 +161,8 @@ class SignalListener:
             self.save = True
         elif number in STOPPING and not self.stop:
             self.stop, self._asked_at = True, time.monotonic()
-            _print(f"{signal.Signals(number).name}: saving, then stopping; send it again to stop at once")
+            when = " once torch.compile is done" if _compiles() else ""
+            _print(f"{signal.Signals(number).name}: saving, then stopping{when}; send it again to stop at once")
         elif number in STOPPING and time.monotonic() - self._asked_at > ECHO_SECONDS:
             _print("stopped at once; what was not saved is lost")
             os._exit(128 + number)

@@ -1,7 +1,8 @@
 """Runs on freshly forked ranks: `preferences_on_ranks.py STARTS.json`.
 
-STARTS.json: a list of {ranks, log, killed_after, runs}; runs: a list of [recipe, config, overrides], which one set of ranks walks.
-`killed_after`: all ranks are killed once this step has been saved; null: they are not. Prints the exit codes of each start.
+STARTS.json: a list of {ranks, log, killed_after, stopped_at, runs}; runs: a list of [recipe, config, overrides], which one set
+of ranks walks. `killed_after`: all ranks are killed once this step has been saved; null: they are not. `stopped_at`: the last rank
+gets SIGTERM in this batch of the reference's pass; 0: in none. Prints the exit codes of each start.
 """
 
 import json
@@ -9,6 +10,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 from finetune.checkpoint.save import Saver
@@ -16,6 +18,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.progress import Progress
 from finetune.run import fine_tune
+from finetune.training import reference, watch
 from tests.forked_ranks import fork_ranks, import_all, wait
 
 
@@ -25,6 +28,8 @@ def start(given: dict[str, Any]) -> list[int]:
     def train(_rank: int) -> None:
         if given["killed_after"] is not None:
             kill_after(given["killed_after"])
+        if given["stopped_at"] is not None:
+            stop_at(given["stopped_at"])
         launched = dict(os.environ)
         for number, (recipe, config, overrides) in enumerate(given["runs"]):
             os.environ.clear()
@@ -45,6 +50,28 @@ def kill_after(step: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
     Saver.save = save_and_die  # type: ignore[method-assign]
+
+
+def stop_at(batch: int) -> None:
+    """Writes a line for each batch of the reference's pass; the last rank is sent SIGTERM in the one with this number, from 1."""
+    heard, calls, compute = Event(), [0], reference.sum_log_probabilities
+    on_signal = watch.SignalListener._on_signal
+
+    def hear(self: watch.SignalListener, number: int) -> None:
+        on_signal(self, number)
+        heard.set()
+
+    def count(*arguments: Any) -> Any:
+        calls[0] += 1
+        if os.environ["RANK"] == "0":
+            print("batch of the reference", flush=True)
+        if calls[0] == batch and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert heard.wait(60)
+        return compute(*arguments)
+
+    watch.SignalListener._on_signal = hear  # type: ignore[method-assign]
+    reference.sum_log_probabilities = count
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from finetune.errors import UserError
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.screens import describe_teacher
 from finetune.training.start import make_objectives
+from finetune.training.watch import SignalListener
 from tests.conftest import make_chat, make_model
 from tests.ranks import run_python
 from tests.training import reference
@@ -278,7 +279,7 @@ def test_a_teacher_that_cannot_teach_is_refused_in_a_sentence(recipes: dict[str,
 
 def test_a_teacher_is_named_by_its_key_and_its_positions_are_compared(recipes: dict[str, Path], tmp_path: Path) -> None:
     world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
-    objectives = make_objectives(nn.Module(), read_recipe(str(recipes["jsd"])), None, {}, world)  # type: ignore[arg-type]
+    objectives = make_objectives(nn.Module(), read_recipe(str(recipes["jsd"])), None, {}, SignalListener(), world)  # type: ignore[arg-type]
     positions = objectives.training.teacher.model.config.max_position_embeddings  # type: ignore[attr-defined]
     assert len(describe_teacher(objectives.training, positions)) == 1
     warning = describe_teacher(objectives.training, positions + 1)[1]
@@ -287,7 +288,7 @@ def test_a_teacher_is_named_by_its_key_and_its_positions_are_compared(recipes: d
     def refusal(teacher: Path) -> str:
         with pytest.raises(UserError) as error:
             recipe = read_recipe(str(recipes["jsd"]), [f"teacher_model_name_or_path={teacher}"])
-            make_objectives(nn.Module(), recipe, None, {}, world)  # type: ignore[arg-type]
+            make_objectives(nn.Module(), recipe, None, {}, SignalListener(), world)  # type: ignore[arg-type]
         return str(error.value)
 
     spoiled = make_model(tmp_path / "spoiled")

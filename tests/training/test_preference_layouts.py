@@ -2,17 +2,22 @@
 and resumed it gives the same numbers bit for bit."""
 
 import json
+import re
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from finetune.errors import EXIT_PREEMPTED
 from tests.conftest import make_model
 from tests.ranks import run_python
 from tests.training import reference
 from tests.training.layouts import steps_of, write_config, write_recipe
 
 STEPS, SAVED_AT = 3, 1
+STOPPED_AT = 2  # the batch of the reference's pass
+STOPPED = [(1, "single"), (2, "full_shard")]
 ROWS = 14  # pairs, 6 in a step: 3 steps an epoch, the last of 2 pairs, fewer than 3 ranks
 LORA = {"use_peft": True, "lora_r": 4}
 MODES: dict[str, dict[str, Any]] = {
@@ -77,8 +82,8 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
         output = f"output_dir={folder}/{name or f'{ranks}-{layout}-{mode}'}"
         return str(recipes[mode]), str(configs[layout]), [output, rows, *overrides]
 
-    def start(ranks: int, *its_runs: Any, killed_after: int | None = None) -> dict[str, Any]:
-        return {"ranks": ranks, "log": str(folder / "log.txt"), "runs": its_runs, "killed_after": killed_after}
+    def start(ranks: int, *its_runs: Any, log: str = "log.txt", **how: int) -> dict[str, Any]:
+        return {"killed_after": None, "stopped_at": None, "ranks": ranks, "log": str(folder / log), "runs": its_runs} | how
 
     starts = [
         start(ranks, *(run(*case, held_out) for case in CASES if case[0] == ranks))
@@ -88,12 +93,19 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
     starts[0]["runs"] += (run(1, "single", "dpo-lora", *dropout, name="dropout"),)
     killed = run(2, "full_shard", "packed", held_out, f"save_steps={SAVED_AT}", name="killed")
     starts += [start(2, killed, killed_after=SAVED_AT), start(2, killed)]
+    for ranks, layout in STOPPED:  # in a cache of its own: the others have left their references
+        name = f"stopped-{ranks}"
+        stopped = run(ranks, layout, "packed", held_out, f"dataset_cache_dir={folder}/cache-{ranks}", name=name)
+        starts += [start(ranks, stopped, log=f"{name}.{batch}", stopped_at=batch) for batch in (STOPPED_AT, 0)]
     (folder / "starts.json").write_text(json.dumps(starts))
     script = Path(__file__).with_name("preferences_on_ranks.py")
     done = run_python([str(script), str(folder / "starts.json")], timeout=500)
     codes = [json.loads(line) for line in done.stdout.splitlines()]
-    expected = [[-9] * each["ranks"] if each["killed_after"] else [0] * each["ranks"] for each in starts]
-    assert codes == expected, done.stderr + (folder / "log.txt").read_text()
+    expected = [
+        [-signal.SIGKILL if each["killed_after"] else EXIT_PREEMPTED if each["stopped_at"] else 0] * each["ranks"]
+        for each in starts
+    ]
+    assert codes == expected, done.stderr + "".join(log.read_text() for log in folder.glob("*.txt"))
     return folder
 
 
@@ -140,6 +152,24 @@ def test_the_reference_has_no_dropout(runs: Path) -> None:
 def test_killed_and_resumed_it_gives_the_same_numbers_bit_for_bit(runs: Path) -> None:
     """Full fine-tuning, which resumes with the reference that was computed from the weights before training."""
     assert _metrics(runs / "killed") == _metrics(runs / "2-full_shard-packed")
+
+
+@pytest.mark.parametrize(("ranks", "layout"), STOPPED)
+def test_a_reference_that_is_stopped_continues_where_it_was(ranks: int, layout: str, runs: Path) -> None:
+    """SIGTERM to one rank, in a batch: that batch is finished and kept on disk, and the next start computes the others alone."""
+    first, second = ((runs / f"stopped-{ranks}.{batch}").read_text() for batch in (STOPPED_AT, 0))
+    assert first.count("SIGTERM: saving, then stopping") == 1
+    kept = re.search(
+        r"reference-\w+.json: stopped by a signal; the reference of (\d+) of (\d+) documents is kept there, and the same command "
+        r"computes the rest\n\Z",
+        first,
+    )
+    assert kept is not None, first
+    assert first.count("batch of the reference\n") == STOPPED_AT, "the one in which the signal came is the last"
+    computed = [int(documents) for documents in re.findall(r"reference  (\d+) documents \(", second)]
+    assert 0 < int(kept[1]) == int(kept[2]) - sum(computed), "none is computed twice"
+    assert "Traceback" not in first + second
+    assert _metrics(runs / f"stopped-{ranks}") == _metrics(runs / f"{ranks}-{layout}-packed"), "bit for bit"
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:

@@ -22,6 +22,7 @@ from finetune.models.head.cross_entropy import CrossEntropyHead
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import Measured
 from finetune.training.reference import _compute
+from finetune.training.watch import SignalListener
 from tests.models.families import relative_error
 from tests.training.papers import kto, paper
 
@@ -226,12 +227,9 @@ def test_the_reference_leaves_nothing_gathered() -> None:
     try:
         model = fully_shard(OneLayer(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
         batches = SimpleNamespace(
-            steps=1,
-            steps_per_epoch=1,
-            examples=range(2 * len(PAIRS)),
-            step_batch=lambda step: step_of(micro_batch(PAIRS)),
+            examples=range(2 * len(PAIRS)), step_batch=lambda step: step_of(micro_batch(PAIRS))
         )
-        found = _compute(model, batches, "training", ALONE)  # type: ignore[arg-type]
+        (found,) = _compute(model, batches, [0], "training", SignalListener(), ALONE)  # type: ignore[arg-type]
         expected, _ = plain_log_probabilities(OneLayer(), micro_batch(PAIRS))
         assert found == pytest.approx([each.item() for each in expected], rel=1e-5)
         assert all(isinstance(p, DTensor) and p.dtype == torch.float64 for p in model.parameters())

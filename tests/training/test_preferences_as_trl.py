@@ -117,7 +117,7 @@ def _train_ours(folder: Path, keys: Method, smoothing: float, steps: list[list[P
     batches = [_pack(pairs, step) for step, pairs in enumerate(steps)]
     with torch.no_grad():
         table = torch.cat([sum_log_probabilities(model, each, each.inputs)[0] for each in batches])
-    reference = StoredReference(table.numpy()) if METHODS[keys.method].needs_reference else None
+    reference = StoredReference(table) if METHODS[keys.method].needs_reference else None
     objective = PreferenceObjective(keys, reference, smoothing)
 
     def compute_loss(step: int) -> Tensor:
@@ -138,7 +138,7 @@ def _train_ratings(model: Any, keys: Method, steps: list[list[Pair]]) -> Trained
         parts = [part for each in batches for part in (each, each.mismatched) if part is not None]
         table = torch.cat([sum_log_probabilities(model, part, part.inputs)[0] for part in parts])
     world = World(0, 1, 0, 1, torch.device("cpu"), Sharding(layout="single"), None)  # type: ignore[arg-type]
-    objective = RatingObjective(keys, StoredReference(table.numpy()))
+    objective = RatingObjective(keys, StoredReference(table))
 
     def compute_loss(step: int) -> Tensor:
         each, batch = batches[step], StepBatch(step, 0.0, (batches[step],), 0, 0, groups=len(steps[step]))

@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 
 from finetune.checkpoint import manifest, retention
 from finetune.errors import EXIT_PREEMPTED, EXIT_USER_ERROR
-from finetune.training.watch import ECHO_SECONDS, EXIT_HUNG
+from finetune.training.watch import ECHO_SECONDS, EXIT_HUNG, SignalListener
 from tests.conftest import make_tokenizer
 from tests.ranks import ROOT, Ranks, environment, launch_ranks, start_ranks
 
@@ -72,6 +72,29 @@ def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callabl
     assert manifest.find_problems(newest) == []
     with running(recipe, last + 1) as again:
         assert f"resumed at step {last}" in again.output(0)
+
+
+def test_a_signal_during_a_compile_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
+    """The compile itself goes on: it may take minutes, in which nothing else would be printed."""
+
+    def compile_and_signal(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000):  # the line is another thread's
+            if signals.stop:
+                break
+            time.sleep(0.01)
+        return graph.forward
+
+    with SignalListener() as signals:
+        assert torch.compile(lambda x: x + 1, backend=compile_and_signal)(torch.zeros(1)) == 1
+        assert signals.stop
+        signals.stop = False
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not signals.stop:
+            time.sleep(0.01)
+    first, second = capfd.readouterr().err.splitlines()
+    assert first == "SIGTERM: saving, then stopping once torch.compile is done; send it again to stop at once"
+    assert second == "SIGTERM: saving, then stopping; send it again to stop at once", "what is compiled is no compile"
 
 
 def test_ranks_whose_launcher_is_killed_save_and_stop(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
