@@ -113,7 +113,8 @@ class _LoraLinear(torch.autograd.Function):
                 of_a = (of_inner.t() @ inputs.reshape(-1, inputs.shape[-1]).to(dtype)).to(a.dtype)
             if ctx.needs_input_grad[0]:
                 of_rows = of_output @ _restore(weight, scales, ctx.form, dtype)
-                of_inputs = of_rows.addmm_(of_inner, a.to(dtype)).view(inputs.shape).to(inputs.dtype)
+                # Not addmm_, which models/cpu_products.py cannot override.
+                of_inputs = torch.addmm(of_rows, of_inner, a.to(dtype), out=of_rows).view(inputs.shape).to(inputs.dtype)
         return of_inputs, of_a, of_b, None, None, None, None, None, None
 
 

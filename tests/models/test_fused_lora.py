@@ -5,8 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from finetune.config.schema import Quantization
+from finetune.models.cpu_products import OVERRIDES
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
 from tests.plan.traced import allocated_peak, saved_for_backward
@@ -64,6 +66,25 @@ def test_outputs_and_gradients_are_pefts_up_to_rounding(dtype: Any, bias: bool, 
         print(f"\n{dtype}: error {ours:.1e}, peft's {theirs:.1e}")
     assert ours <= 1.25 * theirs and theirs > 0
     assert {n: g.dtype for n, g in run(fused, dtype).items()} == {n: g.dtype for n, g in run(peft, dtype).items()}
+
+
+def test_every_product_is_one_that_a_cpu_without_bf16_instructions_multiplies_in_fp32() -> None:
+    """Those that work in place are not: torch's own loops would compute them."""
+    products = set()
+
+    class Products(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            name = function.name().removeprefix("aten::")
+            if any(part in name for part in ("mm", "mv", "dot")):
+                products.add(name)
+            return function(*args, **(kwargs or {}))
+
+    for dtype in (torch.bfloat16, AUTOCAST):
+        layers = make_layers(dtype, bias=True)
+        fuse_adapters(layers)
+        with Products():
+            run(layers, dtype)
+    assert products and not products - OVERRIDES.keys(), products
 
 
 def test_the_first_layers_input_needs_no_gradient() -> None:
