@@ -23,6 +23,7 @@ from finetune.export.target import TargetModel
 from finetune.files.durable import replace_file
 from finetune.files.run_json import parse_json, read_bounded
 from finetune.models.head.chunks import LogitTransform
+from finetune.models.rotary import depends_on_length, install_document_rotary
 
 ROWS_FILE = "comparison_rows.json"  # in the run's folder
 ROW_TOKENS = 1024  # of a row, at most
@@ -168,8 +169,13 @@ def _measure(model: nn.Module, variants: Sequence[Rows], rows: ComparisonRows) -
     real = (torch.arange(rows.input_ids.shape[1]) < rows.lengths[:, None]).flatten()
     labels = rows.labels.flatten()[real]
     losses, differences = torch.zeros(count, dtype=torch.float64), torch.zeros(count)
+    inputs = {"input_ids": rows.input_ids}
+    if depends_on_length(model):  # a row ends at its largest position; what pads it stays there
+        install_document_rotary(model)
+        inputs["position_ids"] = torch.arange(rows.input_ids.shape[1]).minimum(rows.lengths[:, None] - 1)
     with stream(model, variants):
-        hidden = trunk_of(plain)(input_ids=rows.input_ids.repeat(count, 1), use_cache=False).last_hidden_state
+        inputs = {name: ids.repeat(count, 1) for name, ids in inputs.items()}
+        hidden = trunk_of(plain)(**inputs, use_cache=False).last_hidden_state
         hidden = hidden.reshape(count, real.numel(), -1)[:, real]
         for start in range(0, len(labels), chunk):
             scores, _ = transform.forward(plain.get_output_embeddings()(hidden[:, start : start + chunk]).float())

@@ -15,6 +15,7 @@ from finetune.errors import UserError
 from finetune.files.run_json import BenchmarkResult
 from finetune.inference.find_model import ModelReference
 from finetune.inference.inference_model import InferenceModel, LoadOptions, load_base, load_model
+from finetune.models.rotary import depends_on_length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +80,7 @@ def measure(model: InferenceModel, options: BenchmarkOptions, manager: TaskManag
                 model=HFLM(
                     pretrained=model.model,
                     tokenizer=model.tokenizer,
-                    batch_size=options.batch_size,
+                    batch_size=1 if depends_on_length(model.model) else options.batch_size,
                     chat_template_args=dict(model.variables),
                 ),
                 tasks=list(options.tasks),

@@ -4,7 +4,7 @@ weights."""
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -34,6 +34,7 @@ from finetune.inference.find_model import ModelReference, trained_formats, train
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.load import auto_class_of
 from finetune.models.lora import peft_name
+from finetune.models.rotary import install_document_rotary
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +93,8 @@ def load_model(
             model = _load_pretrained(reference.name, reference.revision, options)
         tokenizer = _load_tokenizer(folder, reference, options)
     multiply_in_fp32(model.device, {parameter.dtype for parameter in model.parameters()})
+    with suppress(UserError):  # a model's own code keeps its own rotary embedding
+        install_document_rotary(model.get_base_model() if has_adapter else model)  # else dynamic RoPE remembers
     template = choose_template(tokenizer, reference, options, default_template, log)
     if template is not None:
         tokenizer.chat_template = template

@@ -25,6 +25,11 @@ LENGTH_DEPENDENT = ("longrope", "dynamic")
 DEFAULT = None  # the layer type where all layers have the same RoPE
 
 
+def depends_on_length(model: nn.Module) -> bool:
+    """Whether rows of several lengths in one forward of transformers' own would share one choice of frequencies."""
+    return any(_length_dependent_layers(getattr(module, "rope_type", None)) for module in model.modules())
+
+
 def install_document_rotary(model: Any, sequence_group: ProcessGroup | None = None) -> None:
     """Makes `model` compute each document's rotary embedding as transformers does for that document alone.
 

@@ -13,6 +13,7 @@ from finetune.data.tokenizer import end_of_answer_ids
 from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.files.run_json import append_json_lines
+from finetune.models.rotary import depends_on_length
 from finetune.progress import Progress
 from finetune.training.objectives.sft import Measured, Objective
 from finetune.training.training_run import TrainingRun
@@ -157,7 +158,10 @@ def answer(
     model.eval()
     groups, shared = world.tensor_groups, world.sharding.tensor_parallel_size
     mine = [prompts[i % len(prompts)] for i in range(world.tensor_group, len(prompts) + -len(prompts) % groups, groups)]
-    answers = _generated(model, mine, tokenizer, world, eot_tokens, max_new_tokens) if mine else []
+    # Caches of rows of several lengths cannot change their frequencies each at its own token.
+    batches = [[prompt] for prompt in mine] if depends_on_length(model) else [mine] if mine else []
+    keys = tokenizer, world, eot_tokens, max_new_tokens
+    answers = [sample for batch in batches for sample in _generated(model, batch, *keys)]
     by_rank = world.gather([asdict(sample) for sample in answers])
     return [Sample(**by_rank[i % groups * shared][i // groups]) for i in range(len(prompts))]
 

@@ -1,16 +1,18 @@
 """The logits by which an export is verified are those of transformers, for every family that is trained."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from finetune.export.blocks import read_rows
 from finetune.export.logits import prompts, stream_logits
+from finetune.export.merge_choice import ComparisonRows, _measure
 from finetune.export.target import describe_target
 from finetune.files.tensors import read_folder
 from finetune.models.weights import convert_to_parameters
-from tests.models.families import EVERY, build
+from tests.models.families import EVERY, LONG_CONTEXT, build, documents, forget_lengths, padded, plain_loss
 
 
 @pytest.mark.parametrize("family", EVERY)
@@ -29,3 +31,24 @@ def test_streamed_logits_are_the_models(family: str, tmp_path: Path) -> None:
         found = stream_logits(target.model, rows)
         assert float((found - truth).norm() / truth.norm()) < 1e-5
         assert all(parameter.is_meta for parameter in target.model.parameters())
+
+
+@pytest.mark.parametrize(("family", "config"), LONG_CONTEXT.items())
+def test_merges_are_measured_on_each_row_as_if_it_were_alone(
+    family: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    """Rows below and beyond the length at which RoPE changes its frequencies, padded into one batch; two variants."""
+    model = build(family, **config).eval()
+    forget_lengths(model)
+    model.save_pretrained(tmp_path)
+    target = describe_target(tmp_path)
+    stored = convert_to_parameters(target.model, read_folder(tmp_path), str(tmp_path))
+    examples = documents()
+    batch = padded(examples)
+    rows = ComparisonRows(batch["input_ids"], batch["labels"], torch.tensor(batch["document_lengths"]), held_out=True)
+    with torch.no_grad():
+        truth = plain_loss(model, examples).item() / rows.labeled_tokens
+    read = lambda name, start, stop: read_rows(stored[target.tied.get(name, name)], start, stop)  # noqa: E731
+    for found in _measure(target.model, [read, read], rows):
+        assert found.loss == pytest.approx(truth, rel=1e-6)
+        assert found.logit_difference == 0

@@ -322,6 +322,21 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
     )
 
 
+def test_a_long_answer_does_not_change_the_next_one(tiny_llama: Callable[..., Path]) -> None:
+    """transformers' dynamic RoPE keeps the frequencies of the longest text that it has seen."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    reference = find_model(str(tiny_llama("dynamic", max_position_embeddings=64, rope_parameters=rope)))
+    model = load_model(reference, LoadOptions(), print)
+
+    def ids_of(length: int) -> torch.Tensor:
+        return (torch.arange(length)[None] * 7) % model.model.config.vocab_size
+
+    with torch.no_grad():
+        first = model.model(ids_of(80)).logits
+        model.model(ids_of(120))
+        assert torch.equal(model.model(ids_of(80)).logits, first)
+
+
 def test_ctrl_c_stops_an_answer_and_keeps_what_there_is(tiny_llama: Callable[..., Path]) -> None:
     from finetune.inference.answers import Sampling, answer
     from finetune.inference.prompts import make_prompt

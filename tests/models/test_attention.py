@@ -10,12 +10,16 @@ import pytest
 import torch
 from torch import library
 
+from finetune.data.examples import Prompt
+from finetune.data.tokenizer import end_of_answer_ids
 from finetune.errors import UserError
 from finetune.models.attention import documents as attention
 from finetune.models.attention import kernels as document_attention
 from finetune.models.attention.documents import NAME, install_attention
 from finetune.models.attention.kernels import RowDocuments
 from finetune.models.checkpointing import decoder_layers
+from finetune.training.evaluate import SAMPLE_TOKENS, answer
+from tests.conftest import make_tokenizer
 from tests.cuda_without_gpu.varlen_on_cpu import register_cpu_kernels, takes_varlen
 from tests.models.families import (
     FAMILIES,
@@ -30,6 +34,7 @@ from tests.models.families import (
     plain_loss,
     relative_error,
 )
+from tests.training.test_preferences import ALONE
 
 EXACT = 1e-6  # of the largest value, in fp32
 GRADIENT_EXACT = 2e-5  # through two layers of fp32 products, summed in another order
@@ -94,6 +99,24 @@ def test_generation_is_the_models_own_batched_with_left_padding(family: str) -> 
     with torch.no_grad():
         assert torch.equal(model.generate(prompt, **arguments), expected)
         assert relative_error(model(prompt, attention_mask=mask).logits[mask > 0], logits[mask > 0]) <= EXACT
+
+
+@pytest.mark.parametrize(("family", "config"), LONG_CONTEXT.items())
+def test_prompts_are_answered_as_each_is_alone_beyond_the_original_length(family: str, config: dict[str, Any]) -> None:
+    """Prompts of 3 and 12 tokens, where frequencies change at 7: the answer to the shorter one crosses that length."""
+    tokenizer = make_tokenizer()
+    model = build(family, vocab_size=len(tokenizer), **config).eval()
+    prompts = [Prompt(ids.tolist(), "") for ids, _ in documents((12, 3, 6))]
+    ends: dict[str, Any] = {"eos_token_id": end_of_answer_ids(tokenizer), "do_sample": False}
+    expected = []
+    forget_lengths(model)
+    for prompt in prompts:
+        with torch.no_grad():
+            ids = model.generate(torch.tensor([prompt.prompt_ids]), max_new_tokens=SAMPLE_TOKENS, **ends)
+        new = ids[0, len(prompt.prompt_ids) :]
+        expected.append(tokenizer.decode(new, skip_special_tokens=True).strip())
+    found = answer(ours(model), prompts, tokenizer, ALONE)
+    assert [sample.answer for sample in found] == expected
 
 
 def test_dropout_works_on_the_weights_inside_each_document() -> None:

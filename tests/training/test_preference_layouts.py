@@ -83,7 +83,13 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
         return str(recipes[mode]), str(configs[layout]), [output, rows, *overrides]
 
     def start(ranks: int, *its_runs: Any, log: str = "log.txt", **how: int) -> dict[str, Any]:
-        return {"killed_after": None, "stopped_at": None, "ranks": ranks, "log": str(folder / log), "runs": its_runs} | how
+        return {
+            "killed_after": None,
+            "stopped_at": None,
+            "ranks": ranks,
+            "log": str(folder / log),
+            "runs": its_runs,
+        } | how
 
     starts = [
         start(ranks, *(run(*case, held_out) for case in CASES if case[0] == ranks))

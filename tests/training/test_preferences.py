@@ -226,9 +226,7 @@ def test_the_reference_leaves_nothing_gathered() -> None:
     dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
     try:
         model = fully_shard(OneLayer(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.float32))
-        batches = SimpleNamespace(
-            examples=range(2 * len(PAIRS)), step_batch=lambda step: step_of(micro_batch(PAIRS))
-        )
+        batches = SimpleNamespace(examples=range(2 * len(PAIRS)), step_batch=lambda step: step_of(micro_batch(PAIRS)))
         (found,) = _compute(model, batches, [0], "training", SignalListener(), ALONE)  # type: ignore[arg-type]
         expected, _ = plain_log_probabilities(OneLayer(), micro_batch(PAIRS))
         assert found == pytest.approx([each.item() for each in expected], rel=1e-5)
