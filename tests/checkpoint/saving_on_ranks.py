@@ -165,21 +165,27 @@ def a_checkpoint_whose_name_the_disk_has_not_confirmed_is_reported_as_there(run:
 
 @scenario
 def all_wait_for_a_slow_rank(run: Run) -> None:
-    real, seconds = saving.write_shards, float(sys.argv[2])
+    real, publish, seconds = saving.write_shards, saving.publish, float(sys.argv[2])
+    written = run.folder / "the slow rank has written"
 
     def slow(staging: Path, pieces: list[shards.TensorShard], world: World) -> dict[str, dict[str, Any]]:
         time.sleep(seconds * world.rank)
-        return real(staging, pieces, world)
+        entries = real(staging, pieces, world)
+        if world.rank == world.size - 1:
+            written.touch()
+        return entries
 
-    saving.write_shards = slow
+    def publish_after(*arguments: Any) -> None:
+        assert written.exists(), "published before all ranks have written"
+        publish(*arguments)
+
+    saving.write_shards, saving.publish = slow, publish_after
     try:
-        begun = time.monotonic()
         run.train(0)
         run.saver().save(Progress(step=1))
-        assert time.monotonic() - begun >= seconds
-        assert retention.find_newest_valid(run.folder) == retention.step_folder(run.folder, 1)
+        assert written.exists() and retention.find_newest_valid(run.folder) == retention.step_folder(run.folder, 1)
     finally:
-        saving.write_shards = real
+        saving.write_shards, saving.publish = real, publish
 
 
 @scenario

@@ -7,7 +7,6 @@ import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
@@ -203,25 +202,26 @@ def test_a_damaged_checkpoint_is_named_and_passed_over_without_a_network(place: 
     assert tensors(run_folder, STEPS) == tensors(place.root / "whole", STEPS), "replaced by the same step, sound"
 
 
-@pytest.mark.slow
-def test_a_resumed_run_is_at_its_first_step_as_soon_as_a_fresh_one(place: Place) -> None:
-    """At most 1.2 times as long, late in the data: none of it is read again. The two take turns; medians are compared."""
-    rounds = 5
-    seconds: dict[str, list[float]] = {"fresh": [], "resumed": []}
+# run.py, which prints each step whose batch it makes.
+PRINTS_BATCHES = """
+import sys
+from finetune import run
+from finetune.data.batches import StoredBatches
+from finetune.errors import end_process, exit_code
+
+def make(self, step, step_batch=StoredBatches.step_batch):
+    print(f"batch of step {step}", flush=True)
+    return step_batch(self, step)
+
+StoredBatches.step_batch = make
+end_process(exit_code(run.main))
+"""
+
+
+def test_a_resumed_run_reads_nothing_of_the_data_before_its_step(place: Place) -> None:
+    """So that it is at its first step as soon as a fresh run, however late in the data."""
     stopped_at(place, STEPS - SAVED, "late")
-    for turn in range(rounds):
-        for kind, name in (("fresh", f"fresh{turn}"), ("resumed", "late")):
-            running = start_ranks(RUN, place.arguments(name, "fsdp2"), ranks=2)
-            begun = time.monotonic()
-            while not re.search(r"step \d+/", running.output(0)):
-                assert running.processes[0].poll() is None, running.output(0)
-                time.sleep(0.01)
-            seconds[kind].append(time.monotonic() - begun)
-            running.kill()
-            for later in [
-                path for step, path in retention.list_checkpoints(place.root / "late") if step > STEPS - SAVED
-            ]:
-                shutil.rmtree(later)
-    fresh, resumed = median(seconds["fresh"]), median(seconds["resumed"])
-    print(f"fresh {fresh:.2f} s, resumed {resumed:.2f} s, ratio {resumed / fresh:.2f}")
-    assert resumed <= 1.2 * fresh
+    script = place.root / "prints_batches.py"
+    script.write_text(PRINTS_BATCHES)
+    output = launch_ranks(script, place.arguments("late", "single"), ranks=1).check().outputs[0]
+    assert sorted(map(int, re.findall(r"batch of step (\d+)", output))) == list(range(STEPS - SAVED, STEPS)), output
