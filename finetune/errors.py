@@ -48,6 +48,7 @@ def exit_code(main: Callable[[], object]) -> int:
     has had the time to fail too, since the launcher ends all ranks with the first.
     """
     rank = os.environ.get("RANK", "0")
+    os.environ["RUST_BACKTRACE"] = "0"  # read at the first panic: sixty lines would stand in front of our sentence
     try:
         main()
     except Preempted as stop:  # every rank has agreed on it and saved
