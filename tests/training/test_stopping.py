@@ -75,7 +75,7 @@ def test_signals_are_agreed_on_by_all_ranks(tmp_path: Path, tiny_recipe: Callabl
 
 
 def test_a_signal_during_a_compile_is_answered_at_once(capfd: pytest.CaptureFixture[str]) -> None:
-    """The compile itself goes on: it may take minutes, in which nothing else would be printed."""
+    """The compile continues: it may take minutes, in which nothing else would be printed."""
 
     def compile_and_signal(graph: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
         os.kill(os.getpid(), signal.SIGTERM)
