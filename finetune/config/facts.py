@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from finetune.config.quantization import read_stored_quantization
+from finetune.config.quantization import quantize_teacher, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.errors import UserError
 
@@ -130,10 +130,7 @@ class Case:
     def quantization(self) -> Quantization:
         """How the model is kept: as its files are quantized, else as the recipe says."""
         stored: Quantization | None = getattr(self.model, "quantization", None)
-        if self.is_teacher:
-            in_4_bits = self.recipe.method.teacher_load_in_4bit
-            return stored or Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
-        return stored or self.recipe.quantization
+        return stored or (quantize_teacher(self.recipe.method) if self.is_teacher else self.recipe.quantization)
 
     @property
     def load_key(self) -> str:

@@ -363,23 +363,19 @@ RULES: tuple[Rule, ...] = (
         advice=lambda c: f"set global_batch_size: {c['per_device_train_batch_size'] * c.ranks}, or "
         f"per_device_train_batch_size: {-(-c.global_batch_size // c.ranks)}",
     ),
-    _exclude(
-        "distributed_type: MULTI_GPU", lambda c: c.layout.layout == "ddp", "optim_in_backward", IN_BACKWARD,
-        "optim_in_backward", "DDP keeps every gradient in its buckets",
-        advice="use FSDP2 or one process, or remove the key",
-    ),
-    _exclude(
-        "fsdp_version: 1", is_fsdp1, "optim_in_backward", IN_BACKWARD, "optim_in_backward",
-        "FSDP1 flattens parameters together", advice="use FSDP2 or one process, or remove the key",
-    ),
-    _exclude(
-        "fsdp_offload_params", lambda c: c.layout.cpu_offload, "optim_in_backward", IN_BACKWARD, "optim_in_backward",
-        "under CPU offload gradients are in host memory already",
-    ),
-    _exclude(
-        "mixed_precision: fp16", lambda c: c.precision == "fp16", "optim_in_backward", IN_BACKWARD,
-        "optim_in_backward", "all gradients are checked for overflow before the first update",
-        advice="set mixed_precision: bf16, or remove the key",
+    *(
+        _exclude(feature, is_on, "optim_in_backward", IN_BACKWARD, "optim_in_backward", why, advice=advice)
+        for feature, is_on, why, advice in (
+            ("distributed_type: MULTI_GPU", lambda c: c.layout.layout == "ddp",
+             "DDP keeps every gradient in its buckets", "use FSDP2 or one process, or remove the key"),
+            ("fsdp_version: 1", is_fsdp1,
+             "FSDP1 flattens parameters together", "use FSDP2 or one process, or remove the key"),
+            ("fsdp_offload_params", lambda c: c.layout.cpu_offload,
+             "under CPU offload gradients are in host memory already", ""),
+            ("mixed_precision: fp16", lambda c: c.precision == "fp16",
+             "all gradients are checked for overflow before the first update",
+             "set mixed_precision: bf16, or remove the key"),
+        )
     ),
     # The optimizer
     *map(_optimizer_rule, OPTIMIZER_CONFLICTS),

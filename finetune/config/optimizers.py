@@ -152,6 +152,7 @@ _LION = (
 REFUSED_OPTIMIZERS: Mapping[str, str] = {  # other tools' values of `optim` -> why there is none
     **dict.fromkeys(("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), _LION),
     "adamw_torch_4bit": "not supported; adamw_8bit is the smallest AdamW here",
+    "muon": "not supported; adamw_bf16_moments takes the memory of Muon's one moment in fp32",
 }
 
 

@@ -16,17 +16,9 @@ from finetune.files.run_json import LIMIT_BYTES, parse_object, read_json_object
 ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.
 UNSUPPORTED = (
-    "fan_in_fan_out",
-    "megatron_config",
-    "trainable_token_indices",
-    "alora_invocation_tokens",
-    "use_qalora",
-    "layer_replication",
-    "use_bdlora",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-)
+    "fan_in_fan_out", "megatron_config", "trainable_token_indices", "alora_invocation_tokens", "use_qalora",
+    "layer_replication", "use_bdlora", "arrow_config", "kasa_config", "monteclora_config",
+)  # fmt: skip
 INITIALIZATIONS_THAT_KEEP_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")  # PiSSA, OLoRA, CorDA … change it
 # Keys whose difference no shape would show; the others are compared by the names and shapes of the adapter's tensors.
 COMPARED = ("lora_r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")

@@ -74,9 +74,13 @@ def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
     """How a teacher is kept: as its files are quantized, by the quantization_config of its config, or as the recipe
     says."""
-    stored = read_stored_quantization(settings, str(method.teacher_model_name_or_path))
+    return read_stored_quantization(settings, str(method.teacher_model_name_or_path)) or quantize_teacher(method)
+
+
+def quantize_teacher(method: Method) -> Quantization:
+    """How the recipe says that a teacher is kept."""
     in_4_bits = method.teacher_load_in_4bit
-    return stored or Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
+    return Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:

@@ -2,7 +2,7 @@
 twice."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -96,7 +96,9 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
             return [], []
         if not isinstance(node, yaml.MappingNode):
             raise UserError(f"{path}: a file of `key: value` lines is expected")
-        return _entries_of(node, str(path), frozenset(nested))
+        problems: list[str] = []
+        entries = _entries_of(node, lambda part: f"{path}:{part.start_mark.line + 1}", frozenset(nested), problems)
+        return entries, problems
     except yaml.YAMLError as error:
         raise UserError(f"{path}{_line_of(error)}: not YAML: {_problem_of(error)}") from None
     except RecursionError:
@@ -133,26 +135,35 @@ def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> t
         return Entry(key, UNREADABLE, where), [f"{where}: {key}: nested too deep to be read"]
 
 
-def _entries_of(node: yaml.MappingNode, file: str, nested: frozenset[str]) -> tuple[list[Entry], list[str]]:
+def _entries_of(
+    node: yaml.MappingNode, place: Callable[[yaml.Node], str], nested: frozenset[str] | None, problems: list[str]
+) -> list[Entry]:
+    """The entries of a file, or with `nested` None of an item in one of its lists."""
     entries: dict[str, Entry] = {}
-    problems: list[str] = []
-
-    def place(child: yaml.Node) -> str:
-        return f"{file}:{child.start_mark.line + 1}"
-
     for key_node, value_node in node.value:
         key, where = str(key_node.value), place(key_node)
         if key in entries:
-            first = entries[key].where.rsplit(":", 1)[1]
-            problems.append(f"{where}: {key}: given twice, first at line {first}; keep one")
-            continue
-        entries[key] = _entry(key, value_node, where, place, nested, problems)
-    return list(entries.values()), problems
+            first = "" if nested is None else f", first at line {entries[key].where.rsplit(':', 1)[-1]}"
+            problems.append(f"{where}: {key}: given twice{first}; keep one")
+        else:
+            entries[key] = _entry(key, value_node, where, place, nested or frozenset(), problems)
+    return list(entries.values())
 
 
-def _entry(key: str, node: yaml.Node, where: str, place: Any, nested: frozenset[str], problems: list[str]) -> Entry:
+def _entry(
+    key: str,
+    node: yaml.Node,
+    where: str,
+    place: Callable[[yaml.Node], str],
+    nested: frozenset[str],
+    problems: list[str],
+) -> Entry:
     if key in nested and isinstance(node, yaml.SequenceNode):
-        return Entry(key, [_item(item, place, problems) for item in node.value], where)
+        items = [
+            _entries_of(item, place, None, problems) if isinstance(item, yaml.MappingNode) else _construct(item)
+            for item in node.value
+        ]
+        return Entry(key, items, where)
     problems += [f"{place(twice)}: {twice.value}: given twice; keep one" for twice in _repeated_keys(node)]
     places = {str(k.value): place(k) for k, _ in node.value} if isinstance(node, yaml.MappingNode) else {}
     try:
@@ -162,19 +173,6 @@ def _entry(key: str, node: yaml.Node, where: str, place: Any, nested: frozenset[
     except (ValueError, TypeError) as error:  # `!!int abc`, a number of 5,000 digits, a list as a key
         problems.append(f"{where}: {key}: {error}")
     return Entry(key, UNREADABLE, where, places)
-
-
-def _item(node: yaml.Node, place: Any, problems: list[str]) -> Any:
-    if not isinstance(node, yaml.MappingNode):
-        return _construct(node)
-    entries: dict[str, Entry] = {}
-    for key_node, value_node in node.value:
-        key = str(key_node.value)
-        if key in entries:
-            problems.append(f"{place(key_node)}: {key}: given twice; keep one")
-        else:
-            entries[key] = _entry(key, value_node, place(key_node), place, frozenset(), problems)
-    return list(entries.values())
 
 
 def _repeated_keys(node: yaml.Node) -> Iterable[yaml.Node]:

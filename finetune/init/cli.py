@@ -5,7 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -38,14 +38,6 @@ T = TypeVar("T")
 
 class EndOfInput(UserError):
     """The person has closed the input: there is nobody left to ask again."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundGpus:
-    """The GPUs that nvidia-smi lists."""
-
-    count: int
-    memory: str  # of the smallest, as 79.6GiB
 
 
 def is_interactive() -> bool:
@@ -92,8 +84,8 @@ def require(given: str | None, flag: str, question: str, default: str = "", *, r
             print(error)
 
 
-def find_gpus() -> FoundGpus | None:
-    """The GPUs of this machine; None where nvidia-smi finds none."""
+def find_gpus() -> Hardware | None:
+    """The GPUs of this machine, with the memory of the smallest; None where nvidia-smi finds none."""
     if shutil.which("nvidia-smi") is None:
         return None
     command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
@@ -102,9 +94,7 @@ def find_gpus() -> FoundGpus | None:
         mebibytes = [int(line) for line in listed.split()]
     except (OSError, ValueError, subprocess.SubprocessError):
         return None
-    if not mebibytes:
-        return None
-    return FoundGpus(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB")
+    return Hardware(len(mebibytes), f"{int(min(mebibytes) / 1024 * 10) / 10:g}GiB") if mebibytes else None
 
 
 MANY_ROWS = 50_000  # one epoch of these is enough
@@ -117,6 +107,7 @@ BY_KIND: dict[RowKind, tuple[str, ...]] = {
     "ratings": RATED,
 }
 KINDS: dict[str | None, RowKind] = {name: kind for kind, names in BY_KIND.items() for name in names}
+COLUMN_FLAGS = [f"{kind}_column" for kind in ("messages", "prompt", "completion", "text", "chosen", "rejected")]
 TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json")
 
 
@@ -179,9 +170,10 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
     from finetune.data.sources import RowBatch
 
     try:
-        tokenizer = _load_tokenizer(recipe)
         from finetune.data.tokenize import SourceStats, tokenize_rows
+        from finetune.data.tokenizer import load_tokenizer  # imports transformers
 
+        tokenizer = load_tokenizer(recipe.model, recipe.data)
         stats, rows = SourceStats(), data.sample
         batch = RowBatch(data.source.path, tuple(range(1, len(rows) + 1)), rows)
         keys, kind = replace(recipe.data, on_bad_row="skip"), recipe.method_facts.rows
@@ -191,12 +183,6 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
         return [f"notice: the rows were not checked with the model's tokenizer: {error}"]
     findings: list[Finding] = stats.tally.list_findings(stats.rows_read, stats.unused_columns)
     return [str(finding) for finding in findings]
-
-
-def _load_tokenizer(recipe: Recipe) -> Any:
-    from finetune.data.tokenizer import load_tokenizer  # imports transformers
-
-    return load_tokenizer(recipe.model, recipe.data)
 
 
 def _read_model(name: str) -> tuple[str, dict[str, Any]]:
@@ -215,17 +201,8 @@ def _check_output(output: str, overwrite: bool) -> str:
 
 
 def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummary:
-    source = DatasetSource(
-        path=path,
-        name=options.data_name,
-        split=options.split,
-        messages_column=options.messages_column,
-        prompt_column=options.prompt_column,
-        completion_column=options.completion_column,
-        text_column=options.text_column,
-        chosen_column=options.chosen_column,
-        rejected_column=options.rejected_column,
-    )
+    flags = {key: getattr(options, key) for key in COLUMN_FLAGS}
+    source = DatasetSource(path=path, name=options.data_name, split=options.split, **flags)
     kind = KINDS.get(options.method)
     person = ask if is_interactive() else None
     found = summarize_data(source, model, has_template=has_chat_template(model), ask=person, kind=kind)
@@ -252,7 +229,7 @@ def has_chat_template(model: str) -> bool:
 
 def _find_hardware(options: argparse.Namespace) -> Hardware:
     found = find_gpus() if options.gpus is None or options.gpu_memory is None else None
-    count = str(found.count if found else 0)
+    count = str(found.gpus if found else 0)
     gpus = require(options.gpus, "--gpus", "GPUs for the run (0: the CPU)", count, read=_read_count)
     if gpus == 0:
         return Hardware(0, f"{psutil.virtual_memory().total // MIB}MiB")
@@ -283,8 +260,7 @@ def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[
     """The keys that do not depend on the hardware, and the full rows that they make of the data."""
     positions = config.get("max_position_embeddings")
     max_length = choose_max_length(data, positions if isinstance(positions, int) else None)
-    source = replace(data.source)
-    entry = {key: getattr(source, key) for key in source.__slots__ if getattr(source, key) is not None}
+    entry = {key: value for key in data.source.__slots__ if (value := getattr(data.source, key)) is not None}
     keys: Keys = {
         "model_name_or_path": model,
         "datasets": [entry],

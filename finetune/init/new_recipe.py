@@ -214,17 +214,7 @@ def _datasets(data: DataSummary) -> Iterator[str]:
     yield "datasets:"
     yield _line("  - path", source.path, f"{rows} with the columns {list_columns(data.columns)}")
     default = DatasetSource(path="")
-    for key in (
-        "name",
-        "split",
-        "type",
-        "messages_column",
-        "prompt_column",
-        "completion_column",
-        "text_column",
-        "chosen_column",
-        "rejected_column",
-    ):
+    for key in source.__slots__[1:]:  # all but the path
         if (value := getattr(source, key)) != getattr(default, key):
             yield _line(f"    {key}", value, RENDERINGS[data.format].says if key == "type" else "")
     if source.type is None:
