@@ -108,11 +108,11 @@ def _trainer(tool: Tool, theirs: Mapping[str, Any]) -> Layout:
     half = theirs.get("bf16") or theirs.get("bfloat16") or theirs.get("pure_bf16")
     half = half or (tool == "TRL" and "bf16" not in theirs and not asks_fp16)  # SFTConfig's default
     sharding = _sharding(theirs.get("fsdp"), theirs.get("fsdp_config"), theirs.get("deepspeed"))
-    if sharding == "none" and ("fsdp_version" in theirs or _above_one(theirs.get("dp_shard_size"))):
+    if sharding == "none" and ("fsdp_version" in theirs or _size(theirs.get("dp_shard_size")) > 1):
         sharding = "full"
     if tool == "TRL" and sharding == "none":
         sharding = "full"  # set in the Accelerate file of the launch, as here
-    if _above_one(theirs.get("dp_replicate_size")) and sharding != "none":
+    if _size(theirs.get("dp_replicate_size")) > 1 and sharding != "none":
         sharding = "hybrid"
     inner = _plain(read_section(theirs, "fsdp_config"))
     checkpointing = bool(theirs.get("gradient_checkpointing", tool != "Axolotl")) or bool(
@@ -157,7 +157,7 @@ def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
     sharding: Sharding = "none" if is_single else "offload" if theirs.get("fsdp_cpu_offload") else "full"
     if sharding == "full" and theirs.get("fsdp_reshard_after_forward") is False:
         sharding = "grad_op"
-    if sharding == "full" and _above_one(theirs.get("data_parallel_replicate_dim")):
+    if sharding == "full" and _size(theirs.get("data_parallel_replicate_dim")) > 1:
         sharding = "hybrid"
     dtype = str(theirs.get("dtype", "bf16"))
     precision: Precision = "bf16" if dtype == "bf16" else "fp16" if dtype == "fp16" else "no"
@@ -174,7 +174,7 @@ def _automodel(theirs: Mapping[str, Any]) -> Layout:
         sharding = "none"
     elif "CPUOffload" in str(distributed.get("offload_policy")):
         sharding = "offload"
-    elif _above_one(distributed.get("dp_replicate_size")):
+    elif _size(distributed.get("dp_replicate_size")) > 1:
         sharding = "hybrid"
     elif distributed.get("reshard_after_forward") is False:
         sharding = "grad_op"
@@ -186,10 +186,6 @@ def _automodel(theirs: Mapping[str, Any]) -> Layout:
 
 def _plain(config: Mapping[Any, Any]) -> dict[str, Any]:
     return {str(key).removeprefix("fsdp_"): value for key, value in config.items()}
-
-
-def _above_one(value: Any) -> bool:
-    return _size(value) > 1
 
 
 def _size(value: Any) -> int:

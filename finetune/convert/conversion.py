@@ -130,8 +130,9 @@ def _convert_key(key: str, value: Any, known: Mapping[str, Counterpart], found: 
             found.ignored += [] if section.carry == "by-code" else [key]
             return  # an entry's own key is read with the entry
     if pair is None:
+        close = difflib.get_close_matches(key, [*known, *ours], n=1, cutoff=0.75)
         if value is not None:
-            found.add_difference(key, value, f"not known here{_ask(key, known)}")
+            found.add_difference(key, value, f"not known here{f'; did you mean {close[0]}?' if close else ''}")
     elif not pair.has_effect:
         found.ignored.append(key)
     elif value is None or value == "" or (pair.ours is None and value in (False, [], {}, "no", "none", 0)):
@@ -296,12 +297,6 @@ def _remove_contradictions(found: Conversion) -> None:
         del recipe["warmup_steps"]
     for key in [key for key, value in recipe.items() if value is None and recipe_keys()[key].default is None]:
         del recipe[key]
-
-
-def _ask(key: str, known: Mapping[str, Counterpart]) -> str:
-    """A question where `key` is close to one of theirs, or of ours."""
-    close = difflib.get_close_matches(key, [*known, *recipe_keys()], n=1, cutoff=0.75)
-    return f"; did you mean {close[0]}?" if close else ""
 
 
 def _resolve_references(value: Any, theirs: Mapping[str, Any], depth: int = 0) -> Any:

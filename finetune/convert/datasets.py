@@ -85,13 +85,6 @@ def take_factory_columns(entry: TheirEntry, is_chat: bool, method: str) -> dict[
     return keys
 
 
-def take_trl_columns(entry: TheirEntry) -> None:
-    """The columns that alignment-handbook selects of a data set, where all of them are recognized."""
-    columns = entry.unread.get("columns")
-    if isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
-        entry.take("columns")
-
-
 FORMATS = {
     "alpaca": "alpaca", "sharegpt": "sharegpt", "chat_template": None, "completion": "text", "pretrain": "text",
     "openai": "messages",
@@ -148,8 +141,9 @@ def _trl_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tup
         found.remarks.append(f"dataset_name: {shorten(by_name['path'])} is dropped: datasets is given too")
 
     def read(entry: TheirEntry) -> Sources:
-        if compares_answers(found):
-            take_trl_columns(entry)
+        columns = entry.unread.get("columns")  # that alignment-handbook selects
+        if compares_answers(found) and isinstance(columns, list) and set(columns) <= set(KNOWN_COLUMNS):
+            entry.take("columns")
         keys = {key: entry.take(key) for key in keys_of(DatasetSource) if key != "path"}  # ours are welcome too
         return make_sources(entry.paths(), **keys)
 

@@ -134,8 +134,9 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
     if method == "sft":
         _drop_unused("sft", found)
         losses = _losses("TRL", theirs) if tool == "TRL" else {}
-        if losses.keys() - {str(name) for name in SFT_LOSSES}:
-            found.add_difference("loss_type", theirs["loss_type"], "of supervised fine-tuning nll is the only one")
+        for name in losses.keys() - {"None", "nll", "chunked_nll"}:
+            note = "of supervised fine-tuning nll is the only one"
+            found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
         return
     recipe["method"] = method
     losses = _losses(tool, theirs)

@@ -3,7 +3,7 @@
 import fnmatch
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
@@ -184,11 +184,13 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
     if read_section(theirs, "dataloader").get("shuffle") is False:
         found.add_difference("dataloader.shuffle", False, IN_ORDER)
     size = read_section(theirs, "packed_sequence").get("packed_sequence_size") or 0
-    if size:
-        recipe |= {"packing": True, "max_length": size}
     length = read_section(theirs, "dataset").get("seq_length")
-    if length and not size:
-        recipe["max_length"] = length
+    if size or length:
+        recipe |= {"packing": True, "max_length": size} if size else {"max_length": length}
+    if size and length and length < size:
+        found.add_difference(
+            "dataset.seq_length", length, "a row is cut to it before it is packed there, to max_length here"
+        )
     if "max_steps" in recipe and "num_train_epochs" not in recipe:
         recipe["num_train_epochs"] = 1.0  # max_steps decides
     if theirs.get("wandb") and read_section(theirs, "wandb").get("enable", True):
@@ -214,75 +216,6 @@ LINEAR_LAYERS = {
 STRATEGIES = {"eval_strategy": ("no", "epoch"), "save_strategy": ("no", "epoch", "best")}
 
 LEAVE: Any = object()  # the default here does what they ask for
-
-
-def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> Any:
-    """Their value as ours; None where there is none, `LEAVE` where the default here is the same.
-
-    `recipe` has what is converted already; the learning rate is needed for a rate that is given as such.
-    """
-    match pair.carry:
-        case "same" | "lora-only":
-            return convert_number(value)
-        case "by-code":
-            return LEAVE
-        case "not":
-            return not value if isinstance(value, bool) else None
-        case "adapter":
-            return {"lora": True, "qlora": True, "full": False, "freeze": False}.get(str(value))
-        case "all-linear":
-            return "all-linear" if value else LEAVE
-        case "on-if-true":
-            return convert_number(value) if value else LEAVE
-        case "flag":
-            return True if value else LEAVE
-        case "targets":
-            return convert_targets(value)
-        case "schedule":
-            name = str(value).lower().rsplit(".", 1)[-1]
-            return SCHEDULES.get(name)
-        case "optimizer":
-            return convert_optimizer(str(value))
-        case "attention":
-            return _convert_attention(value)
-        case "tracker":
-            return _convert_tracker(pair, value)
-        case "dtype":
-            name = str(value).rsplit(".", 1)[-1]
-            return LEAVE if name == "auto" else DTYPES.get(name)
-        case "resume":
-            return "auto" if value is True else LEAVE if value in (False, "false") else str(value)
-        case "overlength":
-            return OVERLENGTH.get(str(value))
-        case "steps":
-            number = convert_number(value)
-            is_share = isinstance(number, float) and 0 < number < 1
-            return number if is_share else LEAVE if not number or number < 0 else int(number)
-        case "names":
-            return convert_names(value)
-        case "parameters":
-            names = convert_names(value)  # a tool's wrapper, which has no place in a parameter's name
-            return names and [name.replace("_checkpoint_wrapped_module.", "") for name in names]
-        case "module-patterns":
-            return _convert_patterns(value)
-        case "strategy":
-            name = "no" if value is False else str(value)
-            return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
-        case "warmup":
-            return convert_number(value)
-        case "schedule-argument":
-            return recipe.get("lr_scheduler_kwargs", {}) | {pair.theirs.rsplit(".", 1)[-1]: convert_number(value)}
-        case "min-rate":
-            rate = convert_number(recipe.get("learning_rate"))
-            return round(convert_number(value) / rate, 9) if rate else None
-        case "clip":
-            return convert_number(value) or "null"
-        case "bits":
-            return True if value in (4, 8) else None
-        case "quantizer":
-            return LEAVE if str(value) in ("bnb", "bitsandbytes") else None
-        case "betas":
-            return value if isinstance(value, list) and len(value) == 2 else None
 
 
 def read_section(theirs: Mapping[str, Any], key: str) -> dict[str, Any]:
@@ -371,3 +304,60 @@ def _convert_tracker(pair: Counterpart, value: Any) -> Any:
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     wanted = [tracker for tracker in TRACKERS for name in names if tracker in name.lower()]
     return wanted[0] if wanted else LEAVE
+
+
+def _convert_steps(value: Any) -> Any:
+    number = convert_number(value)
+    is_share = isinstance(number, float) and 0 < number < 1
+    return number if is_share else LEAVE if not number or number < 0 else int(number)
+
+
+def _convert_parameters(value: Any) -> list[str] | None:
+    names = convert_names(value)  # a tool's wrapper, which has no place in a parameter's name
+    return names and [name.replace("_checkpoint_wrapped_module.", "") for name in names]
+
+
+# How a value of theirs becomes ours, by the `carry` of its key: None where there is none.
+CONVERTERS: Mapping[str, Callable[[Any], Any]] = {
+    **dict.fromkeys(("same", "lora-only", "warmup"), convert_number),
+    "by-code": lambda value: LEAVE,
+    "not": lambda value: not value if isinstance(value, bool) else None,
+    "adapter": lambda value: {"lora": True, "qlora": True, "full": False, "freeze": False}.get(str(value)),
+    "all-linear": lambda value: "all-linear" if value else LEAVE,
+    "on-if-true": lambda value: convert_number(value) if value else LEAVE,
+    "flag": lambda value: True if value else LEAVE,
+    "targets": convert_targets,
+    "schedule": lambda value: SCHEDULES.get(str(value).lower().rsplit(".", 1)[-1]),
+    "optimizer": lambda value: convert_optimizer(str(value)),
+    "attention": _convert_attention,
+    "dtype": lambda value: {"auto": LEAVE, **DTYPES}.get(str(value).rsplit(".", 1)[-1]),
+    "resume": lambda value: "auto" if value is True else LEAVE if value in (False, "false") else str(value),
+    "overlength": lambda value: OVERLENGTH.get(str(value)),
+    "steps": _convert_steps,
+    "names": convert_names,
+    "parameters": _convert_parameters,
+    "module-patterns": _convert_patterns,
+    "clip": lambda value: convert_number(value) or "null",
+    "bits": lambda value: True if value in (4, 8) else None,
+    "quantizer": lambda value: LEAVE if str(value) in ("bnb", "bitsandbytes") else None,
+    "betas": lambda value: value if isinstance(value, list) and len(value) == 2 else None,
+}
+
+
+def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> Any:
+    """Their value as ours; None where there is none, `LEAVE` where the default here is the same.
+
+    `recipe` has what is converted already; the learning rate is needed for a rate that is given as such.
+    """
+    match pair.carry:
+        case "tracker":
+            return _convert_tracker(pair, value)
+        case "strategy":
+            name = "no" if value is False else str(value)
+            return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
+        case "schedule-argument":
+            return recipe.get("lr_scheduler_kwargs", {}) | {pair.theirs.rsplit(".", 1)[-1]: convert_number(value)}
+        case "min-rate":
+            rate = convert_number(recipe.get("learning_rate"))
+            return round(convert_number(value) / rate, 9) if rate else None
+    return CONVERTERS[pair.carry](value)

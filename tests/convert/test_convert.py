@@ -985,3 +985,12 @@ def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(converted: Co
     assert "in few bits" in refused(
         theirs.replace("{}", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") + "load_in_4bit: true\n", tmp_path
     )
+
+
+def test_a_row_that_is_cut_before_it_is_packed_and_a_loss_of_trl_are_listed(converted: Convert) -> None:
+    """Muse Glimmer's file packs rows of at most 1024 tokens into 16384; TRL's SFTConfig has dft beside nll."""
+    packed = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024}")
+    ours, said, _ = converted(packed + "packed_sequence: {packed_sequence_size: 16384}\n")
+    assert (ours["packing"], ours["max_length"]) == (True, 16384) and "dataset.seq_length: 1024" in said
+    _, said, _ = converted(TRL + "loss_type: dft\n")
+    assert 'loss_type: "dft"' in said
