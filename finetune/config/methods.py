@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from finetune.config.markers import FileOrName, SameOnResume
+from finetune.config.key_annotations import FileOrName, SameOnResume
 
 DEFAULT_METHOD = "sft"
 RowKind = Literal["answers", "pairs", "ratings"]

@@ -225,7 +225,7 @@ def _model_rule(name: str, *keys: str, **others: Any) -> Rule:
     return Rule(name=name, keys=keys, needs=("model",), **others)
 
 
-def _size_rule(name: str, *keys: str, **others: Any) -> Rule:
+def _model_layout_rule(name: str, *keys: str, **others: Any) -> Rule:
     """A rule on the model under a layout."""
     return Rule(name=name, keys=keys, needs=("layout", "model"), **others)
 
@@ -274,7 +274,7 @@ RULES: tuple[Rule, ...] = (
         message="use_liger_kernel: {name} is a vision-language model, with whose class Liger's kernels were not tried",
         fix={"use_liger_kernel": False},
     ),
-    _size_rule(
+    _model_layout_rule(
         "frozen tower without shards", "fsdp_sharding_strategy",
         when=lambda c: c.model.vision
         and c.layout.layout == "fsdp1" and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
@@ -282,13 +282,13 @@ RULES: tuple[Rule, ...] = (
         "model",
         advice="use FSDP2, or DDP",
     ),
-    _size_rule(
+    _model_layout_rule(
         "tensor parallelism of a vision-language model", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and c.model.vision,
         message="tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language model",
         fix={"tp_size": 1},
     ),
-    _size_rule(
+    _model_layout_rule(
         "sequence parallelism of a vision-language model", "cp_size", "sp_size",
         when=lambda c: c.layout.sequence_parallel_size > 1 and c.model.vision,
         message="cp_size, sp_size: not supported for {name}, a vision-language model", fix={"cp_size": 1},
@@ -320,20 +320,20 @@ RULES: tuple[Rule, ...] = (
         "({model.model_type})",
         advice="remove it", fix={"router_aux_loss_coef": None},
     ),
-    _size_rule(
+    _model_layout_rule(
         "expert parallelism of a dense model", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and not c.model.experts,
         message="expert_parallel_size: {layout.expert_parallel_size}: {name} is a dense model ({model.model_type})",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
-    _size_rule(
+    _model_layout_rule(
         "family of expert parallelism", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and c.model.model_type not in EP_FAMILIES,
         message="expert_parallel_size: {layout.expert_parallel_size}: not supported for {model.model_type}, the family "
         f"of {{name}}; it is tested with {', '.join(EP_FAMILIES)}",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
-    _size_rule(
+    _model_layout_rule(
         "experts over ranks", "expert_parallel_size", when=lambda c: c.model.experts % c.layout.expert_parallel_size,
         message="expert_parallel_size: {layout.expert_parallel_size}: a layer of {name} has {model.experts} "
         "experts, and {model.experts} / {layout.expert_parallel_size} is not a whole number",
@@ -341,7 +341,7 @@ RULES: tuple[Rule, ...] = (
         c.ranks // (c.layout.replicate_size or 1))),
         fix={"expert_parallel_size": 1},
     ),
-    _size_rule(
+    _model_layout_rule(
         "experts over shards", "expert_parallel_size",
         when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and _has_unsharded_experts(c),
         message=lambda c: f"expert_parallel_size: {c.layout.expert_parallel_size}: neither the "
@@ -350,19 +350,19 @@ RULES: tuple[Rule, ...] = (
         advice="choose another size", fix={"expert_parallel_size": 1},
     ),
     # Tensor parallelism
-    _size_rule(
+    _model_layout_rule(
         "family of tensor parallelism", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and not has_tp_family(c),
         message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the family of {name}; "
         f"only for {', '.join((*TP_FAMILIES, *GATHERED_FAMILIES))}",
         fix={"tp_size": 1},
     ),
-    _size_rule(
+    _model_layout_rule(
         "sizes under tensor parallelism", "tp_size",
         when=lambda c: c.layout.tensor_parallel_size > 1 and has_tp_family(c) and _find_uneven(c),
         message=_describe_uneven, advice=_advise_tp_size, fix={"tp_size": 1},
     ),
-    _size_rule(
+    _model_layout_rule(
         "rows of the vocabulary under tensor parallelism", "tp_size",
         when=lambda c: has_tp_family(c) and _has_rankless_rows(c),
         message="tp_size {layout.tensor_parallel_size}: {name} has vocab_size {model.vocabulary}, too few rows for "
@@ -370,7 +370,7 @@ RULES: tuple[Rule, ...] = (
         advice="set a smaller tp_size", fix={"tp_size": 1},
     ),
     # Sequences
-    _size_rule(
+    _model_layout_rule(
         "heads under sequence parallelism", "cp_size", "sp_size",
         when=lambda c: _count_local_heads(c) % c.layout.sequence_parallel_size, message=_describe_local_heads,
         advice=lambda c: f"set it to {list_divisors(_count_local_heads(c), 1)}",
@@ -398,18 +398,18 @@ RULES: tuple[Rule, ...] = (
         message="{name}: the layers of {model.model_type} do not keep documents apart",
         fix={"packing": False}, of_teacher=True,
     ),
-    _size_rule(
+    _model_layout_rule(
         "classes that are wrapped", "fsdp_transformer_layer_cls_to_wrap",
         when=_find_unknown_wraps, message=_describe_unknown_wraps,
         advice="name that class, or remove the key, and the class is found",
     ),
     # FP8
-    _size_rule(
+    _model_layout_rule(
         "FP8 of a mixture", "mixed_precision", when=lambda c: c.layout.fp8 is not None and c.model.experts,
         message="mixed_precision: fp8: {name} is a mixture of experts, which torchao does not multiply in FP8",
         fix={"mixed_precision": "bf16"},
     ),
-    _size_rule(
+    _model_layout_rule(
         "FP8 without a layer", "mixed_precision",
         when=lambda c: c.layout.fp8 is not None and not c.model.experts and not _has_fp8_layer(c),
         message="mixed_precision: fp8: {name} has no linear layer that can be multiplied in FP8: their sizes must be "

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 
-from finetune.config.markers import (
+from finetune.config.key_annotations import (
     NO_IN_YAML,
     FileName,
     FileOrName,

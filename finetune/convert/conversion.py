@@ -16,7 +16,6 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
 from finetune.convert.chat_templates import add_tokenizers_turns, set_template
 from finetune.convert.datasets import add_sources
-from finetune.convert.fit import fit_to_rules
 from finetune.convert.model_names import BITSANDBYTES_MODEL
 from finetune.convert.recognize import (
     Refusal,
@@ -28,6 +27,7 @@ from finetune.convert.recognize import (
     rename_v1,
 )
 from finetune.convert.rules import LEAVE, Conversion, adapt_tool, convert_number, convert_value, shorten
+from finetune.convert.runnable import make_runnable
 from finetune.convert.tool_keys import (
     DEFAULTS,
     FOUR_BIT_DEFAULTS,
@@ -93,7 +93,7 @@ def convert_file(source: Path) -> Conversion:
     _add_defaults(theirs, found)
     _add_layout(theirs, text, found)
     _remove_contradictions(found)
-    fit_to_rules(found)
+    make_runnable(found)
     order = list(recipe_keys())
     found.recipe = dict(sorted(found.recipe.items(), key=lambda item: order.index(item[0])))
     return found

@@ -994,3 +994,20 @@ def test_a_row_that_is_cut_before_it_is_packed_and_a_loss_of_trl_are_listed(conv
     assert (ours["packing"], ours["max_length"]) == (True, 16384) and "dataset.seq_length: 1024" in said
     _, said, _ = converted(TRL + "loss_type: dft\n")
     assert 'loss_type: "dft"' in said
+
+
+def test_what_a_schedule_and_a_decay_do_otherwise_is_said(converted: Convert) -> None:
+    """Automodel's OptimizerParamScheduler begins at a tenth of the rate; torch's AdamW decays every parameter."""
+    full = re.sub("peft: .*", "", AUTOMODEL) + "lr_scheduler: {lr_decay_style: cosine, lr_warmup_steps: 5}\n"
+    _, said, _ = converted(full)
+    assert "from a tenth of the rate there" in said and "norms and biases are decayed too there" in said
+    _, said, _ = converted(AUTOMODEL)  # adapters are matrices alone, and no schedule is a constant rate
+    assert "from a tenth of the rate" not in said and "decayed" not in said
+
+
+def test_a_mixture_that_is_dequantized_there_is_named_in_bf16_here(converted: Convert) -> None:
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "openai/gpt-oss-20b")
+    _, said, _ = converted(theirs + "model_quantization_config_kwargs: {dequantize: true}\n")
+    assert "openai/gpt-oss-20b is stored in MXFP4 and dequantized there; name a copy in bf16" in said
+    ours, said, _ = converted(theirs.replace("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"))
+    assert ours["model_name_or_path"] == "unsloth/gpt-oss-20b-BF16" and "MXFP4" not in said

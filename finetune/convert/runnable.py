@@ -48,7 +48,7 @@ SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert
 NO_LAYER = "no such layer in this family: nothing is adapted by that name there either"
 
 
-def fit_to_rules(found: Conversion) -> None:
+def make_runnable(found: Conversion) -> None:
     """Changes in the recipe what no run of it would take, with a line for each change; what no change resolves is left
     to do."""
     facts = find_facts(found.recipe)
