@@ -426,7 +426,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         vocabulary=sizes["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", family.tied)),
         query_key_value_bias=flag(family.query_key_value_bias),
-        output_bias=flag(family.output_bias),
+        output_bias=flag(family.query_key_value_bias if family.output_bias is None else family.output_bias),
         mlp_bias=flag(family.mlp_bias),
         family=family,
         facts=facts,

@@ -32,7 +32,7 @@ class Family:
     defaults: dict[str, int] = field(default_factory=dict)  # sizes that a config.json may omit
     tied: bool = False  # tie_word_embeddings where the config does not say
     query_key_value_bias: bool | Literal["attention_bias"] = False
-    output_bias: bool | Literal["attention_bias"] = False
+    output_bias: bool | Literal["attention_bias"] | None = None  # None: as the other three of attention
     attention_bias: bool = False  # where the config does not say
     mlp_bias: bool | Literal["mlp_bias"] = False
     query_key_norm: Literal["head", "all"] | None = None  # over each head, or over all heads together
@@ -48,244 +48,136 @@ class Family:
     norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalized input is kept in fp32
 
 
-SANDWICH = ("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm")
-AFTER = ("post_attention_layernorm", "post_feedforward_layernorm")
-GEMMA_2_SIZES = {
-    "hidden_size": 2304,
-    "intermediate_size": 9216,
-    "num_hidden_layers": 26,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-}
-SIZES_7B = {
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "vocab_size": 32000,
-}
-QWEN_SIZES = SIZES_7B | {"intermediate_size": 22016, "vocab_size": 151936, "num_key_value_heads": 32}
-QWEN_MOE_SIZES = {"hidden_size": 2048, "num_hidden_layers": 24, "vocab_size": 151936}
+def _sizes(
+    hidden: int, intermediate: int, layers: int, heads: int, key_value_heads: int | None, vocabulary: int, **others: int
+) -> dict[str, int]:
+    """The sizes that every family has, by the keys of config.json, and `others`."""
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        **({} if key_value_heads is None else {"num_key_value_heads": key_value_heads}),
+        "vocab_size": vocabulary,
+        **others,
+    }
+
+
+SIZES_7B = _sizes(4096, 11008, 32, 32, None, 32000)
+QWEN_SIZES = _sizes(4096, 22016, 32, 32, 32, 151936)
 SHARED_EXPERTS = MixtureKeys(
     experts="n_routed_experts", shared_count="n_shared_experts", first_are_dense=True, routes_in_fp32=True
 )
+# What several families share.
+LLAMA = Family(
+    decoder_layer="LlamaDecoderLayer",
+    defaults=SIZES_7B,
+    query_key_value_bias="attention_bias",
+    mlp_bias="mlp_bias",
+)
+GEMMA_2 = Family(
+    decoder_layer="Gemma2DecoderLayer",
+    defaults=_sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256),
+    tied=True,
+    query_key_value_bias="attention_bias",
+    caps_scores=True,
+    norms=("input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    norm_keeps_fp32=True,
+)
+OLMO_2 = Family(
+    decoder_layer="Olmo2DecoderLayer",
+    defaults=SIZES_7B | {"vocab_size": 50304},
+    query_key_value_bias="attention_bias",
+    query_key_norm="all",
+    norms=("post_attention_layernorm", "post_feedforward_layernorm"),
+    norm_after=True,
+    norm_keeps_fp32=True,
+)
+QWEN_2 = Family(decoder_layer="Qwen2DecoderLayer", defaults=QWEN_SIZES, query_key_value_bias=True, output_bias=False)
+QWEN_3 = Family(
+    decoder_layer="Qwen3DecoderLayer",
+    defaults=QWEN_SIZES | {"head_dim": 128},
+    query_key_value_bias="attention_bias",
+    query_key_norm="head",
+)
 
 FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        decoder_layer="LlamaDecoderLayer",
-        defaults=SIZES_7B,
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "mistral": Family(
-        decoder_layer="MistralDecoderLayer",
-        defaults=SIZES_7B | {"intermediate_size": 14336, "num_key_value_heads": 8},
-    ),
-    "qwen2": Family(decoder_layer="Qwen2DecoderLayer", defaults=QWEN_SIZES, query_key_value_bias=True),
-    "qwen3": Family(
-        decoder_layer="Qwen3DecoderLayer",
-        defaults=QWEN_SIZES | {"head_dim": 128},
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        query_key_norm="head",
-    ),
+    "llama": LLAMA,
+    "mistral": Family(decoder_layer="MistralDecoderLayer", defaults=_sizes(4096, 14336, 32, 32, 8, 32000)),
+    "qwen2": QWEN_2,
+    "qwen3": QWEN_3,
     "gemma": Family(
         decoder_layer="GemmaDecoderLayer",
-        defaults={
-            "hidden_size": 3072,
-            "intermediate_size": 24576,
-            "num_hidden_layers": 28,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "head_dim": 256,
-            "vocab_size": 256000,
-        },
+        defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256),
         tied=True,
         query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
         norm_keeps_fp32=True,
     ),
-    "gemma2": Family(
-        decoder_layer="Gemma2DecoderLayer",
-        caps_scores=True,
-        defaults=GEMMA_2_SIZES | {"vocab_size": 256000},
-        tied=True,
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        norms=SANDWICH,
-        norm_keeps_fp32=True,
-    ),
-    "gemma3_text": Family(
+    "gemma2": GEMMA_2,
+    "gemma3_text": replace(
+        GEMMA_2,
         decoder_layer="Gemma3DecoderLayer",
-        defaults=GEMMA_2_SIZES | {"vocab_size": 262208},
-        tied=True,
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
+        defaults=GEMMA_2.defaults | {"vocab_size": 262208},
+        caps_scores=False,
         query_key_norm="head",
-        norms=SANDWICH,
-        norm_keeps_fp32=True,
     ),
-    "phi3": Family(
-        decoder_layer="Phi3DecoderLayer",
-        defaults=SIZES_7B | {"hidden_size": 3072, "intermediate_size": 8192, "vocab_size": 32064},
-        fused=True,
+    "phi3": Family(decoder_layer="Phi3DecoderLayer", defaults=_sizes(3072, 8192, 32, 32, None, 32064), fused=True),
+    "granite": replace(LLAMA, decoder_layer="GraniteDecoderLayer"),
+    "smollm3": replace(
+        LLAMA, decoder_layer="SmolLM3DecoderLayer", defaults=_sizes(2048, 11008, 36, 16, 4, 128256), tied=True
     ),
-    "granite": Family(
-        decoder_layer="GraniteDecoderLayer",
-        defaults=SIZES_7B,
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "smollm3": Family(
-        decoder_layer="SmolLM3DecoderLayer",
-        defaults={
-            "hidden_size": 2048,
-            "intermediate_size": 11008,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 4,
-            "vocab_size": 128256,
-        },
-        tied=True,
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        mlp_bias="mlp_bias",
-    ),
-    "olmo2": Family(
-        decoder_layer="Olmo2DecoderLayer",
-        defaults=SIZES_7B | {"vocab_size": 50304},
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        query_key_norm="all",
-        norms=AFTER,
-        norm_after=True,
-        norm_keeps_fp32=True,
-    ),
-    "olmo3": Family(
-        decoder_layer="Olmo3DecoderLayer",
-        defaults=SIZES_7B | {"vocab_size": 50304},
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        query_key_norm="all",
-        norms=AFTER,
-        norm_after=True,
-        norm_keeps_fp32=True,
-    ),
+    "olmo2": OLMO_2,
+    "olmo3": replace(OLMO_2, decoder_layer="Olmo3DecoderLayer"),
     "mixtral": Family(
         decoder_layer="MixtralDecoderLayer",
-        defaults=SIZES_7B
-        | {"intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+        defaults=_sizes(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
         mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size"),
     ),
     "olmoe": Family(
         decoder_layer="OlmoeDecoderLayer",
-        defaults={
-            "hidden_size": 2048,
-            "intermediate_size": 2048,
-            "num_hidden_layers": 16,
-            "num_attention_heads": 16,
-            "vocab_size": 50304,
-            "num_experts": 64,
-            "num_experts_per_tok": 8,
-        },
+        defaults=_sizes(2048, 2048, 16, 16, None, 50304, num_experts=64, num_experts_per_tok=8),
         query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
         query_key_norm="all",
         mixture=MixtureKeys(intermediate="intermediate_size"),
     ),
-    "qwen2_moe": Family(
+    "qwen2_moe": replace(
+        QWEN_2,
         decoder_layer="Qwen2MoeDecoderLayer",
-        defaults=QWEN_MOE_SIZES
-        | {
-            "intermediate_size": 5632,
-            "num_attention_heads": 16,
-            "num_key_value_heads": 16,
-            "num_experts": 60,
-            "num_experts_per_tok": 4,
-            "moe_intermediate_size": 1408,
-            "shared_expert_intermediate_size": 5632,
-        },
-        query_key_value_bias=True,
+        defaults=_sizes(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
+        | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
         mixture=MixtureKeys(shared="shared_expert_intermediate_size", some_are_dense=True),
     ),
-    "qwen3_moe": Family(
+    "qwen3_moe": replace(
+        QWEN_3,
         decoder_layer="Qwen3MoeDecoderLayer",
-        defaults=QWEN_MOE_SIZES
-        | {
-            "intermediate_size": 6144,
-            "num_attention_heads": 32,
-            "num_key_value_heads": 4,
-            "num_experts": 128,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 768,
-        },
-        query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
-        query_key_norm="head",
+        defaults=_sizes(2048, 6144, 24, 32, 4, 151936, num_experts=128, num_experts_per_tok=8)
+        | {"moe_intermediate_size": 768},
         mixture=MixtureKeys(some_are_dense=True),
     ),
     "glm4_moe": Family(
         decoder_layer="Glm4MoeDecoderLayer",
-        defaults={
-            "hidden_size": 4096,
-            "intermediate_size": 10944,
-            "num_hidden_layers": 46,
-            "num_attention_heads": 96,
-            "num_key_value_heads": 8,
-            "vocab_size": 151552,
-            "n_routed_experts": 128,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 1408,
-            "first_k_dense_replace": 1,
-        },
+        defaults=_sizes(4096, 10944, 46, 96, 8, 151552, n_routed_experts=128, n_shared_experts=1)
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
         query_key_value_bias="attention_bias",
+        output_bias=False,
         query_key_norm="head",
         query_key_norm_key="use_qk_norm",
         mixture=SHARED_EXPERTS,
     ),
     "deepseek_v3": Family(
         decoder_layer="DeepseekV3DecoderLayer",
-        defaults={
-            "hidden_size": 7168,
-            "intermediate_size": 18432,
-            "num_hidden_layers": 61,
-            "num_attention_heads": 128,
-            "vocab_size": 129280,
-            "n_routed_experts": 256,
-            "n_shared_experts": 1,
-            "num_experts_per_tok": 8,
-            "moe_intermediate_size": 2048,
-            "first_k_dense_replace": 3,
-            "q_lora_rank": 1536,
-            "kv_lora_rank": 512,
-            "qk_rope_head_dim": 64,
-            "qk_nope_head_dim": 128,
-            "v_head_dim": 128,
-        },
+        defaults=_sizes(7168, 18432, 61, 128, None, 129280, n_routed_experts=256, n_shared_experts=1)
+        | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
+        | {"q_lora_rank": 1536, "kv_lora_rank": 512}
+        | {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
         query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
         latent_attention=True,
         mixture=SHARED_EXPERTS,
     ),
     "gpt_oss": Family(
         decoder_layer="GptOssDecoderLayer",
-        defaults={
-            "hidden_size": 2880,
-            "intermediate_size": 2880,
-            "num_hidden_layers": 36,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "head_dim": 64,
-            "vocab_size": 201088,
-            "num_local_experts": 128,
-            "num_experts_per_tok": 4,
-        },
+        defaults=_sizes(2880, 2880, 36, 64, 8, 201088, head_dim=64, num_local_experts=128, num_experts_per_tok=4),
         query_key_value_bias="attention_bias",
-        output_bias="attention_bias",
         attention_bias=True,
         sinks=True,
         norm_keeps_fp32=True,
@@ -302,16 +194,7 @@ FAMILIES: dict[str, Family] = {
 # The language models of vision-language ones that transformers has no class of their own for.
 VISION_FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": replace(
-        FAMILIES["qwen2"],
-        decoder_layer="Qwen2_5_VLDecoderLayer",
-        defaults={
-            "hidden_size": 8192,
-            "intermediate_size": 29568,
-            "num_hidden_layers": 80,
-            "num_attention_heads": 64,
-            "num_key_value_heads": 8,
-            "vocab_size": 152064,
-        },
+        QWEN_2, decoder_layer="Qwen2_5_VLDecoderLayer", defaults=_sizes(8192, 29568, 80, 64, 8, 152064)
     ),
-    "qwen3_vl_text": replace(FAMILIES["qwen3"], decoder_layer="Qwen3VLTextDecoderLayer"),
+    "qwen3_vl_text": replace(QWEN_3, decoder_layer="Qwen3VLTextDecoderLayer"),
 }
