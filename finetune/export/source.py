@@ -25,7 +25,6 @@ from finetune.config.schema import Quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
 from finetune.export import torch_files
-from finetune.export.dcp_metadata import METADATA
 from finetune.export.read_ahead import FSDP_FOLDER
 from finetune.files.hub import download_file, download_folder, find_local_folder
 from finetune.files.run_json import load_json
@@ -205,7 +204,7 @@ def _add_base(source: Source, config: dict[str, Any], revision: str | None) -> S
 def _read_foreign_tensors(path: Path) -> tuple[dict[str, StoredTensor], bool]:
     """The tensors in a folder of another tool, and whether their names may have a prefix."""
     for folder in (path, path / FSDP_FOLDER):
-        if (folder / METADATA).exists():
+        if (folder / torch_files.METADATA).exists():
             return torch_files.read_dcp_folder(folder), True
     if any(path.glob("*.safetensors")):
         return read_folder(path), False

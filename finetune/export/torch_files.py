@@ -2,10 +2,10 @@
 
 Two kinds: a `torch.distributed.checkpoint` folder (`.metadata` and `*.distcp`) and a whole state dict (`*.bin`,
 `*.pt`). Both keep the values as plain, uncompressed records, which are read like safetensors, slice by slice, once it
-is known where they lie. Finding that is left to torch's weights-only loader over a memory map. Damage can make it ask
-for any amount of memory or crash, so it runs in a process of its own, `python -m finetune.export.torch_files PATH...`,
-with limited memory and time. The answer is one JSON object on stdout: `tensors` and `sizes`, or an `error` for the
-user.
+is known where they lie. Finding that is left to torch's weights-only loader over a memory map; `.metadata`, which it
+does not read, to an unpickler that imports and calls nothing. Damage can make them ask for any amount of memory or
+crash, so they run in a process of their own, `python -m finetune.export.torch_files PATH...`, with limited memory and
+time. The answer is one JSON object on stdout: `tensors` and `sizes`, or an `error` for the user.
 """
 
 import gc
@@ -13,7 +13,7 @@ import io
 import json
 import mmap
 import os
-import pickle  # for the name of an error: torch's weights-only loader reads
+import pickle  # read through _MetadataReader alone, which admits no code
 import resource
 import signal
 import subprocess
@@ -22,15 +22,17 @@ import warnings
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, cast
+from types import MappingProxyType
+from typing import Any, NoReturn, TypeGuard, cast
 
 import torch
 from torch import _weights_only_unpickler
 
 import finetune
 from finetune.errors import UserError
-from finetune.export.dcp_metadata import METADATA, MetadataIndex, StorageInfo, read_metadata
 from finetune.files.tensors import StoredPart, StoredTensor, join_parts
+
+METADATA = ".metadata"
 
 
 class MappedFile:
@@ -254,48 +256,104 @@ def _limit_resources() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
+class _StandIn:
+    """In place of a class of torch's: keeps its attributes as a mapping, and runs nothing."""
+
+    attributes: Mapping[str, Any] = MappingProxyType({})
+
+    def __new__(cls, *_: object) -> Any:
+        return super().__new__(cls)
+
+    def __setstate__(self, state: object) -> None:
+        self.attributes = state if isinstance(state, dict) else {}
+
+
+_DCP = "torch.distributed.checkpoint"
+# The only names that DCP writes, and what is called for each.
+_STAND_INS: Mapping[tuple[str, str], type] = {
+    **{(f"{_DCP}.metadata", name): _StandIn for name in ("Metadata", "MetadataIndex", "StorageMeta")},
+    **{(f"{_DCP}.metadata", f"{name}StorageMetadata"): _StandIn for name in ("Tensor", "Bytes", "Chunk")},
+    **{(f"{_DCP}.metadata", name): _StandIn for name in ("TensorProperties", "_MEM_FORMAT_ENCODING")},
+    (f"{_DCP}.filesystem", "_StorageInfo"): _StandIn,
+    ("torch.serialization", "_get_layout"): _StandIn,
+    ("builtins", "getattr"): _StandIn,  # Python 3.11.0 to 3.11.3 wrote the members of an enumeration by it
+    **{(module, f"{kind}Path"): _StandIn for module in ("pathlib", "pathlib._local") for kind in ("Posix", "Windows")},
+    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _MetadataReader(pickle.Unpickler):
+    """Gives a stand-in for each name that DCP writes; any other name stops it."""
+
+    def find_class(self, module: str, name: str) -> type:
+        if module == "torch" and isinstance(vars(torch).get(name), torch.dtype):
+            return _StandIn
+        if (module, name) not in _STAND_INS:
+            raise UserError(f"wants to import {module}.{name}, which no checkpoint needs; do not trust this folder")
+        return _STAND_INS[module, name]
+
+
+def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
+    """The `storage_data` and `state_dict_metadata` of a DCP folder, their contents unchecked. No code of the file's is
+    run.
+
+    Raises `UserError` where it asks for anything but DCP's own classes, is damaged or describes no checkpoint.
+    """
+    path = folder / METADATA
+    try:
+        found = getattr(_MetadataReader(io.BytesIO(path.read_bytes())).load(), "attributes", {})
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except UserError as refusal:
+        raise UserError(f"{path}: {refusal}") from None
+    except MemoryError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
+        raise UserError(f"{path}: damaged ({type(error).__name__}); copy it again") from None
+    if not all(isinstance(found.get(name), dict) for name in ("storage_data", "state_dict_metadata")):
+        raise UserError(f"{path}: does not describe a checkpoint")
+    return found
+
+
 def _dcp_folder(folder: Path) -> dict[str, Any]:
     """Every part of every tensor in a DCP folder, and the sizes that its metadata states."""
     metadata = read_metadata(folder)
     opened: dict[Path, MappedFile] = {}
-    tensors = [
-        _dcp_part(folder, index, info, opened)
-        for index, info in metadata.storage_data.items()
-        if getattr(index, "offset", None) is not None  # else a number, a string, a list: none of the weights
-    ]
-    sizes = {
-        name: getattr(description, "size", None)
-        for name, description in metadata.state_dict_metadata.items()
-        if isinstance(name, str) and _are_lengths(getattr(description, "size", None))
-    }
+    parts = [(_attributes(index), _attributes(info)) for index, info in metadata["storage_data"].items()]
+    # One without an offset is a number, a string, a list: none of the weights.
+    tensors = [_dcp_part(folder, index, info, opened) for index, info in parts if index.get("offset") is not None]
+    described = {name: _attributes(each).get("size") for name, each in metadata["state_dict_metadata"].items()}
+    sizes = {name: size for name, size in described.items() if isinstance(name, str) and _are_lengths(size)}
     return {"tensors": tensors, "sizes": sizes}
 
 
-def _dcp_part(folder: Path, index: Any, info: Any, opened: dict[Path, MappedFile]) -> Place:
+def _attributes(value: Any) -> Mapping[str, Any]:
+    return value.attributes if isinstance(value, _StandIn) else {}
+
+
+def _dcp_part(folder: Path, index: Mapping[str, Any], info: Mapping[str, Any], opened: dict[Path, MappedFile]) -> Place:
     """A tensor's part in a .distcp file: a small torch file of its own between two offsets."""
-    where = folder / METADATA
-    name, file_name = getattr(index, "fqn", None), getattr(info, "relative_path", None)
-    offset, length = getattr(info, "offset", -1), getattr(info, "length", -1)
-    if not isinstance(index, MetadataIndex) or not isinstance(info, StorageInfo):
-        raise UserError(f"{where}: an entry that does not place a tensor")
+    where, offsets = folder / METADATA, index["offset"]
+    name, file_name, place = index.get("fqn"), info.get("relative_path"), (info.get("offset"), info.get("length"))
     if not isinstance(name, str) or not isinstance(file_name, str):
         raise UserError(f"{where}: an entry without a name or a file")
     if Path(file_name).name != file_name or not file_name.isprintable():
         raise UserError(f"{where}: {name}: its file {file_name!r} leads out of the folder")
-    if not _are_lengths((offset, length)) or not _are_lengths(index.offset):
+    if not _are_lengths(place) or not _are_lengths(offsets):
         raise UserError(f"{where}: {name}: its place in {file_name} is not valid")
-    if getattr(info, "transform_descriptors", None):
-        raise UserError(f"{where}: {name}: written through {info.transform_descriptors}; save it without extensions")
+    if extensions := info.get("transform_descriptors"):
+        raise UserError(f"{where}: {name}: written through {extensions}; save it without extensions")
     path = folder / file_name
     if path not in opened:
         opened[path] = MappedFile(path, f"{path}: {name}: its file is missing or")
-    archive = Archive(opened[path], offset, length, f"{path}: {name}")
+    archive = Archive(opened[path], place[0], place[1], f"{path}: {name}")
     content = archive.load()
-    if not isinstance(content, torch.Tensor) or content.dim() != len(index.offset):
-        raise UserError(f"{path}: {name}: holds no tensor of {len(index.offset)} dimensions")
-    place = _place(path, name, content, archive, index.offset)
+    if not isinstance(content, torch.Tensor) or content.dim() != len(offsets):
+        raise UserError(f"{path}: {name}: holds no tensor of {len(offsets)} dimensions")
+    found = _place(path, name, content, archive, offsets)
     opened[path].release()
-    return place
+    return found
 
 
 def _torch_file(path: Path) -> list[Place]:
@@ -334,7 +392,7 @@ def _place(path: Path, name: str, tensor: torch.Tensor, archive: Archive, offset
     return name, str(tensor.dtype).removeprefix("torch."), path.name, position, offsets, tuple(tensor.shape)
 
 
-def _are_lengths(value: Any) -> bool:
+def _are_lengths(value: Any) -> TypeGuard[tuple[int, ...]]:
     return isinstance(value, tuple) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
