@@ -31,7 +31,7 @@ UNPICKLING_CALLS |= {"dist.all_gather_object", "dist.gather_object", "dist.scatt
 
 # Files that torch wrote with pickle, for export only and never of a checkpoint: through unpicklers that admit no
 # code (tests/export/test_torch_files.py holds it to that).
-ADMITTED = {"finetune/export/dcp_metadata.py": {"pickle"}, "finetune/export/torch_files.py": {"pickle"}}
+ADMITTED = {"finetune/export/torch_files.py": {"pickle"}}
 
 
 def unpickling(source: str) -> Iterator[str]:
