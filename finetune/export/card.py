@@ -17,7 +17,7 @@ from finetune.console.metrics import describe_missing, find_divergence, losses_o
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE, PROCESSOR_FILES
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
-from finetune.export.options import ExportOptions
+from finetune.export.publish import ExportOptions
 from finetune.export.source import Source
 from finetune.export.target import TargetModel
 from finetune.export.write import Weights

@@ -4,16 +4,13 @@ import argparse
 import ctypes
 import gc
 import signal
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
-from finetune.export.options import ExportOptions, check_request
-from finetune.export.publish import push_folder
-from finetune.export.read_ahead import read_weights_ahead
+from finetune.export.publish import ExportOptions, check_request, push_folder
 from finetune.export.reload_process import start_reload
 
 EXIT_NOT_PUSHED = 1
@@ -34,17 +31,20 @@ def export_command(arguments: argparse.Namespace) -> int:
         merge_onto=arguments.merge_onto,
     )
     check_request(source, output, options)
-    _use_one_arena()
+    if hasattr(ctypes.CDLL(None), "mallopt"):  # glibc's: else each thread keeps freed blocks in a heap of its own
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     with ExitStack() as beside:
         beside.enter_context(exit_on_signals())
-        beside.enter_context(read_weights_ahead(source))
         reload = beside.enter_context(start_reload()) if options.verify and options.model else None
-        with _imports_uncollected(), ThreadPoolExecutor(max_workers=1) as pool:
+        gc.disable()  # it would walk through half a million objects that imports make, a third of their time
+        with ThreadPoolExecutor(max_workers=1) as pool:
             from finetune.export.source import open_source
 
             importing = pool.submit(_import_export)  # opening waits meanwhile: for the disk, or a process that imports
             opened = open_source(source, base_model=arguments.base_model)
             export_source = importing.result()
+        gc.freeze()
+        gc.enable()
         exported = export_source(opened, output, options, reload=reload)
     if arguments.push_to_hub is not None and not push_folder(exported, arguments.push_to_hub):
         return EXIT_NOT_PUSHED
@@ -58,32 +58,6 @@ def _import_export() -> Callable[..., Path]:
 
     import_transformers()
     return export_source
-
-
-def _use_one_arena() -> None:
-    """Makes all threads allocate from one heap, where malloc is glibc's: else each keeps freed blocks in a heap of its
-    own."""
-    if sys.platform == "linux":
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if mallopt is not None:
-            mallopt(M_ARENA_MAX, 1)
-
-
-@contextmanager
-def _imports_uncollected() -> Iterator[None]:
-    """Keeps Python's garbage collector from what is imported in this block: it would take a third of the time.
-
-    Imports make half a million objects that stay, through which it would walk again and again, and once more at the
-    end.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        if was_enabled:
-            gc.enable()
 
 
 @contextmanager

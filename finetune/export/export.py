@@ -12,8 +12,7 @@ from finetune.errors import UserError
 from finetune.export.card import has_tokenizer, write_metadata
 from finetune.export.merge import refuse_idle
 from finetune.export.merge_choice import choose_merge
-from finetune.export.options import ExportOptions, MergeOnto, check_request
-from finetune.export.publish import check_disk_space, publish, push_folder
+from finetune.export.publish import ExportOptions, MergeOnto, check_disk_space, check_request, publish, push_folder
 from finetune.export.reload_process import ReloadProcess
 from finetune.export.source import Source, open_source
 from finetune.export.target import describe_target

@@ -11,10 +11,9 @@ import torch
 
 from finetune.config.pretrained_adapter import why_unsupported
 from finetune.errors import UserError
-from finetune.export.blocks import Value, as_floating, match_tensors, stored_value
-from finetune.export.options import ExportOptions, MergeOnto
+from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
-from finetune.export.target import TargetModel
+from finetune.export.target import TargetModel, Value, as_floating, match_tensors, stored_value
 from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_slice
 from finetune.models.moe.adapters import AdaptedParameter, find_adapted_parameters
 from finetune.models.quantized.base import quantize_whole

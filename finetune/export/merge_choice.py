@@ -1,7 +1,7 @@
 """Which base an adapter that was trained on a quantized one is merged onto: measured, on rows of the run."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +14,11 @@ from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.data.examples import Examples
 from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
-from finetune.export.blocks import Value, cast_rows
 from finetune.export.logits import Rows, stream
 from finetune.export.merge import choose_written_dtype, find_quantized, find_stored, make_dequantizer, plan_values
-from finetune.export.options import ExportOptions, MergeOnto
+from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Source
-from finetune.export.target import TargetModel
+from finetune.export.target import TargetModel, Value, cast_rows
 from finetune.files.durable import replace_file
 from finetune.files.run_json import parse_json, read_bounded
 from finetune.models.head.chunks import LogitTransform
@@ -52,19 +51,11 @@ class ComparisonRows:
 def write_comparison_rows(folder: Path, examples: Examples, *, held_out: bool) -> None:
     """Writes the first of `examples` that have a label within ROW_TOKENS, at most MAX_TOKENS in all; of pairs, chosen
     sides."""
-    examples = examples.answers()
-    rows: list[dict[str, list[int]]] = []
-    longest = 0
-    for example_id in range(len(examples)):
-        example = examples[example_id]
-        ids, labels = example.input_ids[:ROW_TOKENS], example.labels[:ROW_TOKENS]
-        if not (labels != IGNORE_INDEX).any():
-            continue
-        longest = max(longest, len(ids))
-        if rows and (len(rows) + 1) * longest > MAX_TOKENS:
-            break
-        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
-    replace_file(folder / ROWS_FILE, json.dumps({"held_out": held_out, "rows": rows}) + "\n")
+    each = (examples.answers()[number] for number in range(len(examples.answers())))
+    cut = ((example.input_ids[:ROW_TOKENS], example.labels[:ROW_TOKENS]) for example in each)
+    rows = _take_within((row for row in cut if (row[1] != IGNORE_INDEX).any()), MAX_TOKENS)
+    written = [{"input_ids": ids.tolist(), "labels": labels.tolist()} for ids, labels in rows]
+    replace_file(folder / ROWS_FILE, json.dumps({"held_out": held_out, "rows": written}) + "\n")
 
 
 def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) -> ComparisonRows | None:
@@ -77,14 +68,14 @@ def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) 
         return None
     try:
         content = parse_json(read_bounded(folder / ROWS_FILE))
-        rows = [(_as_ids(row["input_ids"]), _as_ids(row["labels"])) for row in content["rows"]]
+        rows = [(torch.tensor(row["input_ids"]), torch.tensor(row["labels"])) for row in content["rows"]]
         held_out = content["held_out"] is True
         are_rows = all(_is_row(ids, labels, vocabulary) for ids, labels in rows)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, OverflowError):
         are_rows = False
     if not are_rows:
         raise UserError(f"{folder / ROWS_FILE}: damaged; remove it, and decide with --merge-onto")
-    rows = _first_within(rows, min(MAX_TOKENS, max(MIN_TOKENS, int(FLOP_BUDGET / (2 * parameters)))))
+    rows = _take_within(rows, min(MAX_TOKENS, max(MIN_TOKENS, int(FLOP_BUDGET / (2 * parameters)))))
     if not rows:
         return None
     pad = torch.nn.utils.rnn.pad_sequence
@@ -96,30 +87,25 @@ def read_comparison_rows(folder: Path | None, parameters: int, vocabulary: int) 
     )
 
 
-Row = tuple[torch.Tensor, torch.Tensor]
+Row = tuple[Any, Any]  # ids and labels, of one length
 
 
-def _first_within(rows: Sequence[Row], tokens: int) -> list[Row]:
-    longest = 0
-    for count, (ids, _) in enumerate(rows):
-        longest = max(longest, len(ids))
-        if count and (count + 1) * longest > tokens:
-            return list(rows[:count])
-    return list(rows)
+def _take_within(rows: Iterable[Row], tokens: int) -> list[Row]:
+    """The first of `rows`, one at least, as many as have at most `tokens` together when they are padded."""
+    taken, longest = list[Row](), 0
+    for row in rows:
+        longest = max(longest, len(row[0]))
+        if taken and (len(taken) + 1) * longest > tokens:
+            break
+        taken.append(row)
+    return taken
 
 
 def _is_row(ids: torch.Tensor, labels: torch.Tensor, vocabulary: int) -> bool:
     labeled = labels[labels != IGNORE_INDEX]
-    return (
-        ids.shape == labels.shape
-        and ids.numel() > 0
-        and labeled.numel() > 0
-        and all(int(each.min()) >= 0 and int(each.max()) < vocabulary for each in (ids, labeled))
-    )
-
-
-def _as_ids(value: Any) -> torch.Tensor:
-    return torch.tensor([int(each) for each in value], dtype=torch.int64)
+    numbers = torch.cat([ids, labeled])
+    are_ids = numbers.dtype == torch.int64 and len(labeled) > 0 and 0 <= int(numbers.min()) <= int(numbers.max())
+    return ids.shape == labels.shape and are_ids and int(numbers.max()) < vocabulary
 
 
 TRAINED = "trained"  # the quantized base with the adapter beside it

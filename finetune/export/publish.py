@@ -1,17 +1,60 @@
-"""Publishing an export: its folder appears whole or not at all, and then goes to the hub where that is asked for."""
+"""The folder that an export makes: what is asked of it, checked without torch; how it appears whole or not at all; and
+its way to the hub."""
 
 import os
 import shlex
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.files import durable
-from finetune.units import disk_size
+from finetune.units import disk_size, read_size
+
+DTYPES = ("float32", "bfloat16", "float16")
+MergeOnto = Literal["original", "dequantized"]  # the base that an adapter trained on a quantized one is merged onto
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportOptions:
+    """What of a source is exported, and how."""
+
+    dtype: str | None = None  # None: the base model's
+    max_shard_size: str = "5GB"
+    verify: bool = True
+    overwrite: bool = False
+    model: bool = True  # LoRA: the merged model
+    adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
+    trust_remote_code: bool = False
+    merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
+
+
+def check_request(source: Path, output: Path, options: ExportOptions) -> None:
+    """Raises `UserError` where the export could only fail, whatever `source` holds.
+
+    First restores exports that a killed process was replacing: one of them may be `source`.
+    """
+    durable.restore_exports(source)
+    for place in (source, output):
+        durable.restore_folder(place)
+    if not source.exists():
+        raise UserError(f"{source}: no such folder; give a run's folder or a checkpoint")
+    if source.is_file():
+        raise UserError(f"{source}: a file; give the folder that holds it")
+    if options.dtype not in (None, *DTYPES):
+        raise UserError(f"--dtype: {options.dtype}: one of {', '.join(DTYPES)} is expected")
+    try:
+        read_size(options.max_shard_size)
+    except UserError as error:
+        raise UserError(f"--max-shard-size: {error}") from None
+    if options.merge_onto is not None and not options.model:
+        raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
+    check_destination(output, options.overwrite)
 
 
 @contextmanager

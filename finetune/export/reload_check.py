@@ -23,10 +23,8 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from finetune.errors import UserError
-from finetune.export.blocks import raw_bytes, row_blocks
 from finetune.export.logits import stream_logits
-from finetune.export.read_ahead import read_ahead
-from finetune.export.target import TargetModel, describe_target, import_transformers
+from finetune.export.target import TargetModel, describe_target, import_transformers, raw_bytes, row_blocks
 from finetune.files.safetensors_header import HeaderEntry, read_header
 from finetune.files.tensors import SINGLE_FILE
 from finetune.models.load import auto_class_of
@@ -35,6 +33,9 @@ from finetune.models.weights import Slices, boxes_of_parameters
 # How much of a file is read before it is reopened. Rows are a memory map of safetensors', whose pages count as
 # resident.
 MAPPED_BYTES = 16 * 1024 * 1024
+BUFFER_BYTES = 1024 * 1024  # what fits a core's cache is copied fastest
+# filled by one call, all of them the same: between calls a thread that imports holds Python's lock for milliseconds
+BUFFERS = 32
 Wait = Callable[[str, int], object]  # (file, end): returns once the first `end` bytes of it are on disk
 
 Result = TypeVar("Result")
@@ -146,7 +147,7 @@ class DiskProgress:
     def _follow(self, lines: Iterable[str]) -> None:
         for line in lines:
             said = json.loads(line)
-            read_ahead(self._folder / said["file"], self._ends[said["file"]], said["end"])
+            _read_ahead(self._folder / said["file"], self._ends[said["file"]], said["end"])
             with self._changed:
                 self._ends[said["file"]] = said["end"]
                 self._changed.notify_all()
@@ -157,6 +158,19 @@ class DiskProgress:
         """Returns once the first `end` bytes of `file` are on disk."""
         with self._changed:
             self._changed.wait_for(lambda: self._ends[file] >= end)
+
+
+def _read_ahead(path: Path, position: int, end: int) -> None:
+    """Reads these bytes of a file, for the kernel to keep.
+
+    Read in order, they are kept in large pieces, which takes a fraction of the processor's time that page faults, or
+    the kernel's own advice to read ahead, take.
+    """
+    buffer = memoryview(bytearray(BUFFER_BYTES))
+    with path.open("rb", buffering=0) as file:
+        while position < end:
+            whole, rest = divmod(min(end - position, BUFFERS * BUFFER_BYTES), BUFFER_BYTES)
+            position += os.preadv(file.fileno(), [buffer] * whole + [buffer[:rest]], position) or end
 
 
 def load_with_transformers(folder: Path, trust_remote_code: bool = False) -> None:

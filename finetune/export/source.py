@@ -25,7 +25,6 @@ from finetune.config.schema import Quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE
 from finetune.errors import UserError
 from finetune.export import torch_files
-from finetune.export.read_ahead import FSDP_FOLDER
 from finetune.files.hub import download_file, download_folder, find_local_folder
 from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_folder
@@ -33,6 +32,7 @@ from finetune.models.lora import peft_name
 from finetune.models.quantized.base import StoredQuantized, split_quantized
 from finetune.terminal import progress_bar
 
+FSDP_FOLDER = "pytorch_model_fsdp_0"  # of accelerator.save_state, sharded
 FSDP_FILE = "pytorch_model_fsdp.bin"
 DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.tiktoken", "*.txt", "README.md"]  # of a hub repository
 TORCH_SHARDS = "pytorch_model-*-of-*.bin"

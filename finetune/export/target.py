@@ -1,11 +1,15 @@
-"""What the exported model consists of: the architecture that config.json describes, built on the meta device."""
+"""What results from an export: the model that config.json describes, built on the meta device, and its tensors as
+functions of the stored ones, computed a few rows at a time in a thread that runs ahead."""
 
 import copy
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,12 +17,21 @@ from torch import nn
 from finetune.constants import CONFIG_FILE
 from finetune.errors import UserError
 from finetune.files.run_json import load_json
+from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
-from finetune.models.weights import Box, boxes_of_files
+from finetune.models.weights import Box, boxes_of_files, convert_to_parameters, find_mismatches
 from finetune.pretrained_config import text_config_of
 
 SECTIONS = ("text_config", "vision_config")  # of a vision-language model's config.json
 LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
+# In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator
+# keeps instead of returning them to the kernel, take a third of the CPU time of 32 MiB blocks.
+BLOCK_BYTES = 4 * 1024 * 1024
+PREFETCHED_BLOCKS = 2
+# torch.compile's, FSDP1's, activation checkpointing's
+WRAPPERS = re.compile(r"(_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
+
+Block = TypeVar("Block")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,14 +68,6 @@ class TargetModel:
         return config
 
 
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of `folder`. Raises `UserError` where it is missing or not a JSON object."""
-    path = folder / CONFIG_FILE
-    if not path.exists():
-        raise UserError(f"{path}: missing; name the model that was trained with --base-model")
-    return load_json(path)
-
-
 def import_transformers() -> None:
     """What describing a target imports, which takes seconds."""
     import accelerate  # noqa: F401
@@ -76,8 +81,17 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
 
     Raises `UserError` where it describes none, names code to run (unless `trust_remote_code`) or a quantized model.
     """
-    config_json, path = read_config(folder), folder / CONFIG_FILE
-    _check_code_is_trusted(config_json, path, trust_remote_code)
+    from transformers import CONFIG_MAPPING
+
+    path = folder / CONFIG_FILE
+    if not path.exists():
+        raise UserError(f"{path}: missing; name the model that was trained with --base-model")
+    config_json = load_json(path)
+    if "auto_map" in config_json and config_json.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
+        raise UserError(
+            f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); read it, then "
+            "allow it with --trust-remote-code"
+        )
     if "quantization_config" in config_json:
         raise UserError(
             f"{path}: quantization_config: quantized weights cannot be exported; name the unquantized model"
@@ -94,16 +108,6 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
         tied=tied,
         float32=_find_float32(model, state),
     )
-
-
-def _check_code_is_trusted(config_json: Mapping[str, Any], path: Path, trust_remote_code: bool) -> None:
-    from transformers import CONFIG_MAPPING
-
-    if "auto_map" in config_json and config_json.get("model_type") not in CONFIG_MAPPING and not trust_remote_code:
-        raise UserError(
-            f"{path}: auto_map: this model has code of its own ({config_json.get('model_type')}); read it, then "
-            "allow it with --trust-remote-code"
-        )
 
 
 def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
@@ -127,3 +131,141 @@ def _find_float32(model: Any, names: Mapping[str, Any]) -> frozenset[str]:
     modules = [re.escape(part) for part in getattr(model, "_keep_in_fp32_modules_strict", None) or ()]
     pattern = re.compile(rf"(^|\.)({'|'.join(modules)})(\.|$)") if modules else None
     return frozenset(name for name in names if pattern is not None and pattern.search(name))
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One tensor of the result. `rows(start, stop)` are its rows (dimension 0) in float32, or as stored if not
+    floating.
+
+    A scalar has one row, itself. Reading the same rows again gives the same bits.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype  # as written
+    rows: Callable[[int, int], torch.Tensor]
+
+    @property
+    def byte_count(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def row_blocks(shape: tuple[int, ...]) -> Iterator[tuple[int, int]]:
+    """(start, stop) of the rows of a tensor, in blocks of at most BLOCK_BYTES in float32 (but at least a row).
+
+    >>> list(row_blocks((3, 2**19)))
+    [(0, 2), (2, 3)]
+    """
+    height = shape[0] if shape else 1
+    step = max(1, BLOCK_BYTES // max(1, 4 * math.prod(shape[1:])))
+    return ((start, min(start + step, height)) for start in range(0, height, step))
+
+
+def cast_rows(value: Value, start: int, stop: int) -> torch.Tensor:
+    """Rows `start` to `stop` in the dtype of the result.
+
+    Raises `UserError` where that dtype cannot hold them.
+    """
+    rows = value.rows(start, stop)
+    cast = rows.to(value.dtype)
+    if value.dtype == torch.float16 and not torch.equal(torch.isfinite(cast), torch.isfinite(rows)):
+        raise UserError(f"{value.name}: holds values beyond float16's 65,504; export with --dtype bfloat16 or float32")
+    return cast
+
+
+def raw_bytes(rows: torch.Tensor) -> memoryview:
+    """The bytes of `rows`, row-major, as a file holds them."""
+    view: memoryview = rows.contiguous().reshape(-1).view(torch.uint8).numpy().data
+    return view
+
+
+def read_rows(stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+    """Rows `start` to `stop` as they are stored; a scalar has one row, itself."""
+    return read_slice(stored, (slice(start, stop),) if stored.shape else ())
+
+
+def stored_value(stored: StoredTensor, name: str, dtype: torch.dtype) -> Value:
+    """`stored` under another name and dtype."""
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        return as_floating(read_rows(stored, start, stop))
+
+    return Value(name, stored.shape, dtype, rows)
+
+
+def as_floating(block: torch.Tensor) -> torch.Tensor:
+    """`block` as values are computed with: in float32, or as stored if not floating."""
+    # float64 is kept: rounding it to float32 first would round twice
+    return block.float() if block.is_floating_point() and block.dtype != torch.float64 else block
+
+
+def prefetch(compute: Callable[..., Block], parts: Iterable[tuple[Any, ...]]) -> Iterator[Block]:
+    """`compute(*part)` for each part, in order; a thread computes the next ones while the caller works on this one.
+
+    >>> list(prefetch(pow, [(2, 3), (3, 2)]))
+    [8, 9]
+    """
+    remaining = iter(parts)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        waiting: list[Future[Block]] = [pool.submit(compute, *part) for part in islice(remaining, PREFETCHED_BLOCKS)]
+        try:
+            while waiting:
+                block = waiting.pop(0).result()
+                waiting += [pool.submit(compute, *part) for part in islice(remaining, 1)]
+                yield block
+        finally:
+            for future in waiting:
+                future.cancel()
+
+
+def match_tensors(
+    stored: Mapping[str, StoredTensor], target: TargetModel, where: str, *, prefixed: bool = False
+) -> dict[str, StoredTensor]:
+    """The stored tensors by the target's names, each of them once, in its order.
+
+    `prefixed`: the names may have a common prefix (`model.` in Accelerate's folders) and other tensors may lie beside
+    them (an optimizer's). A tied tensor that is stored twice counts once, if both are equal.
+
+    Raises `UserError` listing what is missing, unexpected or of another shape.
+    """
+    named = {WRAPPERS.sub("", name): tensor for name, tensor in stored.items()}
+    if prefixed:
+        prefix = _find_prefix(named, target, where)
+        named = {name.removeprefix(prefix): tensor for name, tensor in named.items() if name.startswith(prefix)}
+    named = convert_to_parameters(target.model, named, where)
+    for tied, source in target.tied.items():
+        if tied in named:
+            twin = named.pop(tied)
+            _check_equal(tied, twin, named.setdefault(source, twin), where)
+    problems = find_mismatches(target.model, named, target.shapes, where)
+    if problems:
+        raise UserError.of(problems[:20])
+    return {name: named[name] for name in target.shapes}
+
+
+def _find_prefix(named: Mapping[str, StoredTensor], target: TargetModel, where: str) -> str:
+    """The prefix of the model's names in a state dict that may hold more than the model."""
+    counts: dict[str, int] = {}
+    for name in named:
+        parts = name.split(".")
+        for start in range(min(len(parts), 4)):
+            if ".".join(parts[start:]) in target.shapes:
+                prefix = "".join(f"{part}." for part in parts[:start])
+                counts[prefix] = counts.get(prefix, 0) + 1
+    best = [prefix for prefix, count in counts.items() if count == max(counts.values())]
+    if len(best) > 1:
+        raise UserError(f"{where}: holds the model more than once, under {' and '.join(sorted(best))}; keep one")
+    return best[0] if best else ""
+
+
+def _check_equal(tied: str, twin: StoredTensor, source: StoredTensor, where: str) -> None:
+    if twin is source:
+        return
+    same = twin.shape == source.shape and twin.dtype == source.dtype
+    one, other = stored_value(twin, tied, twin.dtype), stored_value(source, tied, source.dtype)
+    if not same or not all(torch.equal(one.rows(*block), other.rows(*block)) for block in row_blocks(one.shape)):
+        raise UserError(
+            f"{where}: {tied} differs from {source.name}, which the config says it is tied to; set "
+            "tie_word_embeddings to false in config.json if it was trained on its own"
+        )

@@ -13,14 +13,13 @@ import torch
 
 from finetune.errors import UserError
 from finetune.export import merge as lora
-from finetune.export.blocks import read_rows
 from finetune.export.logits import stream_logits
 from finetune.export.merge import find_quantized, make_dequantizer
-from finetune.export.options import ExportOptions
+from finetune.export.publish import ExportOptions
 from finetune.export.reload_check import WrittenFiles, read_digests
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
-from finetune.export.target import TargetModel, describe_target
+from finetune.export.target import TargetModel, describe_target, read_rows
 from finetune.export.write import Weights, WrittenWeights
 from finetune.files.tensors import read_files
 from finetune.models.lora import peft_name

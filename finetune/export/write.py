@@ -16,21 +16,20 @@ from finetune.config.pretrained_adapter import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
 from finetune.errors import UserError
 from finetune.export import merge as lora
-from finetune.export.blocks import (
+from finetune.export.merge import choose_written_dtype, find_stored, plan_values
+from finetune.export.merge_choice import MergeChoice
+from finetune.export.publish import ExportOptions
+from finetune.export.source import Adapter, Source
+from finetune.export.target import (
+    TargetModel,
     Value,
     as_floating,
-    boxed_value,
     cast_rows,
     prefetch,
     raw_bytes,
     row_blocks,
     stored_value,
 )
-from finetune.export.merge import choose_written_dtype, find_stored, plan_values
-from finetune.export.merge_choice import MergeChoice
-from finetune.export.options import ExportOptions
-from finetune.export.source import Adapter, Source
-from finetune.export.target import TargetModel
 from finetune.files.durable import sync_folder, write_file
 from finetune.files.safetensors_header import header_bytes
 from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, read_slice
@@ -184,6 +183,9 @@ def _plan_files(
         values = as_floating(read_slice(stored[parameter], slices))
         return updates[parameter].apply(values, slices) if parameter in updates else values
 
+    def rows(box: Box, start: int, stop: int) -> torch.Tensor:
+        return box.read((slice(start, stop),), read)
+
     for name, box in target.files.items():
         first, parameters = box.parts[0].name, {part.name for part in box.parts}
         if box.parts == Box.whole(first, box.shape).parts:
@@ -196,7 +198,7 @@ def _plan_files(
                 "--adapter-only exports the adapter as it is"
             )
         else:
-            yield boxed_value(name, box, read, planned[first].dtype)
+            yield Value(name, box.shape, planned[first].dtype, partial(rows, box))
 
 
 def _plan_adapter(adapter: Adapter, target: TargetModel, where: str, options: ExportOptions) -> Shard:

@@ -19,12 +19,11 @@ from finetune.config.row_formats import RENDERINGS
 from finetune.constants import ADAPTER_CONFIG, GENERATION_FILE
 from finetune.data.tokenizer import PLAIN, read_template
 from finetune.errors import UserError
-from finetune.export.blocks import Value, cast_rows, row_blocks
 from finetune.export.card import has_tokenizer, write_metadata
 from finetune.export.export import export_source
-from finetune.export.options import ExportOptions
+from finetune.export.publish import ExportOptions
 from finetune.export.source import Source, find_base, open_source
-from finetune.export.target import describe_target
+from finetune.export.target import Value, cast_rows, describe_target, row_blocks
 from finetune.export.write import plan_weights
 from finetune.files.hub import hub_error
 from finetune.files.run_json import load_json

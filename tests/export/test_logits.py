@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 import torch
 
-from finetune.export.blocks import read_rows
 from finetune.export.logits import prompts, stream_logits
 from finetune.export.merge_choice import ComparisonRows, _measure
-from finetune.export.target import describe_target
+from finetune.export.target import describe_target, read_rows
 from finetune.files.tensors import read_folder
 from finetune.models.weights import convert_to_parameters
 from tests.models.families import EVERY, LONG_CONTEXT, build, documents, forget_lengths, padded, plain_loss

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from finetune.cli import main
-from finetune.export import blocks
+from finetune.export import target
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -44,7 +44,7 @@ def make_adapter(base: Path, folder: Path, **keys: Any) -> Path:
 def test_the_merge_is_pefts(
     kind: str, tiny_llama: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
+    monkeypatch.setattr(target, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
     base = tiny_llama(attention_bias=True)
     adapter, out = make_adapter(base, tmp_path / "adapter", **KINDS[kind]), tmp_path / "out"
     assert main(["export", str(adapter), "--output", str(out), "--no-verify"]) == 0

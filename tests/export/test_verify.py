@@ -13,10 +13,10 @@ from safetensors.torch import load_file
 
 from finetune.cli import main
 from finetune.errors import UserError
-from finetune.export import blocks, reload_process, verify
 from finetune.export import export as exporting
 from finetune.export import merge as merging
 from finetune.export import reload_check as read_back
+from finetune.export import reload_process, target, verify
 from finetune.export import write as shard_files
 from finetune.export.write import Weights, WrittenWeights
 from finetune.files.tensors import StoredTensor, read_files
@@ -43,7 +43,7 @@ def test_a_byte_that_changed_in_a_file_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The last row of the embedding is of no prompt's token, so that no logit shows it."""
-    monkeypatch.setattr(blocks, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
+    monkeypatch.setattr(target, "BLOCK_BYTES", 4 * 64 * 7)  # blocks of seven rows, which divide nothing here
     monkeypatch.setattr(shard_files, "SYNC_BYTES", 20_000)  # several parts a file
     write, is_damaged = exporting.write_weights, threading.Event()
 
@@ -110,7 +110,7 @@ def test_a_tensor_that_was_read_wrongly_is_found_by_the_logits(
     """The files then hold what was read, so that no digest differs."""
     stored_value = merging.stored_value
 
-    def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> blocks.Value:
+    def misread(stored: StoredTensor, name: str, dtype: torch.dtype) -> target.Value:
         value = stored_value(stored, name, dtype)
         if name != "model.layers.0.mlp.up_proj.weight":
             return value
