@@ -34,8 +34,7 @@ from finetune.distributed.collective import RankGroup
 from finetune.distributed.fsdp1 import optimizer_state_without_pickles
 from finetune.distributed.parallelize import local_part, tied_names, unwrap
 from finetune.errors import UserError
-from finetune.files.safetensors_header import header_bytes
-from finetune.files.tensors import read_folder, read_slice
+from finetune.files.tensors import header_bytes, read_folder, read_slice
 from finetune.models.lora import is_adapter
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES

@@ -25,8 +25,7 @@ from safetensors.torch import save_file
 from finetune.errors import UserError
 from finetune.export.logits import stream_logits
 from finetune.export.target import TargetModel, describe_target, import_transformers, raw_bytes, row_blocks
-from finetune.files.safetensors_header import HeaderEntry, read_header
-from finetune.files.tensors import SINGLE_FILE
+from finetune.files.tensors import SINGLE_FILE, HeaderEntry, read_header
 from finetune.models.load import auto_class_of
 from finetune.models.weights import Slices, boxes_of_parameters
 

@@ -31,8 +31,7 @@ from finetune.export.target import (
     stored_value,
 )
 from finetune.files.durable import sync_folder, write_file
-from finetune.files.safetensors_header import header_bytes
-from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, read_slice
+from finetune.files.tensors import INDEX_FILE, SINGLE_FILE, StoredTensor, header_bytes, read_slice
 from finetune.models.lora import PEFT_PREFIX
 from finetune.models.weights import Box, Slices
 from finetune.terminal import progress_bar

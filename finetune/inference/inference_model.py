@@ -27,8 +27,7 @@ from finetune.export.target import Value, cast_rows, describe_target, row_blocks
 from finetune.export.write import plan_weights
 from finetune.files.hub import hub_error
 from finetune.files.run_json import load_json
-from finetune.files.safetensors_header import read_header
-from finetune.files.tensors import read_folder
+from finetune.files.tensors import read_folder, read_header
 from finetune.inference.find_model import ModelReference, trained_formats, trained_quantization
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.load import auto_class_of

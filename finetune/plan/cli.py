@@ -13,8 +13,8 @@ from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.communication import Links
 from finetune.plan.plan import TABLE_RANKS, compare_layouts, format_plan, make_plan, to_dict
+from finetune.plan.resources import ASSUMED_MFU
 from finetune.plan.table import format_advice, format_layouts
-from finetune.plan.time import ASSUMED_MFU
 from finetune.units import MIB, read_gpu_memory, read_size
 
 

@@ -17,11 +17,19 @@ from finetune.errors import UserError
 from finetune.plan.advice import Advice, describe_changes
 from finetune.plan.architecture import Architecture, find_config, read_architecture
 from finetune.plan.communication import Links
-from finetune.plan.disk import CPU_PROCESS_BYTES, Disk, Host, plan_disk, plan_host
+from finetune.plan.resources import (
+    ASSUMED_MFU,
+    CPU_PROCESS_BYTES,
+    Disk,
+    Host,
+    Speed,
+    estimate_speed,
+    plan_disk,
+    plan_host,
+)
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
 from finetune.plan.table import format_header, format_memory, format_speed, format_storage
-from finetune.plan.time import ASSUMED_MFU, Speed, estimate_speed
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 

@@ -8,11 +8,10 @@ from finetune.config.layout import frozen_dtype
 from finetune.config.quantization import describe_quantization
 from finetune.flops import FORMULA
 from finetune.plan.advice import Advice, describe_changes
-from finetune.plan.disk import Disk, Host
+from finetune.plan.resources import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Disk, Host, Speed
 from finetune.plan.run_spec import NVME_BYTES_PER_SECOND, RunSpec
 from finetune.plan.step_memory import Phase
 from finetune.plan.temporary_memory import Snapshot
-from finetune.plan.time import ASSUMED_DEVICE, HOST_BYTES_PER_SECOND, PCIE_BYTES_PER_SECOND, Speed
 from finetune.units import GIB, MIB, count, counted, disk_size, gib
 
 PARTS = tuple(field.name for field in fields(Snapshot) if field.name != "name")

@@ -20,8 +20,7 @@ from finetune.cli import main
 from finetune.errors import UserError
 from finetune.export.cli import exit_on_signals
 from finetune.export.publish import check_disk_space, publish
-from finetune.files.safetensors_header import header_bytes
-from finetune.files.tensors import read_folder
+from finetune.files.tensors import header_bytes, read_folder
 from tests.ranks import ROOT, environment
 from tests.warm_processes import WarmProcess
 

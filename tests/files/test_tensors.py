@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from finetune.errors import UserError
-from finetune.files.safetensors_header import DTYPES
-from finetune.files.tensors import read, read_folder, read_slice
+from finetune.files.tensors import DTYPES, read, read_folder, read_slice
 
 ROWS = torch.arange(24, dtype=torch.float32).reshape(6, 4)
 

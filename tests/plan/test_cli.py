@@ -6,8 +6,8 @@ from pathlib import Path
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
-from finetune.plan.disk import CPU_PROCESS_BYTES
 from finetune.plan.plan import make_plan
+from finetune.plan.resources import CPU_PROCESS_BYTES
 from tests.ranks import run_command
 
 

@@ -8,11 +8,10 @@ import pytest
 from finetune.config.schema import Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
 from finetune.plan.advice import list_changes
-from finetune.plan.disk import plan_disk, plan_host
+from finetune.plan.resources import estimate_speed, plan_disk, plan_host
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import plan_phases
 from finetune.plan.table import format_speed, format_storage
-from finetune.plan.time import estimate_speed
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
 
 PARAMETERS = 8_030_261_248  # of Llama 3.1 8B, by its model card

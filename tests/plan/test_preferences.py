@@ -17,10 +17,10 @@ from finetune.models.checkpointing import checkpoint_activations
 from finetune.models.head.cross_entropy import install_loss
 from finetune.models.head.log_probabilities import linear_log_probabilities
 from finetune.models.lora import add_adapters
+from finetune.plan.resources import estimate_epoch_tokens, estimate_speed
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.step_memory import loss_backward_bytes, loss_bytes, plan_phases
 from finetune.plan.table import format_header, format_speed
-from finetune.plan.time import estimate_epoch_tokens, estimate_speed
 from finetune.training.objectives.preference import PreferenceObjective
 from finetune.training.reference import without_adapters
 from tests.plan.run_specs import LLAMA_31_8B, make_spec
