@@ -29,7 +29,7 @@ from finetune.plan.resources import (
 )
 from finetune.plan.run_spec import RunSpec, TeacherSpec
 from finetune.plan.step_memory import Phase, find_peak, plan_phases
-from finetune.plan.table import format_header, format_memory, format_speed, format_storage
+from finetune.plan.table import align_columns, format_header, format_speed, format_storage, memory_rows
 
 TABLE_RANKS = (1, 2, 4, 8, 16, 64)  # the columns of the table of layouts
 
@@ -147,7 +147,8 @@ def format_plan(plan: Plan, *, ranks_assumed: bool = False) -> str:
     if spec.device != "cpu":  # a CPU's MFU is unknown
         needs.append(format_speed(plan.speed, spec.ranks))
     header = "\n".join([format_header(spec, ranks_assumed), *(f"remark     {remark}" for remark in plan.remarks)])
-    return "\n\n".join([header, format_memory(plan.phases), "\n".join(needs)])
+    rows = memory_rows(plan.phases)
+    return "\n\n".join([header, align_columns(rows, left=(0, len(rows[0]) - 1)), "\n".join(needs)])
 
 
 def to_dict(plan: Plan, advice: Advice | None = None, *, has_config: bool = False) -> dict[str, Any]:
@@ -201,30 +202,22 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         "fsdp_cpu_offload": replace(plain, strategy="FULL_SHARD", cpu_offload=True),
         "ddp": replace(plain, layout="ddp", strategy="FULL_SHARD"),
     }
-    rows = _compare_own_layout(spec)
-    for name, sharding in layouts.items():
-        values: list[int | None] = []
-        for ranks in TABLE_RANKS:
-            impossible = name == "fsdp_hybrid_shard" and ranks <= spec.ranks_per_node
-            wide = replace(spec, sharding=sharding, ranks=ranks)
-            values.append(None if impossible else find_peak(wide).total)
-        rows.append((name, values))
-    return rows
-
-
-def _compare_own_layout(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
-    sharding = spec.sharding
+    own = spec.sharding
     sizes = {
-        "cp_size": sharding.sequence_parallel_size,
-        "tp_size": sharding.tensor_parallel_size,
-        "expert_parallel_size": sharding.expert_parallel_size,
+        "cp_size": own.sequence_parallel_size,
+        "tp_size": own.tensor_parallel_size,
+        "expert_parallel_size": own.expert_parallel_size,
     }
-    named = ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-    if not named:
-        return []
-    group = sharding.smallest_world
-    values = [find_peak(replace(spec, ranks=each)).total if each % group == 0 else None for each in TABLE_RANKS]
-    return [(f"this run's: {named}", values)]
+    if named := ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1):
+        layouts = {f"this run's: {named}": own} | layouts
+
+    def peak(name: str, sharding: Sharding, ranks: int) -> int | None:
+        is_hybrid = name == "fsdp_hybrid_shard"
+        if ranks % sharding.smallest_world or (is_hybrid and ranks <= spec.ranks_per_node):
+            return None
+        return find_peak(replace(spec, sharding=sharding, ranks=ranks)).total
+
+    return [(name, [peak(name, sharding, ranks) for ranks in TABLE_RANKS]) for name, sharding in layouts.items()]
 
 
 def _torch_version() -> tuple[int, int]:

@@ -43,12 +43,6 @@ def name_layout(spec: RunSpec) -> str:
     return name + (", offloaded to the host" if sharding.cpu_offload else "")
 
 
-def _name_data_ranks(spec: RunSpec) -> str:
-    """The ranks, or groups of ranks, that train on rows of their own."""
-    ranks = spec.sharding.ranks_per_batch
-    return counted(spec.ranks, "rank") if ranks == 1 else f"{counted(spec.data_ranks, 'group')} of {ranks} ranks"
-
-
 def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     """The model, layout, precision and batch; a fifth line where the number of ranks is assumed."""
     a, recipe, sharding = spec.architecture, spec.recipe, spec.sharding
@@ -61,10 +55,15 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
         kept = recipe.model.activation_checkpointing_keeps
         checkpointing += ", offloaded" if recipe.model.activation_offload else ""
         checkpointing += "" if kept == "nothing" else f", {kept.replace('_', ' ')} kept"
+    group = sharding.ranks_per_batch
+    data_ranks = counted(spec.ranks, "rank") if group == 1 else f"{counted(spec.data_ranks, 'group')} of {group} ranks"
     in_backward = recipe.optimization.optim_in_backward
     model = recipe.model.model_name_or_path or "model_config"
     frozen = f"{_name_frozen(spec)} (frozen), adapters " if recipe.lora.use_peft else ""
-    parameters = frozen + spec.trained_dtype
+    parameters, computed = frozen + spec.trained_dtype, spec.compute_dtype
+    if sharding.fp8 is not None:
+        share = sum(spec.fp8_weights.values()) / a.parameters
+        computed += f" and FP8 ({sharding.fp8.recipe_name}; {share:.0%} of the weights)"
     assumed = f"ranks      {spec.ranks} assumed; --num-processes N plans for N, and the last table shows others"
     return "\n".join(
         [
@@ -73,20 +72,15 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
             *_describe_teacher(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
-            f"precision  parameters {parameters}, compute {_name_computation(spec)}, gradients reduced in "
+            f"precision  parameters {parameters}, compute {computed}, gradients reduced in "
             f"{spec.reduced_dtype}; activation checkpointing {checkpointing}",
             *(["update     each parameter in the backward, its gradient freed at once"] * in_backward),
             *_describe_method(spec),
             f"batch      {spec.global_batch_size} rows x {recipe.row_tokens:,} tokens a step = {tokens:,} tokens: "
-            f"{_name_data_ranks(spec)} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
+            f"{data_ranks} x {counted(spec.accumulation, 'micro-batch')} x {counted(spec.rows, 'row')}",
             *([assumed] if ranks_assumed else []),
         ]
     )
-
-
-def _name_computation(spec: RunSpec) -> str:
-    fp8, share = spec.sharding.fp8, sum(spec.fp8_weights.values()) / spec.architecture.parameters
-    return spec.compute_dtype + (f" and FP8 ({fp8.recipe_name}; {share:.0%} of the weights)" if fp8 is not None else "")
 
 
 def _describe_method(spec: RunSpec) -> list[str]:
@@ -94,19 +88,15 @@ def _describe_method(spec: RunSpec) -> list[str]:
     if not spec.weighs_documents:
         return []
     rows = "pairs" if spec.recipe.method_facts.rows == "pairs" else "an answer and a mismatched one"
-    lines = [
+    references = {
+        "adapters off": "the model with its adapters off: one more forward of each micro-batch, without gradients",
+        "stored": "log-probabilities, computed once before training and stored; no second copy of the weights",
+    }
+    return [
         f"method     {spec.recipe.method.method}: a row holds {rows} of up to {spec.recipe.data.max_length:,} tokens "
-        "each; log-probabilities by document"
+        "each; log-probabilities by document",
+        *([f"reference  {references[spec.reference]}"] if spec.reference else []),
     ]
-    if spec.reference == "adapters off":
-        lines.append(
-            "reference  the model with its adapters off: one more forward of each micro-batch, without gradients"
-        )
-    elif spec.reference == "stored":
-        lines.append(
-            "reference  log-probabilities, computed once before training and stored; no second copy of the weights"
-        )
-    return lines
 
 
 def _describe_teacher(spec: RunSpec) -> list[str]:
@@ -126,22 +116,13 @@ def _name_frozen(spec: RunSpec) -> str:
     return f"{dtype}, {describe_quantization(quantization)} in linear layers" if quantization.bits else dtype
 
 
-def format_memory(found: Sequence[Phase]) -> str:
-    """Each phase's peak on the rank that holds the most, by part."""
-    rows = memory_rows(found)
-    return align_columns(rows, left=(0, len(rows[0]) - 1))
-
-
 def memory_rows(found: Sequence[Phase]) -> list[list[str]]:
-    """The same as rows of cells, headings first; in MiB if all are below 1 GiB."""
+    """Each phase's peak on the rank that holds the most, by part: cells, headings first; in MiB if all are below 1
+    GiB."""
     small = max(phase.peak.total for phase in found) < GIB
     shown = [part for part in PARTS if any(getattr(phase.peak, part) for phase in found)]
-    head = [
-        f"{'MiB' if small else 'GiB'} on one rank",
-        *(SHORT.get(part, part) for part in shown),
-        "total",
-        "highest at",
-    ]
+    parts = [SHORT.get(part, part) for part in shown]
+    head = [f"{'MiB' if small else 'GiB'} on one rank", *parts, "total", "highest at"]
 
     def cell(bytes_: int) -> str:
         return f"{bytes_ / MIB:.2f}" if small else gib(bytes_)
@@ -177,47 +158,35 @@ def format_speed(found: Speed, ranks: int) -> str:
             f"them{steps}"
         )
     steps += f": {format_duration(found.steps * found.seconds_per_step)}" if found.steps is not None else ""
-    epoch = (
-        "the length of an epoch is known once the data has been read"
-        if found.seconds_per_epoch is None or found.epoch_tokens is None
-        else f"an epoch of about {count(found.epoch_tokens)} tokens: {format_duration(found.seconds_per_epoch)}"
-    )
-    return "\n".join([_describe_speed(found, ranks, steps, epoch), *_format_communication(found)])
-
-
-def _describe_speed(found: Speed, ranks: int, steps: str, epoch: str) -> str:
-    return (
-        f"time       {format_duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
-        f"{counted(ranks, 'rank')}{steps}; {epoch}\n           at {found.mfu:.0%} of {found.peak_flops / 1e12:.0f} "
-        f"TFLOP/s ({ASSUMED_DEVICE}), {found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu"
-        + (
-            f"\n           of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)"
-            if found.reference_share
-            else ""
-        )
-        + (
-            f"\n           before training {format_duration(found.reference_seconds)} for the reference: a "
-            "forward of the data"
-            if found.reference_seconds is not None
-            else ""
-        )
-        + (
-            f"\n           of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over "
-            f"PCIe at {PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
+    epoch = "the length of an epoch is known once the data has been read"
+    if found.seconds_per_epoch is not None and found.epoch_tokens is not None:
+        epoch = f"an epoch of about {count(found.epoch_tokens)} tokens: {format_duration(found.seconds_per_epoch)}"
+    lines = [
+        f"{format_duration(found.seconds_per_step)} a step, {found.tokens_per_second:,.0f} tokens/s on "
+        f"{counted(ranks, 'rank')}{steps}; {epoch}",
+        f"at {found.mfu:.0%} of {found.peak_flops / 1e12:.0f} TFLOP/s ({ASSUMED_DEVICE}), "
+        f"{found.flop_per_token / 1e9:.3g} GFLOP a token ({FORMULA}); change it with --mfu",
+    ]
+    if found.reference_share:
+        lines.append(f"of a step, {found.reference_share:.0%} is the reference's forward (2N + 4LHQT, counted in)")
+    if found.reference_seconds is not None:
+        seconds = format_duration(found.reference_seconds)
+        lines.append(f"before training {seconds} for the reference: a forward of the data")
+    if found.offload_seconds:
+        lines.append(
+            f"of a step, {format_duration(found.offload_seconds)} are offload: state and gradients over PCIe at "
+            f"{PCIE_BYTES_PER_SECOND / 1e9:.0f} GB/s, the update in host memory at "
             f"{HOST_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
-            if found.offload_seconds
-            else ""
         )
-        + (
-            f"\n           of a step, {format_duration(found.files_seconds)} are the state in offload_dir, read and "
-            f"written at {NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
-            if found.files_seconds
-            else ""
+    if found.files_seconds:
+        lines.append(
+            f"of a step, {format_duration(found.files_seconds)} are the state in offload_dir, read and written at "
+            f"{NVME_BYTES_PER_SECOND / 1e9:.0f} GB/s a node"
         )
-    )
+    return "time       " + f"\n{'':11}".join([*lines, *_describe_communication(found)])
 
 
-def _format_communication(found: Speed) -> list[str]:
+def _describe_communication(found: Speed) -> list[str]:
     """What ranks send each other in a step, and how long that takes."""
     if not found.communication:
         return []
@@ -231,15 +200,12 @@ def _format_communication(found: Speed) -> list[str]:
         awaited = f", of which layers wait for {format_duration(found.awaited_seconds)}"
     within, between = (f"{disk_size(round(rate))}/s" for rate in (found.links.within_node, found.links.between_nodes))
     lines = [
-        f"           not counted in: {seconds} a step of communication if nothing hides it{awaited}",
-        f"           a rank's {listed};",
-        f"           at {within} between GPUs of a node and {between} a node between nodes: --gpu-link and "
-        "--network change these",
+        f"not counted in: {seconds} a step of communication if nothing hides it{awaited}",
+        f"a rank's {listed};",
+        f"at {within} between GPUs of a node and {between} a node between nodes: --gpu-link and --network change these",
     ]
     if found.communication_seconds - found.awaited_seconds > found.seconds_per_step:
-        lines.append(
-            "           that is longer than the computation, which cannot hide it: a step takes at least as long"
-        )
+        lines.append("that is longer than the computation, which cannot hide it: a step takes at least as long")
     return lines
 
 
@@ -247,20 +213,23 @@ def format_storage(room: Disk, node: Host) -> str:
     """Disk, and the memory of a node."""
     kept = "all are kept" if room.checkpoints_kept is None else f"{room.checkpoints_kept} kept, 1 being written"
     adapter = f", adapter {gib(room.adapter)}" if room.adapter else ""
-    return (
-        f"disk       {gib(room.total)} GiB: checkpoints {gib(room.checkpoint)} each ({kept}), "
-        f"export {gib(room.export)}{adapter}\n"
-        + (
-            f"offload    {gib(room.offload)} GiB a node in offload_dir, read and written in every step\n"
-            if room.offload
-            else ""
-        )
-        + f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}"
-        + (f", offloaded state {gib(node.offloaded)}" if node.offloaded else "")
-        + (f", buffers {gib(node.buffers)}" if node.buffers else "")
-        + (f", offloaded activations {gib(node.activations)}" if node.activations else "")
-        + f", while saving {gib(node.saving)}, while exporting {gib(node.export)}"
+    lines = [
+        f"disk       {gib(room.total)} GiB: checkpoints {gib(room.checkpoint)} each ({kept}), export "
+        f"{gib(room.export)}{adapter}"
+    ]
+    if room.offload:
+        lines.append(f"offload    {gib(room.offload)} GiB a node in offload_dir, read and written in every step")
+    parts = {
+        "offloaded state": node.offloaded,
+        "buffers": node.buffers,
+        "offloaded activations": node.activations,
+    }
+    shown = "".join(f", {name} {gib(size)}" for name, size in parts.items() if size)
+    lines.append(
+        f"host       {gib(node.total)} GiB a node: processes {gib(node.processes)}{shown}, while saving "
+        f"{gib(node.saving)}, while exporting {gib(node.export)}"
     )
+    return "\n".join(lines)
 
 
 def format_advice(advice: Advice, device_bytes: int, source: str, *, has_config: bool) -> str:
@@ -285,10 +254,5 @@ def format_advice(advice: Advice, device_bytes: int, source: str, *, has_config:
 def align_columns(rows: Sequence[Sequence[str]], left: Sequence[int]) -> str:
     """Rows as lines of aligned columns: right-aligned, except those in `left`."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = (
-        "  ".join(
-            cell.ljust(w) if i in left else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    )
-    return "\n".join(line.rstrip() for line in lines)
+    cells = [[row[i].ljust(w) if i in left else row[i].rjust(w) for i, w in enumerate(widths)] for row in rows]
+    return "\n".join("  ".join(row).rstrip() for row in cells)
