@@ -29,6 +29,12 @@ class TensorShape:
         return prod(self.shape)
 
 
+def gated_linears(mlp: str, intermediate: int, hidden: int) -> dict[str, tuple[int, int]]:
+    """The linear layers [out, in] of the MLP named `mlp`."""
+    into = (intermediate, hidden)
+    return {f"{mlp}.gate_proj": into, f"{mlp}.up_proj": into, f"{mlp}.down_proj": (hidden, intermediate)}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixture:
     """The sizes of a layer's routed experts."""
@@ -65,13 +71,9 @@ class Mixture:
         """The linear layers of the expert that every token passes."""
         if not self.shared:
             return {}
-        into, out = (self.shared, hidden), (hidden, self.shared)
-        if self.keys.shared is None:
-            expert = f"{mlp}.shared_experts"
-            return {f"{expert}.gate_proj": into, f"{expert}.up_proj": into, f"{expert}.down_proj": out}
-        expert = f"{mlp}.shared_expert"
-        shapes = {f"{expert}.gate_proj": into, f"{expert}.up_proj": into, f"{expert}.down_proj": out}
-        return shapes | {f"{expert}_gate": (1, hidden)}
+        expert = f"{mlp}.shared_expert{'s' if self.keys.shared is None else ''}"
+        gate = {} if self.keys.shared is None else {f"{expert}_gate": (1, hidden)}
+        return gated_linears(expert, self.shared, hidden) | gate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,19 +95,15 @@ class LatentAttention:
     def linears(self, attention: str, hidden: int, heads: int) -> dict[str, tuple[int, int]]:
         """The linear layers [out, in] of the attention named `attention`."""
         queries = heads * self.query_key_size
-        query = (
-            {f"{attention}.q_proj": (queries, hidden)}
-            if self.query_rank is None
-            else {
-                f"{attention}.q_a_proj": (self.query_rank, hidden),
-                f"{attention}.q_b_proj": (queries, self.query_rank),
-            }
-        )
-        return query | {
-            f"{attention}.kv_a_proj_with_mqa": (self.key_value_rank + self.rotated, hidden),
-            f"{attention}.kv_b_proj": (heads * (self.plain + self.value), self.key_value_rank),
-            f"{attention}.o_proj": (hidden, heads * self.value),
+        shapes = {"q_proj": (queries, hidden)}
+        if self.query_rank is not None:
+            shapes = {"q_a_proj": (self.query_rank, hidden), "q_b_proj": (queries, self.query_rank)}
+        shapes |= {
+            "kv_a_proj_with_mqa": (self.key_value_rank + self.rotated, hidden),
+            "kv_b_proj": (heads * (self.plain + self.value), self.key_value_rank),
+            "o_proj": (hidden, heads * self.value),
         }
+        return {f"{attention}.{name}": shape for name, shape in shapes.items()}
 
     def norms(self, attention: str) -> tuple[TensorShape, ...]:
         """The norms of the latents."""
@@ -224,34 +222,21 @@ class Architecture:
     def linears(self, layer: int = 0) -> tuple[TensorShape, ...]:
         """The weights [out, in] of the linear layers of decoder layer `layer`."""
         attention, mlp = f"{self.prefix}.layers.{layer}.self_attn", f"{self.prefix}.layers.{layer}.mlp"
-        attended = (
-            self.latent.linears(attention, self.hidden, self.heads)
-            if self.latent
-            else self._attention_linears(attention)
-        )
+        if self.latent is not None:
+            attended = self.latent.linears(attention, self.hidden, self.heads)
+        else:
+            widths = {"q_proj": self.query_width, "k_proj": self.key_value_width, "v_proj": self.key_value_width}
+            widths = {"qkv_proj": sum(widths.values())} if self.family.fused else widths
+            attended = {f"{attention}.{name}": (width, self.hidden) for name, width in widths.items()}
+            attended |= {f"{attention}.o_proj": (self.hidden, self.query_width)}
         if self.mixture is not None and self.has_experts(layer):
             passed = self.mixture.shared_linears(mlp, self.hidden)
         elif self.family.fused:
             passed = {f"{mlp}.gate_up_proj": (2 * self.intermediate, self.hidden)}
             passed |= {f"{mlp}.down_proj": (self.hidden, self.intermediate)}
         else:
-            passed = {
-                f"{mlp}.gate_proj": (self.intermediate, self.hidden),
-                f"{mlp}.up_proj": (self.intermediate, self.hidden),
-                f"{mlp}.down_proj": (self.hidden, self.intermediate),
-            }
+            passed = gated_linears(mlp, self.intermediate, self.hidden)
         return tuple(TensorShape(f"{name}.weight", shape) for name, shape in (attended | passed).items())
-
-    def _attention_linears(self, attention: str) -> dict[str, tuple[int, int]]:
-        if self.family.fused:
-            qkv = {f"{attention}.qkv_proj": (self.query_width + 2 * self.key_value_width, self.hidden)}
-        else:
-            qkv = {
-                f"{attention}.q_proj": (self.query_width, self.hidden),
-                f"{attention}.k_proj": (self.key_value_width, self.hidden),
-                f"{attention}.v_proj": (self.key_value_width, self.hidden),
-            }
-        return qkv | {f"{attention}.o_proj": (self.hidden, self.query_width)}
 
     def has_experts(self, layer: int) -> bool:
         """Whether decoder layer `layer` routes its tokens to experts."""
@@ -286,13 +271,15 @@ class Architecture:
 
     def layer(self, index: int = 0) -> tuple[TensorShape, ...]:
         """Every parameter of decoder layer `index`, in the order of the modules."""
-        attention = [
-            t for linear in self.linears(index) if ".self_attn." in linear.name for t in self._with_bias(linear)
-        ]
-        mlp = [t for linear in self.linears(index) if ".mlp." in linear.name for t in self._with_bias(linear)]
+        layer = f"{self.prefix}.layers.{index}"
+        found = [TensorShape(f"{layer}.self_attn.sinks", (self.heads,))] if self.family.sinks else []
+        mlp: list[TensorShape] = []
+        for linear in self.linears(index):
+            (mlp if ".mlp." in linear.name else found).extend(self._with_bias(linear))
         if self.mixture is not None and self.has_experts(index):
-            mlp += [*self.mixture.router(f"{self.prefix}.layers.{index}.mlp", self.hidden), *self.routed(index)]
-        return (*self._sinks(index), *attention, *self._query_key_norms(index), *mlp, *self._norms(index))
+            mlp += [*self.mixture.router(f"{layer}.mlp", self.hidden), *self.routed(index)]
+        norms = [TensorShape(f"{layer}.{norm}.weight", (self.hidden,)) for norm in self.family.norms]
+        return (*found, *self._query_key_norms(f"{layer}.self_attn"), *mlp, *norms)
 
     def tensors(self) -> Iterator[TensorShape]:
         """Every parameter once; a tied head is the embedding."""
@@ -313,23 +300,15 @@ class Architecture:
         if self.output_bias if is_output else self.mlp_bias if is_mlp else self.query_key_value_bias:
             yield TensorShape(linear.name.removesuffix("weight") + "bias", (linear.shape[0],))
 
-    def _sinks(self, index: int) -> Iterator[TensorShape]:
-        if self.family.sinks:
-            yield TensorShape(f"{self.prefix}.layers.{index}.self_attn.sinks", (self.heads,))
-
-    def _query_key_norms(self, index: int) -> Iterator[TensorShape]:
+    def _query_key_norms(self, attention: str) -> Iterator[TensorShape]:
         if self.latent is not None:
-            yield from self.latent.norms(f"{self.prefix}.layers.{index}.self_attn")
+            yield from self.latent.norms(attention)
         if not self.query_key_norm:
             return
         per_head = self.family.query_key_norm == "head"
         widths = (self.head_size,) * 2 if per_head else (self.query_width, self.key_value_width)
         for name, width in zip(("q_norm", "k_norm"), widths, strict=True):
-            yield TensorShape(f"{self.prefix}.layers.{index}.self_attn.{name}.weight", (width,))
-
-    def _norms(self, index: int) -> Iterator[TensorShape]:
-        for norm in self.family.norms:
-            yield TensorShape(f"{self.prefix}.layers.{index}.{norm}.weight", (self.hidden,))
+            yield TensorShape(f"{attention}.{name}.weight", (width,))
 
     @property
     def parameters(self) -> int:

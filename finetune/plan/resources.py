@@ -57,51 +57,42 @@ class Host:
 def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
     """Disk for the checkpoints that are kept and for the export, in the recipe's `export_dtype` or else
     `base_dtype`."""
-    trained = [tensor for tensor in spec.tensors if tensor.trainable]
-    optim = spec.recipe.optimization.optim
-    moments = sum(count_optimizer_bytes(optim, tensor.shape, tensor.itemsize, on_disk=True) for tensor in trained)
-    saved = (
-        trained if spec.recipe.lora.use_peft else spec.tensors
-    )  # a full model's is complete, also where some is frozen
-    checkpoint = sum(tensor.numel * tensor.itemsize for tensor in saved) + moments
-    kept, recipe, files = spec.recipe.checkpoint.save_total_limit, spec.recipe.checkpoint, spec.files()
-    exported = ITEMSIZE[recipe.export_dtype or base_dtype] * spec.architecture.parameters if recipe.export_at_end else 0
+    trained, lora = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.lora.use_peft
+    recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
+    moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, on_disk=True) for t in trained)
+    # A full model's checkpoint is complete, also where some is frozen.
+    checkpoint = sum(t.numel * t.itemsize for t in (trained if lora else spec.tensors)) + moments
+    exported = ITEMSIZE[recipe.export_dtype or base_dtype] * spec.architecture.parameters
     return Disk(
         checkpoint=checkpoint,
-        checkpoints_kept=kept,
-        checkpoints=checkpoint * ((kept or 1) + 1),
-        export=exported,
-        adapter=sum(tensor.numel * tensor.itemsize for tensor in trained) if spec.recipe.lora.use_peft else 0,
+        checkpoints_kept=recipe.save_total_limit,
+        checkpoints=checkpoint * ((recipe.save_total_limit or 1) + 1),
+        export=exported if recipe.export_at_end else 0,
+        adapter=sum(t.numel * t.itemsize for t in trained) if lora else 0,
         offload=files.size * min(spec.ranks, spec.ranks_per_node) if files is not None else 0,
     )
 
 
 def plan_host(spec: RunSpec) -> Host:
     """The memory of one node, for all its ranks."""
-    ranks = min(spec.ranks, spec.ranks_per_node)
-    trained = [tensor for tensor in spec.tensors if tensor.trainable]
-    optim = spec.recipe.optimization.optim
-    files = spec.files()
+    ranks, files, on_cpu = min(spec.ranks, spec.ranks_per_node), spec.files(), spec.device == "cpu"
+    trained, optim = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.optimization.optim
     if files is None:
         state = sum(t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize) for t in trained)
     else:
         state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
-    frozen = sum(tensor.numel * tensor.itemsize for tensor in spec.tensors if not tensor.trainable)
-    gradients = sum(tensor.numel * tensor.itemsize for tensor in trained)
-    teacher = sum(tensor.numel * tensor.itemsize for tensor in spec.teacher_tensors)
+    gradients, teacher = (sum(t.numel * t.itemsize for t in of) for of in (trained, spec.teacher_tensors))
+    frozen = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
     share = ranks / spec.state_ranks  # of the sharded state, on this node
-    largest = max(tensor.numel for tensor in spec.tensors) * 4
+    saved = state + (0 if spec.recipe.lora.use_peft else frozen)
+    exported = min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + 4 * max(t.numel for t in spec.tensors)
     return Host(
-        processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if spec.device == "cpu" else PROCESS_BYTES),
+        processes=ranks * (CPU_PROCESS_BYTES + find_peak(spec).total if on_cpu else PROCESS_BYTES),
         offloaded=int((state + frozen + gradients + teacher) * share) if spec.sharding.cpu_offload else 0,
         activations=ranks * offloaded_bytes(spec.part, spec.computation, spec.tokens),
-        saving=int((state + (0 if spec.recipe.lora.use_peft else frozen)) * min(share, 1))
-        if spec.device == "cuda" and files is None
-        else 0,
-        export=min(EXPORT_SHARD_BYTES, 4 * spec.architecture.parameters) + largest
-        if spec.recipe.checkpoint.export_at_end
-        else 0,
-        buffers=2 * files.buffer * ranks if files is not None and spec.device == "cuda" else 0,
+        saving=int(saved * min(share, 1)) if files is None and not on_cpu else 0,
+        export=exported if spec.recipe.checkpoint.export_at_end else 0,
+        buffers=2 * files.buffer * ranks if files is not None and not on_cpu else 0,
     )
 
 
@@ -134,14 +125,10 @@ class Speed:
     files_seconds: float  # of a step: state in files, read and written
     links: Links  # the rates at which ranks send
     communication: tuple[Collective, ...]  # of a step
-    communication_seconds: (
-        float  # of a step, if nothing of it were hidden behind the computation; not in seconds_per_step
-    )
+    communication_seconds: float  # of a step, if the computation hid nothing of it; not in seconds_per_step
     awaited_seconds: float  # of these, what layers wait for, so that nothing hides it
     reference_share: float  # of a step's operations: the reference's forward, where adapters are switched off for it
-    reference_seconds: (
-        float | None
-    )  # before training, where the reference is computed once; None: unknown, or not needed
+    reference_seconds: float | None  # before training, where it is computed once; None: unknown, or not needed
 
     @property
     def is_meaningful(self) -> bool:
@@ -175,12 +162,14 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
     seconds_per_step = spec.tokens_per_step * flops / (mfu * peak * spec.ranks) + offload + files
     tokens_per_second = spec.tokens_per_step / seconds_per_step
     optimization = spec.recipe.optimization
-    epoch_tokens, steps = read or (
-        estimate_epoch_tokens(spec.recipe.data, spec.recipe.method_facts.rows),
-        optimization.max_steps,
-    )
+    rows = spec.recipe.method_facts.rows
+    epoch_tokens, steps = read or (estimate_epoch_tokens(spec.recipe.data, rows), optimization.max_steps)
     if steps is None and epoch_tokens is not None:
         steps = max(1, round(epoch_tokens / spec.tokens_per_step * optimization.num_train_epochs))
+    reference_seconds = None
+    if spec.reference == "stored" and epoch_tokens is not None:  # a forward of every document; held-out ones aside
+        seen = epoch_tokens if steps is None else min(epoch_tokens, steps * spec.tokens_per_step)
+        reference_seconds = seen * forward / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks)
     communication = count_communication(spec)
     seconds = [(each.seconds(links or Links(), spec.ranks_per_node), each.is_awaited) for each in communication]
     return Speed(
@@ -202,9 +191,7 @@ def estimate_speed(spec: RunSpec, mfu: float, read: tuple[int, int] | None = Non
         communication_seconds=sum(taken for taken, _ in seconds),
         awaited_seconds=sum(taken for taken, is_awaited in seconds if is_awaited),
         reference_share=again / flops,
-        reference_seconds=_reference_seconds(
-            spec, forward / (mfu * PEAK_FLOPS[ASSUMED_DEVICE] * spec.ranks), epoch_tokens, steps
-        ),
+        reference_seconds=reference_seconds,
     )
 
 
@@ -216,15 +203,6 @@ def _fp8_share(spec: RunSpec, flops: float) -> float:
     trained = sum(numel for name, numel in spec.fp8_weights.items() if name in trainable)
     frozen, in_fp8 = sum(spec.fp8_weights.values()) - trained, spec.sharding.fp8.multiplies_weight_gradients
     return fp8_share_of(flops, trained=trained, frozen=frozen, weight_gradients=in_fp8)
-
-
-def _reference_seconds(
-    spec: RunSpec, seconds_per_token: float, epoch_tokens: int | None, steps: int | None
-) -> float | None:
-    """Seconds for one forward of every training document; the held-out ones are not counted."""
-    if spec.reference != "stored" or epoch_tokens is None:
-        return None
-    return seconds_per_token * min(epoch_tokens, epoch_tokens if steps is None else steps * spec.tokens_per_step)
 
 
 def _count_frozen(spec: RunSpec) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import Problem
@@ -17,9 +17,6 @@ from finetune.flops import flop_per_token
 from finetune.plan.activations import Computation
 from finetune.plan.architecture import Architecture
 from finetune.plan.state import State, StateTensor, count_state, list_frozen_tensors, list_state_tensors
-
-if TYPE_CHECKING:
-    from finetune.plan.state import State, StateTensor
 
 NVME_BYTES_PER_SECOND = 5e9  # of one node, read and written in turns
 
@@ -34,7 +31,7 @@ class Files:
 
 
 def count_files(
-    tensors: Iterable["StateTensor"], shards: int, optim: str, dtype: str, compute_dtype: str, rank: int = 0
+    tensors: Iterable[StateTensor], shards: int, optim: str, dtype: str, compute_dtype: str, rank: int = 0
 ) -> Files:
     """The file of `rank` for the trained `tensors`, which are of `dtype` and split into `shards`. A buffer holds the
     largest decoder layer, or parameter that is in none (optim/nvme.py)."""
@@ -45,13 +42,6 @@ def count_files(
             unit = tensor.unit if tensor.unit.startswith("layer") else tensor.name
             units[unit] = units.get(unit, 0) + count_offloaded_bytes(numel, itemsizes)
     return Files(size=sum(units.values()), buffer=max(units.values()), counters=4 * count)
-
-
-def keep_in_files(state: "State", files: Files, dtype: str, compute_dtype: str, *, on_cpu: bool) -> "State":
-    """What is in memory of a `state` whose moments and master weights, of `dtype`, are in `files`: parameters in the
-    compute dtype, gradients, and buffers: both where the ranks compute `on_cpu`, on a GPU the one of its own."""
-    trained = state.trained // ITEMSIZE[dtype] * ITEMSIZE[compute_dtype]
-    return replace(state, trained=trained, optimizer=files.buffer * (2 if on_cpu else 1) + files.counters)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +151,12 @@ class RunSpec:
     def state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
         state, files = self.loaded_state(rank), self.files(rank)
-        return state if files is None else keep_in_files(state, files, *self._dtypes, on_cpu=self.device == "cpu")
+        if files is None:
+            return state
+        # Parameters in the compute dtype, gradients, and buffers: both on a CPU, on a GPU the one of its own.
+        trained = state.trained // ITEMSIZE[self.trained_dtype] * ITEMSIZE[self.compute_dtype]
+        buffers = files.buffer * (2 if self.device == "cpu" else 1)
+        return replace(state, trained=trained, optimizer=buffers + files.counters)
 
     def loaded_state(self, rank: int = 0) -> State:
         """As `state`, but all of it in memory, as its parameters are when they have just been read."""
@@ -173,15 +168,12 @@ class RunSpec:
         keys = self.recipe.optimization
         if keys.optim_offload == "none" or self.sharding.layout != "fsdp2":
             return None
-        return count_files(self.part_tensors, self.shards, keys.optim, *self._dtypes, self._shard_rank(rank))
+        dtypes = self.trained_dtype, self.compute_dtype
+        return count_files(self.part_tensors, self.shards, keys.optim, *dtypes, self._shard_rank(rank))
 
     def _shard_rank(self, rank: int) -> int:
         """The place of `rank` among those over which FSDP splits its part of a parameter, counted over all replicas."""
         return rank // self.sharding.tensor_parallel_size
-
-    @property
-    def _dtypes(self) -> tuple[str, str]:
-        return self.trained_dtype, self.compute_dtype
 
     @property
     def trained_numel(self) -> int:
