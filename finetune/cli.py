@@ -8,7 +8,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from finetune import __version__
 from finetune.config.methods import DEFAULT_METHOD, METHODS
@@ -104,48 +104,36 @@ def build_parser() -> argparse.ArgumentParser:
 def _add_init(subcommands: "Subcommands") -> None:
     init = _add(subcommands, "init", "write a first recipe for a model, data and GPUs, which the plan says fits")
     init.epilog = "What no flag says is asked, where there is a terminal."
-    init.add_argument("--model", metavar="M", help="what to train: a folder or hub name")
-    init.add_argument("--data", metavar="PATH", help="a file, glob, folder or hub name")
-    init.add_argument("--data-name", metavar="NAME", help="the hub data set's configuration")
-    init.add_argument("--split", default="train", metavar="SPLIT", help="of the data (default: train)")
+    _take(init, "--model", "M", "what to train: a folder or hub name")
+    _take(init, "--data", "PATH", "a file, glob, folder or hub name")
+    _take(init, "--data-name", "NAME", "the hub data set's configuration")
+    _take(init, "--split", "SPLIT", "of the data (default: train)", default="train")
     for column in ("messages", "prompt", "completion", "text", "chosen", "rejected"):
-        init.add_argument(f"--{column}-column", metavar="NAME", help=f"the column that holds the {column}")
-    init.add_argument("--gpus", metavar="N", help="for the run, 0 for the CPU (default: those of this machine)")
-    init.add_argument(
-        "--gpu-memory", metavar="SIZE", help="of each, for example 80GiB; a bare 80 is GiB (default: this machine's)"
-    )
+        _take(init, f"--{column}-column", "NAME", f"the column that holds the {column}")
+    _take(init, "--gpus", "N", "for the run, 0 for the CPU (default: those of this machine)")
+    _take(init, "--gpu-memory", "SIZE", "of each, for example 80GiB; a bare 80 is GiB (default: this machine's)")
     init.add_argument(
         "--method",
         choices=("full", "lora", "qlora", *(name for name in METHODS if name != DEFAULT_METHOD)),
         help="what is trained, or what it learns from (default: as the data asks, all parameters where they fit)",
     )
-    init.add_argument("--teacher", metavar="M", help="the model to learn from, a folder or hub name")
-    init.add_argument("--output", metavar="FILE", help="the recipe to write (default: my_recipe.yaml)")
-    init.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+    _take(init, "--teacher", "M", "the model to learn from, a folder or hub name")
+    _take(init, "--output", "FILE", "the recipe to write (default: my_recipe.yaml)")
+    _flag(init, "--overwrite", "replace FILE where it exists")
 
 
 def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     launch = _add(subcommands, "launch", "start a run on this machine's GPUs, or on CPU ranks")
-    _add_recipe(launch)
-    _add_config(launch)
-    _add_processes(launch, "ranks on this machine (default: one for each GPU, or one on the CPU)")
-    launch.add_argument("--dry-run", action="store_true", help="print the plan of the run and stop")
+    _add_run(launch, "ranks on this machine (default: one for each GPU, or one on the CPU)")
+    _flag(launch, "--dry-run", "print the plan of the run and stop")
 
     plan = _add(subcommands, "plan", "predict memory and time of a run; needs no GPU and no weights")
-    _add_recipe(plan)
-    _add_config(plan)
-    _add_processes(plan, "ranks of the run (default: a table over many)")
-    plan.add_argument(
-        "--gpu-memory", metavar="SIZE", help="print whether the run fits, and what would make it fit, for example 80GiB"
-    )
-    plan.add_argument(
-        "--gpu-link", metavar="SIZE", help="bytes a second, one way, between GPUs of a node (default: 450GB)"
-    )
-    plan.add_argument(
-        "--network", metavar="SIZE", help="bytes a second, one way, from a node to others (default: 400GB)"
-    )
-    plan.add_argument("--mfu", type=float, metavar="SHARE", help="assumed share of the peak FLOP/s (default: 0.4)")
-    plan.add_argument("--json", action="store_true", help="print JSON")
+    _add_run(plan, "ranks of the run (default: a table over many)")
+    _take(plan, "--gpu-memory", "SIZE", "print whether the run fits, and what would make it fit, for example 80GiB")
+    _take(plan, "--gpu-link", "SIZE", "bytes a second, one way, between GPUs of a node (default: 450GB)")
+    _take(plan, "--network", "SIZE", "bytes a second, one way, from a node to others (default: 400GB)")
+    _take(plan, "--mfu", "SHARE", "assumed share of the peak FLOP/s (default: 0.4)", type=float)
+    _flag(plan, "--json", "print JSON")
 
     inspect = _add(subcommands, "inspect", "show the data as the model will see it, and what is wrong with it")
     inspect.usage = (
@@ -155,136 +143,104 @@ def _add_commands_on_recipes(subcommands: "Subcommands") -> None:
     inspect.description = (
         "Show the data as the model will see it, and what is wrong with it: a recipe's, or FILE's without one."
     )
-    inspect.add_argument("--recipe", metavar="R", help="a file, or a name in recipes/ (default: quickstart)")
-    inspect.add_argument(
-        "--model", metavar="M", help="use this model's tokenizer and chat template: a folder or hub name"
-    )
-    inspect.add_argument("--rows", type=int, default=3, metavar="N", help="examples to show (default: 3)")
-    inspect.add_argument("--examples", metavar="ID,ID", help="show these instead, by the numbers in a run's messages")
-    inspect.add_argument(
-        "--turns", action="store_true", help="and the prompt that inference gives for each turn of them"
-    )
-    inspect.add_argument("--html", metavar="FILE", help="write these prompts beside what is trained into a page")
-    inspect.add_argument("--json", action="store_true", help="print JSON")
+    _take(inspect, "--recipe", "R", "a file, or a name in recipes/ (default: quickstart)")
+    _take(inspect, "--model", "M", "use this model's tokenizer and chat template: a folder or hub name")
+    _take(inspect, "--rows", "N", "examples to show (default: 3)", type=int, default=3)
+    _take(inspect, "--examples", "ID,ID", "show these instead, by the numbers in a run's messages")
+    _flag(inspect, "--turns", "and the prompt that inference gives for each turn of them")
+    _take(inspect, "--html", "FILE", "write these prompts beside what is trained into a page")
+    _flag(inspect, "--json", "print JSON")
 
 
 def _add_commands_on_folders(subcommands: "Subcommands") -> None:
     export = _add(subcommands, "export", "turn a checkpoint into a verified Hugging Face folder")
-    export.add_argument(
-        "source", metavar="RUN_OR_CHECKPOINT", help="a run's folder (its newest checkpoint), or a checkpoint"
-    )
-    export.add_argument("--output", required=True, metavar="DIR", help="the folder to make")
+    _take(export, "source", "RUN_OR_CHECKPOINT", "a run's folder (its newest checkpoint), or a checkpoint")
+    _take(export, "--output", "DIR", "the folder to make", required=True)
     export.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights (default: the base checkpoint's)"
     )
-    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one weights file (default: 5GB)")
-    export.add_argument(
-        "--no-verify", dest="verify", action="store_false", help="do not read the result back and compare"
-    )
-    export.add_argument("--overwrite", action="store_true", help="replace DIR where it exists")
-    export.add_argument("--adapter-only", action="store_true", help="LoRA: the PEFT folder alone, nothing merged")
+    _take(export, "--max-shard-size", "SIZE", "of one weights file (default: 5GB)", default="5GB")
+    _flag(export, "--no-verify", "do not read the result back and compare", clears="verify")
+    _flag(export, "--overwrite", "replace DIR where it exists")
+    _flag(export, "--adapter-only", "LoRA: the PEFT folder alone, nothing merged")
     export.add_argument(
         "--merge-onto",
         choices=("original", "dequantized"),
         help="QLoRA: the base that the adapter is merged onto (default: the one with the lower held-out loss)",
     )
-    export.add_argument(
-        "--base-model",
-        metavar="MODEL",
-        help="the base model, where the checkpoint does not name it: a folder or hub name",
+    _take(
+        export, "--base-model", "MODEL", "the base model, where the checkpoint does not name it: a folder or hub name"
     )
-    export.add_argument("--push-to-hub", metavar="REPO", help="upload the verified folder to this hub repository")
-    export.add_argument("--trust-remote-code", action="store_true", help="run the base model's own code")
+    _take(export, "--push-to-hub", "REPO", "upload the verified folder to this hub repository")
+    _flag(export, "--trust-remote-code", "run the base model's own code")
 
     _add_chat(subcommands)
     _add_evaluate(subcommands)
 
     report = _add(subcommands, "report", "write an HTML file on one run, or on several side by side")
-    report.add_argument("runs", nargs="+", metavar="RUN", help="a run's folder")
-    report.add_argument(
+    _take(report, "runs", "RUN", "a run's folder", nargs="+")
+    _take(
+        report,
         "--output",
-        metavar="FILE",
-        help="the file to write, and its .png (default: report.html and loss.png in the first RUN)",
+        "FILE",
+        "the file to write, and its .png (default: report.html and loss.png in the first RUN)",
     )
-    report.add_argument(
-        "--serve", action="store_true", help="write no file; serve the report on localhost, as it grows"
-    )
-    report.add_argument("--port", type=int, metavar="N", help="of --serve (default: the first free one from 8000)")
+    _flag(report, "--serve", "write no file; serve the report on localhost, as it grows")
+    _take(report, "--port", "N", "of --serve (default: the first free one from 8000)", type=int)
 
     checkpoints = _add(subcommands, "checkpoints", "list what a run can be resumed or exported from")
-    checkpoints.add_argument("run", metavar="RUN", help="a run's folder")
-    checkpoints.add_argument("--verify", action="store_true", help="read every file and compare its checksum")
-    checkpoints.add_argument("--json", action="store_true", help="print JSON")
+    _take(checkpoints, "run", "RUN", "a run's folder")
+    _flag(checkpoints, "--verify", "read every file and compare its checksum")
+    _flag(checkpoints, "--json", "print JSON")
 
     convert = _add(
         subcommands, "convert", "write a recipe from TRL's, Axolotl's, LLaMA-Factory's, torchtune's, Automodel's"
     )
-    convert.add_argument("source", metavar="THEIR.yaml", help="the other tool's file")
-    convert.add_argument("--output", metavar="FILE", help="the recipe to write (default: print it)")
-    convert.add_argument("--overwrite", action="store_true", help="replace FILE where it exists")
+    _take(convert, "source", "THEIR.yaml", "the other tool's file")
+    _take(convert, "--output", "FILE", "the recipe to write (default: print it)")
+    _flag(convert, "--overwrite", "replace FILE where it exists")
 
 
 def _add_chat(subcommands: "Subcommands") -> None:
     chat = _add(
         subcommands, "chat", "talk to a trained model, with its base beside it, or answer the prompts of a script"
     )
-    chat.add_argument(
-        "source", metavar="RUN_OR_FOLDER", help="a run's folder, a checkpoint, an adapter, a model's folder or hub name"
-    )
-    chat.add_argument("--compare", action="store_true", help="also answer with the base model")
-    chat.add_argument("--compare-with", metavar="OTHER", help="also answer with this model: as RUN_OR_FOLDER")
+    _take(chat, "source", "RUN_OR_FOLDER", "a run's folder, a checkpoint, an adapter, a model's folder or hub name")
+    _flag(chat, "--compare", "also answer with the base model")
+    _take(chat, "--compare-with", "OTHER", "also answer with this model: as RUN_OR_FOLDER")
     prompts = chat.add_mutually_exclusive_group()
-    prompts.add_argument(
-        "--prompt", action="append", default=[], metavar="TEXT", help="answer this and end; may be repeated"
-    )
-    prompts.add_argument(
-        "--prompts", metavar="FILE", help="answer every row (JSON Lines, CSV, Parquet, ...) or line of text"
-    )
-    chat.add_argument("--json", action="store_true", help="print a JSON object for each prompt")
-    chat.add_argument("--system", metavar="TEXT", help="the system message")
-    chat.add_argument("--max-new-tokens", type=int, default=512, metavar="N", help="of an answer (default: 512)")
-    chat.add_argument(
-        "--temperature",
-        type=float,
-        metavar="T",
-        help="0 answers greedily (default: the model's generation_config.json)",
-    )
-    chat.add_argument("--top-p", type=float, metavar="P", help="sample from this share of the probability")
-    chat.add_argument("--seed", type=int, metavar="N", help="sample the same answers again")
+    _take(prompts, "--prompt", "TEXT", "answer this and end; may be repeated", action="append", default=[])
+    _take(prompts, "--prompts", "FILE", "answer every row (JSON Lines, CSV, Parquet, ...) or line of text")
+    _flag(chat, "--json", "print a JSON object for each prompt")
+    _take(chat, "--system", "TEXT", "the system message")
+    _take(chat, "--max-new-tokens", "N", "of an answer (default: 512)", type=int, default=512)
+    _take(chat, "--temperature", "T", "0 answers greedily (default: the model's generation_config.json)", type=float)
+    _take(chat, "--top-p", "P", "sample from this share of the probability", type=float)
+    _take(chat, "--seed", "N", "sample the same answers again", type=int)
     template = chat.add_mutually_exclusive_group()
-    template.add_argument(
-        "--chat-template", metavar="T", help="a name, a file or Jinja text (default: the tokenizer's own)"
-    )
-    template.add_argument(
-        "--no-chat-template", dest="use_chat_template", action="store_false", help="continue prompts as they are"
-    )
+    _take(template, "--chat-template", "T", "a name, a file or Jinja text (default: the tokenizer's own)")
+    _flag(template, "--no-chat-template", "continue prompts as they are", clears="use_chat_template")
     _add_model_options(chat)
 
 
 def _add_evaluate(subcommands: "Subcommands") -> None:
     evaluate = _add(subcommands, "evaluate", "measure a trained model and its base on lm-eval's tasks")
-    evaluate.add_argument("source", metavar="RUN_OR_FOLDER", help="as for chat; a run keeps the results")
-    evaluate.add_argument(
-        "--tasks", required=True, metavar="T,T", help="such as gsm8k,mmlu; `lm-eval ls tasks` lists them"
-    )
-    evaluate.add_argument("--include-path", metavar="DIR", help="also take tasks from the YAML files in this folder")
-    evaluate.add_argument("--num-fewshot", type=int, metavar="N", help="examples in a prompt (default: the task's)")
-    evaluate.add_argument("--limit", type=float, metavar="N", help="documents of each task, or a share (default: all)")
-    evaluate.add_argument("--batch-size", default="auto", metavar="N", help="documents at once (default: auto)")
-    evaluate.add_argument("--apply-chat-template", action="store_true", help="ask in the model's chat template")
-    evaluate.add_argument("--no-compare", dest="compare", action="store_false", help="do not measure the base model")
-    evaluate.add_argument("--output", metavar="FILE", help="also write the results to this JSON file")
+    _take(evaluate, "source", "RUN_OR_FOLDER", "as for chat; a run keeps the results")
+    _take(evaluate, "--tasks", "T,T", "such as gsm8k,mmlu; `lm-eval ls tasks` lists them", required=True)
+    _take(evaluate, "--include-path", "DIR", "also take tasks from the YAML files in this folder")
+    _take(evaluate, "--num-fewshot", "N", "examples in a prompt (default: the task's)", type=int)
+    _take(evaluate, "--limit", "N", "documents of each task, or a share (default: all)", type=float)
+    _take(evaluate, "--batch-size", "N", "documents at once (default: auto)", default="auto")
+    _flag(evaluate, "--apply-chat-template", "ask in the model's chat template")
+    _flag(evaluate, "--no-compare", "do not measure the base model", clears="compare")
+    _take(evaluate, "--output", "FILE", "also write the results to this JSON file")
     _add_model_options(evaluate)
 
 
 def _add_model_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--chat-template-kwargs", metavar="JSON", help="what the template also reads: '{\"enable_thinking\": false}'"
-    )
-    parser.add_argument(
-        "--base-model", metavar="MODEL", help="the base model, where it is not named or has moved: a folder or hub name"
-    )
-    parser.add_argument("--trust-remote-code", action="store_true", help="run the model's own code")
+    _take(parser, "--chat-template-kwargs", "JSON", "what the template also reads: '{\"enable_thinking\": false}'")
+    _take(parser, "--base-model", "MODEL", "the base model, where it is not named or has moved: a folder or hub name")
+    _flag(parser, "--trust-remote-code", "run the model's own code")
 
 
 def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentParser:
@@ -294,17 +250,17 @@ def _add(subcommands: "Subcommands", name: str, what: str) -> argparse.ArgumentP
     return parser
 
 
-def _add_recipe(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--recipe", default="quickstart", metavar="R", help="a file, or a name in recipes/ (default: quickstart)"
-    )
+def _take(parser: Any, name: str, metavar: str, what: str, **keys: Any) -> None:
+    parser.add_argument(name, metavar=metavar, help=what, **keys)
 
 
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--config", metavar="C", help="an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)"
-    )
+def _flag(parser: Any, name: str, what: str, *, clears: str | None = None) -> None:
+    """A flag that sets its own name, or `clears` another that is set without it."""
+    keys: dict[str, Any] = {"action": "store_true"} if clears is None else {"action": "store_false", "dest": clears}
+    parser.add_argument(name, help=what, **keys)
 
 
-def _add_processes(parser: argparse.ArgumentParser, what: str) -> None:
-    parser.add_argument("--num-processes", type=int, metavar="N", help=what)
+def _add_run(parser: argparse.ArgumentParser, ranks: str) -> None:
+    _take(parser, "--recipe", "R", "a file, or a name in recipes/ (default: quickstart)", default="quickstart")
+    _take(parser, "--config", "C", "an Accelerate file, or a name in accelerate_configs/ (default: the recipe's)")
+    _take(parser, "--num-processes", "N", ranks, type=int)
