@@ -37,6 +37,7 @@ def export_command(arguments: argparse.Namespace) -> int:
         beside.enter_context(exit_on_signals())
         reload = beside.enter_context(start_reload()) if options.verify and options.model else None
         gc.disable()  # it would walk through half a million objects that imports make, a third of their time
+        beside.callback(gc.enable)
         with ThreadPoolExecutor(max_workers=1) as pool:
             from finetune.export.source import open_source
 
