@@ -48,6 +48,15 @@ def load_config(model: Model, vocabulary: Vocabulary | None = None) -> Any:
     return config if is_vision_language(config) else text_config
 
 
+def trained_config(config: Any, model: Model) -> Any:
+    """The part of a config of `load_config` that is loaded: all of it, or under `drop_vision` the language model's."""
+    if not model.drop_vision:
+        return config
+    text_config = text_config_of(config)
+    text_config.tie_word_embeddings = config.tie_word_embeddings
+    return text_config
+
+
 def text_config_of(config: Any) -> Any:
     """The part of a transformers config that its language model has; all of it where there is no other part."""
     return getattr(config, "text_config", None) or config

@@ -42,7 +42,7 @@ from finetune.models.load import ModelSize, load_model
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.plan.architecture import find_local_facts
-from finetune.pretrained_config import load_config, read_facts
+from finetune.pretrained_config import load_config, read_facts, trained_config
 from finetune.progress import Progress
 from finetune.terminal import set_library_environment
 from finetune.training.dry_run import check_offload_dir, explain_out_of_memory
@@ -170,6 +170,7 @@ class Session:
         refuse_problems(find_problems(recipe, self.world.sharding, facts, ranks, teacher=teacher, machine=self.machine))
         recipe = adopt_quantization(recipe, facts)
         check_offload_dir(recipe, self.world)
+        config = trained_config(config, recipe.model)
         RankGroup(self.world).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
         self._data: PreparedData | None = None  # all rows are given
         if recipe.data.datasets:

@@ -79,7 +79,7 @@ class ModelFacts:
     layer_types: frozenset[str] = frozenset()
     quantization: Quantization | None = None  # how the files are quantized
     tokens: int | None = None  # of the tokenizer, with added ones; None: it was not read
-    vision: bool = False  # whether it is the language model of a vision-language one, which is loaded whole
+    vision: bool = False  # whether it is the language model of a vision-language one
 
     @property
     def has_auxiliary_loss(self) -> bool:
@@ -131,6 +131,11 @@ class Case:
         """How the model is kept: as its files are quantized, else as the recipe says."""
         stored: Quantization | None = getattr(self.model, "quantization", None)
         return stored or (quantize_teacher(self.recipe.method) if self.is_teacher else self.recipe.quantization)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a vision tower is loaded with the model."""
+        return self.model.vision and not self.recipe.model.drop_vision
 
     @property
     def load_key(self) -> str:
@@ -223,7 +228,7 @@ def read_model_facts(
         config: Keys as in config.json.
         name: The model, for messages.
         tokens: Number of tokens of the tokenizer, where it was read.
-        vision: Whether the rest of a vision-language model is loaded with it.
+        vision: Whether it is the language model of a vision-language one.
 
     Raises:
         UserError: For every size or name in the config with which no model can be built.

@@ -221,6 +221,10 @@ def _has_fp8_layer(case: Case) -> bool:
     return m.hidden % FP8_MULTIPLE == 0 and any(width and width % FP8_MULTIPLE == 0 for width in widths)
 
 
+def _has_text_class(model_type: str) -> bool:
+    return any(name.endswith("ForCausalLM") for name in find_classes(model_type))
+
+
 def _model_rule(name: str, *keys: str, **others: Any) -> Rule:
     return Rule(name=name, keys=keys, needs=("model",), **others)
 
@@ -270,13 +274,23 @@ RULES: tuple[Rule, ...] = (
     ),
     # Vision-language models
     _model_rule(
-        "Liger of a vision-language model", "use_liger_kernel", when=lambda c: c["use_liger_kernel"] and c.model.vision,
+        "no tower to drop", "drop_vision", when=lambda c: c["drop_vision"] and not c.model.vision,
+        message="drop_vision: {name} is no vision-language model", fix={"drop_vision": False},
+    ),
+    _model_rule(
+        "no text class", "drop_vision",
+        when=lambda c: c["drop_vision"] and c.model.vision and not _has_text_class(c.model.model_type),
+        message="drop_vision: transformers has no class for {model.model_type}, the language model of {name}, alone",
+        fix={"drop_vision": False},
+    ),
+    _model_rule(
+        "Liger of a vision-language model", "use_liger_kernel", when=lambda c: c["use_liger_kernel"] and c.is_whole,
         message="use_liger_kernel: {name} is a vision-language model, with whose class Liger's kernels were not tried",
         fix={"use_liger_kernel": False},
     ),
     _model_layout_rule(
         "frozen tower without shards", "fsdp_sharding_strategy",
-        when=lambda c: c.model.vision
+        when=lambda c: c.is_whole
         and c.layout.layout == "fsdp1" and (c.layout.strategy == "NO_SHARD" or c.ranks == 1),
         message="{name}: FSDP1 without shards (NO_SHARD, one rank) cannot hold the frozen part of a vision-language "
         "model",
@@ -284,13 +298,13 @@ RULES: tuple[Rule, ...] = (
     ),
     _model_layout_rule(
         "tensor parallelism of a vision-language model", "tp_size",
-        when=lambda c: c.layout.tensor_parallel_size > 1 and c.model.vision,
+        when=lambda c: c.layout.tensor_parallel_size > 1 and c.is_whole,
         message="tp_size {layout.tensor_parallel_size}: not supported for {name}, a vision-language model",
         fix={"tp_size": 1},
     ),
     _model_layout_rule(
         "sequence parallelism of a vision-language model", "cp_size", "sp_size",
-        when=lambda c: c.layout.sequence_parallel_size > 1 and c.model.vision,
+        when=lambda c: c.layout.sequence_parallel_size > 1 and c.is_whole,
         message="cp_size, sp_size: not supported for {name}, a vision-language model", fix={"cp_size": 1},
     ),
     # Mixtures

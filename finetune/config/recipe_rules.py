@@ -157,6 +157,12 @@ REQUIRED: tuple[Rule, ...] = (
         advice="set datasets, a list with at least `- path: FILE`",
     ),
     Rule(
+        name="adapters on a part of the checkpoint", keys=("drop_vision", "use_peft"),
+        when=lambda c: c["drop_vision"] and c["use_peft"],
+        message="drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers",
+        fix={"drop_vision": False},
+    ),
+    Rule(
         name="adapters on random weights", keys=("use_peft", "model_config"),
         when=lambda c: c["use_peft"] and c["model_config"] is not None,
         message="use_peft adapts a trained model, but model_config starts from random weights",

@@ -326,6 +326,12 @@ class Model:
         "An inline architecture to train from random weights, as in config.json; model_type is required.",
     ] = None
     model_revision: Annotated[str | None, SameOnResume, "The hub revision of model_name_or_path."] = None
+    drop_vision: Annotated[
+        bool,
+        SameOnResume,
+        "Of a vision-language checkpoint train the language model alone, as the family's text class: the export is "
+        "that class's, and takes no images.",
+    ] = False
     tokenizer_name_or_path: Annotated[str | None, FileOrName, SameOnResume, "The tokenizer; null: the model's own."] = (
         None
     )

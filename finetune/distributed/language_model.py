@@ -4,11 +4,16 @@ A vision-language model is loaded whole. Its language model and output head are 
 tower, the projector) is frozen, sharded with them, and never computed.
 """
 
-from typing import Any
+import re
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from torch import nn
 
 PARTS = ("language_model", "text_model")  # what transformers calls it
+IN_FILES = re.compile(rf"(?:model\.)?(?:{'|'.join(PARTS)})\.(?:model\.)?(.*)")
+
+Stored = TypeVar("Stored")
 
 
 def trunk_of(model: Any) -> Any:
@@ -37,6 +42,22 @@ def text_names(model: Any) -> tuple[str, ...]:
         return ("",)
     ends = (trunk_of(model), model.get_output_embeddings())
     return tuple(f"{name}." for name, module in model.named_modules() if any(module is end for end in ends))
+
+
+def take_language_model(stored: Mapping[str, Stored]) -> dict[str, Stored]:
+    """The language model's tensors in the files of a vision-language checkpoint, by the names of its text class.
+
+    >>> names = "model.language_model.norm.weight", "language_model.lm_head.weight", "model.visual.norm.weight"
+    >>> list(take_language_model(dict.fromkeys(names)))
+    ['model.norm.weight', 'lm_head.weight']
+    """
+    found = {}
+    for name, tensor in stored.items():
+        inside = IN_FILES.fullmatch(name)
+        short = inside[1] if inside else name
+        if inside or short.startswith("lm_head."):
+            found[short if short.startswith("lm_head.") else f"model.{short}"] = tensor
+    return found
 
 
 def text_modules(model: Any) -> list[tuple[str, nn.Module]]:

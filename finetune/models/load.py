@@ -14,7 +14,7 @@ from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Lora, Model, Optimization, Quantization, Recipe
 from finetune.constants import COMPUTE_DTYPE, PROCESSOR_FILES
-from finetune.distributed.language_model import other_parts, text_names
+from finetune.distributed.language_model import other_parts, take_language_model, text_names
 from finetune.distributed.parallelize import Values, gathered, parallelize, unwrap
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -57,7 +57,7 @@ from finetune.models.weights import (
     stored_values,
     untie_as_stored,
 )
-from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of
+from finetune.pretrained_config import Vocabulary, is_vision_language, load_config, text_config_of, trained_config
 
 UNQUANTIZED = Quantization()
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -91,7 +91,7 @@ def load_model(
     """
     multiply_in_fp32(world.device, {DTYPES[model.dtype], DTYPES[COMPUTE_DTYPE[world.sharding.mixed_precision]]})
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = model.tf32
-    config = load_config(model, vocabulary)
+    config = trained_config(load_config(model, vocabulary), model)
     forget_quantization(config)  # how the files are quantized: they are read here, and the model exported is not
     built = build_on_meta(config, DTYPES[model.dtype], model.trust_remote_code)
     base, stored = read_base_values(built, config, model, seed, vocabulary)
@@ -232,6 +232,7 @@ def read_base_values(
         return seeded_values(lambda: build_on_meta(config, torch.float32, model.trust_remote_code), seed), {}
     folder = weights_folder(model)
     stored, quantized = split_quantized(read_folder(folder), str(folder))
+    stored = take_language_model(stored) if model.drop_vision else stored
     stored = convert_to_parameters(built, stored, str(folder))
     untie_as_stored(built, stored)
     values = stored_values(built, stored, str(folder), quantized, vocabulary)

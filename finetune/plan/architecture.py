@@ -350,7 +350,7 @@ def find_config(model: Model) -> tuple[dict[str, Any], str]:
         raise UserError(f"{name}: no such folder; name one that holds config.json and safetensors, or a hub name")
     else:
         path = download_file(name, "config.json", model.model_revision)
-    return split_config(load_json(path)), str(path)
+    return split_config(load_json(path), model.drop_vision), str(path)
 
 
 def find_local_facts(model: Model) -> ModelFacts | None:
@@ -386,7 +386,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         )
     whole = config.get(WHOLE)
     parts = list_parts(whole, sizes["hidden_size"], where) if whole is not None else ()
-    facts = read_model_facts(sizes, where, vision=whole is not None)
+    facts = read_model_facts(sizes, where, vision=WHOLE in config)
     if lists := [key for key in (*LARGEST_SIZES, *LARGEST_COUNTS) if isinstance(sizes.get(key), list | tuple)]:
         raise UserError(f"{where}: {', '.join(lists)}: a size for each layer cannot be planned; one number can")
     heads = sizes["num_attention_heads"]

@@ -14,8 +14,9 @@ Tensor = tuple[str, tuple[int, ...]]  # its name and shape
 WHOLE = "vision_language_config"  # the key under which `split_config` keeps all of a config.json
 
 
-def split_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The part of a config.json that the language model has, with all of it under WHOLE where the whole is loaded.
+def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[str, Any]:
+    """The part of a config.json that the language model has, with all of it under WHOLE where it is a vision-language
+    model's: None there where `drop_vision` leaves the rest out.
 
     >>> config = {"model_type": "qwen2_5_vl", "architectures": ["VForConditionalGeneration"], "vision_config": {}}
     >>> split_config(config)["model_type"]
@@ -29,7 +30,7 @@ def split_config(config: Mapping[str, Any]) -> dict[str, Any]:
         own["model_type"] = f"{config.get('model_type')}_text"
     family = _FAMILIES.get(str(config.get("model_type")))
     tied = config.get("tie_word_embeddings", own.get("tie_word_embeddings", family[1] if family else False))
-    return own | {WHOLE: config, "tie_word_embeddings": tied}
+    return own | {WHOLE: None if drop_vision else config, "tie_word_embeddings": tied}
 
 
 def list_parts(whole: Mapping[str, Any], hidden: int, where: str) -> tuple[tuple[Tensor, ...], ...]:

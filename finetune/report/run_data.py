@@ -115,7 +115,8 @@ def plan_run(run: RunRecord) -> Plan | None:
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))
         if configs:  # the trained model's own, which needs no hub
             config = _read_mapping(configs[-1])
-            recipe = replace(recipe, model=replace(recipe.model, model_name_or_path=None, model_config=config))
+            model = replace(recipe.model, model_name_or_path=None, model_config=config, drop_vision=False)
+            recipe = replace(recipe, model=model)
         sharding = read_sharding(str(run.folder / SHARDING), None, {"WORLD_SIZE": str(ranks)})
         return make_plan(recipe, sharding, ranks, on_cpu=str(run.environment.get("device", "")).startswith("CPU"))
     except UserError:

@@ -55,6 +55,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     lines = [
         f"{run.folder}: {recipe.path} under {sharding.source}, {counted(world.size, 'rank')} on {world.device.type}",
         f"model   {name}, {size.total:,} parameters, {active}{size.trained:,} trained" + describe_trained(recipe),
+        *(["        without its checkpoint's vision tower: the export takes no images"] * recipe.model.drop_vision),
         *describe_adapter(recipe),
         *([] if recipe.method.method == DEFAULT_METHOD else [f"method  {describe_method(to_dict(recipe))}"]),
         f"layout  {layout}"

@@ -39,6 +39,7 @@ LLAMA = {
 }
 MIXTURE = LLAMA | {"model_type": "mixtral", "num_local_experts": 12, "num_experts_per_tok": 2}
 VISION = LLAMA | {"architectures": ["LForConditionalGeneration"], "vision_config": {}}
+QWEN_VISION = VISION | {"model_type": "qwen3_vl_text"}
 NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 FSDP2 = Sharding(layout="fsdp2", mixed_precision="bf16", activation_checkpointing=True, source="some.yaml")
 TP = replace(FSDP2, tensor_parallel_size=4, shard_size=1)
@@ -94,6 +95,9 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["max_length=32"], SP, 4, LLAMA | {"num_attention_heads": 6}, None,
      "cp_size (or sp_size) 4 must divide the attention heads, but the model has 6; set it to 1, 2, 3 or 6"),
     # vision-language models
+    (["drop_vision=true"], None, 1, LLAMA, None, "drop_vision: M is no vision-language model; set drop_vision: false"),
+    (["drop_vision=true"], None, 1, QWEN_VISION, None, "no class for qwen3_vl_text, the language model of M, alone"),
+    (["drop_vision=true", "use_peft=true"], None, 1, VISION, None, "drop_vision: adapters are opened on the checkpoint"),
     ([], TP, 4, VISION, None, "tp_size 4: not supported for M, a vision-language model; set tp_size: 1"),
     ([], SP, 4, VISION, None, "cp_size, sp_size: not supported for M, a vision-language model"),
     (["use_liger_kernel=true"], FSDP2, 1, VISION, A100, "with whose class Liger's kernels were not tried"),

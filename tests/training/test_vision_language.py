@@ -33,6 +33,7 @@ WANTED = [
     ("gemma3-lora", "full_shard", 2),
     ("gemma3", "ddp", 2),
     ("qwen3_vl", "FULL_SHARD", 2),
+    ("gemma3-text", "single", 1),
 ]
 EXPORTED = [each for each in WANTED if each[1:] == ("single", 1)]
 
@@ -61,6 +62,7 @@ def make_recipes(folder: Path, families: Iterable[str]) -> dict[str, Path]:
         steps |= {"packing": False, "attn_implementation": "sdpa"} if family in STATEFUL else {}
         paths[family] = write_recipe(folder / f"{family}.yaml", model, data, **steps)
         paths[f"{family}-lora"] = write_recipe(folder / f"{family}-lora.yaml", model, data, **steps | LORA)
+        paths[f"{family}-text"] = write_recipe(folder / f"{family}-text.yaml", model, data, **steps, drop_vision=True)
     return paths
 
 
@@ -108,6 +110,23 @@ def test_the_export_is_the_checkpoint_with_its_language_model_trained(
     whole = open_whole(exported)
     with torch.no_grad():
         assert torch.isfinite(whole(**image_prompt(family)).logits).all()
+
+
+def test_without_its_tower_a_checkpoint_becomes_that_of_its_text_class(runs: Callable[..., Path]) -> None:
+    """Trained as in the whole, value by value."""
+    from transformers import AutoModelForCausalLM
+
+    exported, whole = (runs(name, "single", 1) / "export" for name in ("gemma3-text", "gemma3"))
+    model, info = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32, output_loading_info=True)
+    assert type(model).__name__ == "Gemma3ForCausalLM" and not any(info.values()), info
+    language_model = open_whole(whole).model.language_model.state_dict()
+    found = {
+        name.removeprefix("model."): value for name, value in model.state_dict().items() if name != "lm_head.weight"
+    }
+    assert found.keys() == language_model.keys()
+    assert all(torch.allclose(value, language_model[name], atol=1e-6) for name, value in found.items())
+    assert not (exported / "preprocessor_config.json").exists()
+    assert "AutoModelForCausalLM" in (exported / "README.md").read_text()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
