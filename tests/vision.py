@@ -70,7 +70,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "qwen2_5_vl": {"text_config": rope(mrope_section=[1, 1, 2]), "vision_config": QWEN_VISION, **QWEN_IDS},
     "qwen3_vl": {
-        "text_config": rope(mrope_section=[2, 1, 1], mrope_interleaved=True),
+        "text_config": {"intermediate_size": 512} | rope(mrope_section=[2, 1, 1], mrope_interleaved=True),
         "vision_config": QWEN_VISION | {"deepstack_visual_indexes": [0], "num_position_embeddings": 16},
         **QWEN_IDS,
     },
@@ -163,6 +163,7 @@ MORE: dict[str, dict[str, Any]] = {
         "eoi_token_index": END,
     },
 }
+MIXED_DTYPES = ("qwen3_vl",)  # the language model in bf16, the tower in fp32
 STATEFUL = ("qwen3_5", "qwen3_5_moe", "llama4")  # with linear attention, or chunks of it
 
 
@@ -207,6 +208,9 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+    if family in MIXED_DTYPES:
+        for name, parameter in model.named_parameters():
+            parameter.data = parameter.data if "visual" in name else parameter.data.bfloat16()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name in ("preprocessor_config.json", "processor_config.json"):

@@ -13,12 +13,12 @@ from finetune.config.pretrained_adapter import why_unsupported
 from finetune.errors import UserError
 from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
-from finetune.export.target import TargetModel, Value, as_floating, match_tensors, stored_value
-from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_slice
+from finetune.export.target import TargetModel, Value, as_floating, match_tensors, read_rows, row_blocks, stored_value
+from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_folder, read_slice
 from finetune.models.moe.adapters import AdaptedParameter, find_adapted_parameters
 from finetune.models.quantized.base import quantize_whole
 from finetune.models.quantized.linear import dequantize_tensor, quantized_weights
-from finetune.models.weights import Slices
+from finetune.models.weights import Slices, convert_to_parameters
 
 BASE_LAYER = ".base_layer."
 
@@ -254,7 +254,24 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
         if name in tensors and name in target.shapes and tensors[name].shape != tensor.shape:
             tensors[name] = tensor  # an embedding that was trained whole, and has grown with the tokenizer
     stored = match_tensors(tensors, target, str(source.path), prefixed=source.names_may_be_prefixed)
-    return stored if source.adapter is None else stored | find_own_bases(source.adapter)
+    if source.adapter is not None:
+        return stored | find_own_bases(source.adapter)
+    return stored | _find_of_base(source, target, stored)
+
+
+def _find_of_base(source: Source, target: TargetModel, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Of a checkpoint of ours what its base's files hold beside the language model in another dtype, in which the
+    values are the same."""
+    if not (target.beside and source.state and source.base is not None and any(source.base.glob("*.safetensors"))):
+        return {}
+    base = convert_to_parameters(target.model, read_folder(source.base), str(source.base))
+    found = {name: base[name] for name in target.beside & base.keys() if base[name].shape == stored[name].shape}
+
+    def is_same(name: str) -> bool:
+        one, other = found[name], stored[name]
+        return all(torch.equal(read_rows(one, *b).to(other.dtype), read_rows(other, *b)) for b in row_blocks(one.shape))
+
+    return {name: found[name] for name in found if found[name].dtype != stored[name].dtype and is_same(name)}
 
 
 def choose_written_dtype(source: Source, target: TargetModel, options: ExportOptions) -> torch.dtype:
@@ -293,9 +310,12 @@ def plan_values(
     dtype: torch.dtype,
     onto: MergeOnto = "original",
     read_dequantized: ReadDequantized | None = None,
+    *,
+    is_asked: bool = False,
 ) -> dict[str, Value]:
     """Every tensor of the result, written in `dtype`, by name. Reads none of their values.
 
+    Beside a language model each tensor keeps the dtype that the base's files have, unless `dtype` `is_asked` for.
     `read_dequantized`: for values of several calls that are read by one thread.
 
     Raises `UserError` where the adapter does not fit the target, or merging it would not give the model that was
@@ -307,10 +327,13 @@ def plan_values(
         check_mergeable(source.adapter, updates, target, str(source.path))
     quantized = find_quantized(source, target) if onto == "dequantized" else frozenset(source.quantized)
     read_dequantized = read_dequantized or make_dequantizer(source)
+    of_checkpoint = source.adapter is None and bool(source.state)
     found = {}
     for name in target.shapes:
         stored_dtype = source.compute_dtype if name in quantized else stored[name].dtype
-        value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, dtype))
+        of_run = of_checkpoint and stored[name].parts[0].path.is_relative_to(source.path)
+        written = dtype if is_asked or of_run or name not in target.beside else stored_dtype
+        value = stored_value(stored[name], name, target.written_dtype(name, stored_dtype, written))
         if name in quantized:
             value = replace(value, rows=_dequantized_rows(stored[name], read_dequantized))
         found[name] = merged_value(updates[name], value) if name in updates else value

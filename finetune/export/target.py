@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from finetune.constants import CONFIG_FILE
+from finetune.distributed.language_model import text_names
 from finetune.errors import UserError
 from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_slice
@@ -44,6 +45,7 @@ class TargetModel:
     tied: dict[str, str]  # name that is not stored -> name of the tensor with its values
     float32: frozenset[str]  # names that transformers keeps in float32 whatever the model's dtype
     files: dict[str, Box]  # the tensors of the model's files, each as parts of those in `shapes`; most are one of them
+    beside: frozenset[str]  # names of what a vision-language model has beside its language model, never trained
 
     @property
     def class_name(self) -> str:
@@ -60,7 +62,8 @@ class TargetModel:
         config = copy.deepcopy(self.config_json) | {"architectures": [self.class_name]}
         config["dtype"] = name = str(dtype).removeprefix("torch.")
         for part in (config, *(config[key] for key in SECTIONS if isinstance(config.get(key), dict))):
-            part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
+            if part is not config.get("vision_config"):
+                part |= {key: name for key in ("dtype", "torch_dtype") if key in part}
             if part.get("use_cache") is False:
                 part["use_cache"] = True  # training turned it off; generation needs it
         if not trust_remote_code:
@@ -107,6 +110,7 @@ def describe_target(folder: Path, *, trust_remote_code: bool = False) -> TargetM
         files=boxes_of_files(model, shapes),
         tied=tied,
         float32=_find_float32(model, state),
+        beside=frozenset(name for name in shapes if not name.startswith(text_names(model))),
     )
 
 

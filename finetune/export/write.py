@@ -166,7 +166,8 @@ def plan_weights(
     if not options.model:
         return Weights((), adapter, dtype, {})
     stored = find_stored(source, target)
-    planned = plan_values(source, target, stored, dtype, merge.onto if merge else "original")
+    is_asked = bool(options.dtype or source.recipe.get("export_dtype"))
+    planned = plan_values(source, target, stored, dtype, merge.onto if merge else "original", is_asked=is_asked)
     values = list(_plan_files(source, target, stored, planned))
     return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored, merge)
 

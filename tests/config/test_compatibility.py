@@ -97,7 +97,6 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     # vision-language models
     (["drop_vision=true"], None, 1, LLAMA, None, "drop_vision: M is no vision-language model; set drop_vision: false"),
     (["drop_vision=true"], None, 1, QWEN_VISION, None, "no class for qwen3_vl_text, the language model of M, alone"),
-    (["drop_vision=true", "use_peft=true"], None, 1, VISION, None, "drop_vision: adapters are opened on the checkpoint"),
     ([], TP, 4, VISION, None, "tp_size 4: not supported for M, a vision-language model; set tp_size: 1"),
     ([], SP, 4, VISION, None, "cp_size, sp_size: not supported for M, a vision-language model"),
     (["use_liger_kernel=true"], FSDP2, 1, VISION, A100, "with whose class Liger's kernels were not tried"),

@@ -227,6 +227,10 @@ MISTAKES = {
         "F:5: model_config brings no tokenizer; set tokenizer_name_or_path",
         "F:4: use_peft adapts a trained model, but model_config starts from random weights; set model_name_or_path",
     ],
+    "drop_vision: true\nuse_peft: true": [
+        "F:4: drop_vision: adapters are opened on the checkpoint, whose own class has other names for their layers; "
+        "set drop_vision: false"
+    ],
     "eval_datasets: [{path: a/b}]\neval_split_size: 0.1": [
         "F:5: eval_datasets and eval_split_size both name the held-out rows; keep one"
     ],

@@ -98,7 +98,7 @@ def test_the_export_is_the_checkpoint_with_its_language_model_trained(
     """The same class, names and files beside them; what was not trained is equal bit for bit."""
     source, exported = folder / family / "model", runs(family, "single", 1) / "export"
     before, after = load_file(source / "model.safetensors"), load_file(exported / "model.safetensors")
-    assert before.keys() == after.keys()
+    assert {name: value.dtype for name, value in before.items()} == {name: value.dtype for name, value in after.items()}
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert moved and not any("vis" in name or "projector" in name for name in moved)
     assert {name for name in before if "layers.1.mlp" in name and "vis" not in name} <= moved
@@ -138,6 +138,8 @@ def test_an_untrained_checkpoint_answers_an_image_as_before(family: str, folder:
         answers = [model(**image_prompt(family)).logits for model in models]
     before, after = (model.state_dict() for model in models)
     assert all(torch.equal(before[name], after[name]) for name in before)
+    files = [load_file(path / "model.safetensors") for path in (source, exported)]
+    assert {name: value.dtype for name, value in files[0].items()} == {n: value.dtype for n, value in files[1].items()}
     assert torch.allclose(*answers, atol=1e-4)  # sums depend on where in memory a tensor begins
 
 
