@@ -177,11 +177,7 @@ class Architecture:
     query_key_norm: bool = False  # of the kind that the family has
     attention_dropout: float = 0.0
     beside: tuple[tuple[TensorShape, ...], ...] = ()  # the other parts of a vision-language model
-
-    @property
-    def prefix(self) -> str:
-        """The name of the language model."""
-        return "model.language_model" if self.beside else "model"
+    prefix: str = "model"  # the name of the language model
 
     @property
     def text_names(self) -> tuple[str, ...]:
@@ -385,7 +381,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
             f"{where}: {', '.join(missing)}: missing or not a number; name the config.json of a transformers model"
         )
     whole = config.get(WHOLE)
-    parts = list_parts(whole, sizes["hidden_size"], where) if whole is not None else ()
+    prefix, parts = ("model", ()) if whole is None else list_parts(whole, sizes["hidden_size"], where)
     facts = read_model_facts(sizes, where, vision=WHOLE in config)
     if lists := [key for key in (*LARGEST_SIZES, *LARGEST_COUNTS) if isinstance(sizes.get(key), list | tuple)]:
         raise UserError(f"{where}: {', '.join(lists)}: a size for each layer cannot be planned; one number can")
@@ -415,4 +411,5 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         and (family.query_key_norm_key is None or bool(config.get(family.query_key_norm_key))),
         attention_dropout=config.get("attention_dropout") or 0.0,
         beside=tuple(tuple(TensorShape(*tensor) for tensor in part) for part in parts),
+        prefix=prefix,
     )

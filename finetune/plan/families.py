@@ -197,4 +197,11 @@ VISION_FAMILIES: dict[str, Family] = {
         QWEN_2, decoder_layer="Qwen2_5_VLDecoderLayer", defaults=_sizes(8192, 29568, 80, 64, 8, 152064)
     ),
     "qwen3_vl_text": replace(QWEN_3, decoder_layer="Qwen3VLTextDecoderLayer"),
+    "qwen3_vl_moe_text": replace(
+        QWEN_3,
+        decoder_layer="Qwen3VLMoeTextDecoderLayer",
+        defaults=_sizes(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
+        | {"moe_intermediate_size": 1408},
+        mixture=MixtureKeys(some_are_dense=True),
+    ),
 }

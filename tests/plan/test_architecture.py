@@ -98,7 +98,9 @@ def test_a_mixture_has_its_published_numbers_of_parameters(
     assert architecture.parameters - architecture.idle_parameters == pytest.approx(active, rel=0.03)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+@pytest.mark.parametrize(
+    "family", ["gemma3", "mistral3", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "internvl"]
+)
 def test_a_vision_language_model_has_the_names_and_shapes_that_transformers_builds(family: str) -> None:
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForImageTextToText
