@@ -211,6 +211,7 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     if family in MIXED_DTYPES:
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data if "visual" in name else parameter.data.bfloat16()
+        model.config.dtype = model.config.text_config.dtype = torch.bfloat16
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     for name in ("preprocessor_config.json", "processor_config.json"):

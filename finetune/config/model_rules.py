@@ -24,8 +24,10 @@ GATHERED_FAMILIES = ("olmo2", "phi3")
 # Those whose losses under expert parallelism are held to one process's (tests/training/test_expert_parallel.py).
 EP_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
 TRANSPOSED_FAMILIES = ("gpt_oss",)  # whose experts are [experts, in, out]
-MAMBA_FAMILIES = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")  # of which peft adapts no MAMBA_MODULES
-MAMBA_MODULES = {"out_proj", "conv1d"}
+# The linear layers of a family that peft cannot adapt: they return more, or are read without being called.
+UNADAPTABLE = dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), ("conv1d", "out_proj")) | {
+    "llama4_text": ("router",)
+}
 # Whose layers drop the boundaries of packed documents on their way to attention, or carry a state over them.
 LEAKY_FAMILIES = ("nemotron", "stablelm", "rwkv", "xlstm")
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
@@ -148,9 +150,9 @@ def _has_unsharded_experts(case: Case) -> bool:
     return shards > 1 and any(shard_experts((model.experts, each), size, shards) is None for each in rows)
 
 
-def _names_mamba_modules(case: Case) -> bool:
-    targets = case["lora_target_modules"]
-    return targets == "all-linear" or bool(MAMBA_MODULES & {target.rpartition(".")[2] for target in targets})
+def _names_unadaptable(case: Case) -> bool:
+    targets, modules = case["lora_target_modules"], UNADAPTABLE.get(case.model.model_type, ())
+    return bool(modules) and (targets == "all-linear" or any(t.rpartition(".")[2] in modules for t in targets))
 
 
 def _find_unknown_targets(case: Case) -> list[str]:
@@ -262,10 +264,10 @@ RULES: tuple[Rule, ...] = (
         advice="remove it, and name the unquantized model", of_teacher=True,
     ),
     _model_rule(
-        "adapters of Mamba's layers", "lora_target_modules", "use_peft",
-        when=lambda c: c["use_peft"] and c.model.model_type in MAMBA_FAMILIES and _names_mamba_modules(c),
-        message=f"lora_target_modules: peft cannot adapt {' and '.join(sorted(MAMBA_MODULES))} of "
-        "{model.model_type}",
+        "layers that cannot be adapted", "lora_target_modules", "use_peft",
+        when=lambda c: c["use_peft"] and _names_unadaptable(c),
+        message=lambda c: f"lora_target_modules: peft cannot adapt {' and '.join(UNADAPTABLE[c.model.model_type])} of "
+        f"{c.model.model_type}",
         advice="name other linear layers",
     ),
     _model_rule(

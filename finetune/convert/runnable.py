@@ -20,7 +20,7 @@ from finetune.config.facts import (
     with_expert_parallelism,
 )
 from finetune.config.layout import Fp8
-from finetune.config.model_rules import MAMBA_FAMILIES, MAMBA_MODULES
+from finetune.config.model_rules import UNADAPTABLE
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.convert.model_names import MIXTURES, STATEFUL, find_family
@@ -146,10 +146,11 @@ def _rename_targets(found: Conversion, family: str) -> None:
     """Layers that get adapters by the family's names for them. A name that it does not have adapts nothing in the other
     tools."""
     targets, layers = found.recipe.get("lora_target_modules"), find_linear_layers(family)
-    if targets == "all-linear" and family in MAMBA_FAMILIES:
-        found.recipe["lora_target_modules"] = sorted(layers - MAMBA_MODULES)
+    if targets == "all-linear" and family in UNADAPTABLE:
+        found.recipe["lora_target_modules"] = sorted(layers.difference(UNADAPTABLE[family]))
+        left_out = UNADAPTABLE[family][-1]
         found.differences.append(
-            f"lora_target_modules: out_proj of {family} gets no adapter here: peft has none for it"
+            f"lora_target_modules: {left_out} of {family} gets no adapter here: peft has none for it"
         )
         return
     if not isinstance(targets, list) or not layers:

@@ -260,8 +260,7 @@ def find_stored(source: Source, target: TargetModel) -> dict[str, StoredTensor]:
 
 
 def _find_of_base(source: Source, target: TargetModel, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """Of a checkpoint of ours what its base's files hold beside the language model in another dtype, in which the
-    values are the same."""
+    """Of a checkpoint of ours what its base's files hold beside the language model, where the values are the same."""
     if not (target.beside and source.state and source.base is not None and any(source.base.glob("*.safetensors"))):
         return {}
     base = convert_to_parameters(target.model, read_folder(source.base), str(source.base))
@@ -271,7 +270,7 @@ def _find_of_base(source: Source, target: TargetModel, stored: Mapping[str, Stor
         one, other = found[name], stored[name]
         return all(torch.equal(read_rows(one, *b).to(other.dtype), read_rows(other, *b)) for b in row_blocks(one.shape))
 
-    return {name: found[name] for name in found if found[name].dtype != stored[name].dtype and is_same(name)}
+    return {name: tensor for name, tensor in found.items() if is_same(name)}
 
 
 def choose_written_dtype(source: Source, target: TargetModel, options: ExportOptions) -> torch.dtype:
