@@ -1,5 +1,4 @@
-"""The folder that an export makes: what is asked of it, checked without torch; how it appears whole or not at all; and
-its way to the hub."""
+"""The folder that an export makes: what is asked of it, how it appears whole or not at all, and the hub. No torch."""
 
 import os
 import shlex

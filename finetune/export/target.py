@@ -1,5 +1,5 @@
-"""What results from an export: the model that config.json describes, built on the meta device, and its tensors as
-functions of the stored ones, computed a few rows at a time in a thread that runs ahead."""
+"""The model that an export makes: built on the meta device, with tensors computed from the stored ones, a few rows
+at a time."""
 
 import copy
 import math

@@ -1,5 +1,4 @@
-"""Named tensors in the safetensors files of one folder, whole or sharded over files, read slice by slice in bounded
-memory; and the headers of these files, written, read, and checked before they are used.
+"""Tensors in safetensors files, whole or sharded, read slice by slice in bounded memory; the files' headers.
 
 Two layouts are read: whole tensors, as in every Hugging Face folder, and sharded ones, as written by
 `torch.distributed.checkpoint.HuggingFaceStorageWriter(save_distributed=True)`: each rank's file holds its part of a

@@ -33,7 +33,7 @@ WITH_LORA = ("gemma3", "qwen3_5", "qwen2_5_vl")
 WANTED = [
     *((family, "single", 1) for family in FAMILIES),
     *((f"{family}-lora", "single", 1) for family in WITH_LORA),
-    *((family, "full_shard", 2) for family in ("gemma3", "qwen2_5_vl", "qwen3_5")),
+    *((family, "full_shard", 2) for family in ("gemma3", "mistral3", "qwen2_5_vl", "qwen3_5")),
     ("gemma3-lora", "full_shard", 2),
     ("gemma3", "ddp", 2),
     ("qwen3_vl", "FULL_SHARD", 2),
@@ -229,11 +229,13 @@ def test_an_adapter_without_effect_on_the_class_is_refused(
 def test_further_families_train_as_the_whole_class(tmp_path: Path) -> None:
     recipes = make_recipes(tmp_path, MORE)
     wanted = [(recipe, "single", 1) for recipe in recipes if not recipe.endswith(("-text", "-dpo"))]
-    runs = train_families(tmp_path, recipes, wanted, wanted)
+    sharded = [(family, "full_shard", 2) for family in MORE]
+    runs = train_families(tmp_path, recipes, wanted + sharded, wanted)
     for family in MORE:
-        for line, (loss, norm) in zip(
-            steps_of(runs(family, "single", 1)), reference.train(recipes[family]), strict=True
-        ):
-            assert (line["loss"], line["grad_norm"]) == (pytest.approx(loss, rel=1e-5), pytest.approx(norm, rel=1e-4))
+        expected = reference.train(recipes[family])
+        for layout, ranks in (("single", 1), ("full_shard", 2)):
+            for line, (loss, norm) in zip(steps_of(runs(family, layout, ranks)), expected, strict=True):
+                assert line["loss"] == pytest.approx(loss, rel=1e-5), (family, layout)
+                assert line["grad_norm"] == pytest.approx(norm, rel=1e-4), (family, layout)
         for run in (runs(family, "single", 1), runs(f"{family}-lora", "single", 1)):
             open_whole(run / "export")
