@@ -211,8 +211,10 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     if family in MIXED_DTYPES:
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data if "visual" in name else parameter.data.bfloat16()
-        model.config.dtype = model.config.text_config.dtype = torch.bfloat16
     model.save_pretrained(folder)
+    if family in MIXED_DTYPES:  # transformers names the dtype of the first parameter, the tower's
+        text = (folder / "config.json").read_text()
+        (folder / "config.json").write_text(text.replace('"dtype": "float32"', '"dtype": "bfloat16"'))
     tokenizer.save_pretrained(folder)
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).write_text(json.dumps({"image_processor_type": f"{family} {name}"}))
