@@ -63,10 +63,12 @@ def model_card(source: Source, name: str, *, is_adapter: bool = False, merge: Me
     what = "LoRA adapter" if is_adapter else "model"
     base = _shown_path(source.base_model) if source.base_model else None
     origin = ", trained from random weights" if source.recipe.get("model_config") else ""
+    teacher = source.recipe.get("teacher_model_name_or_path")
+    teacher = f", distilled from {_shown_path(str(teacher))}" if teacher else ""
     sections = [
         f"---\n{front}---",
         f"# {name}",
-        (f"A {what} fine-tuned from {base}" if base else f"A causal language {what}{origin}") + f"{_teacher(source)}.",
+        (f"A {what} fine-tuned from {base}" if base else f"A causal language {what}{origin}") + f"{teacher}.",
         OTHER_BASE if source.base_differs else "",
         _section("Training", _training(source)),
         _section("Merge", _merge(merge, source.quantization) if merge is not None else ""),
@@ -103,11 +105,6 @@ def _front_matter(source: Source, is_adapter: bool) -> dict[str, Any]:
         "datasets": datasets,
     }
     return {key: value for key, value in front.items() if value}
-
-
-def _teacher(source: Source) -> str:
-    teacher = source.recipe.get("teacher_model_name_or_path")
-    return f", distilled from {_shown_path(str(teacher))}" if teacher else ""
 
 
 def _license(source: Source) -> dict[str, Any]:
@@ -167,15 +164,11 @@ def _merge(merge: MergeChoice, quantization: Quantization) -> str:
     text += (
         f" Each on {len(merge.rows)} {kind} rows ({merge.rows.labeled_tokens:,} labeled tokens), computed in float32:"
     )
-    rows = [
-        (f"{label}{' (this one)' if name == merge.onto else ''}", f"{found.loss:.4f}", f"{found.logit_difference:.3g}")
-        for name, label in (
-            (TRAINED, f"{quantization.bits}-bit base with the adapter"),
-            ("original", "merged onto the original base"),
-            ("dequantized", "merged onto the dequantized base"),
-        )
-        if (found := merge.measured.get(name)) is not None
-    ]
+    rows = []
+    for name, found in merge.measured.items():
+        label = f"{quantization.bits}-bit base with the adapter" if name == TRAINED else f"merged onto the {name} base"
+        label += " (this one)" if name == merge.onto else ""
+        rows.append((label, f"{found.loss:.4f}", f"{found.logit_difference:.3g}"))
     return f"{text}\n\n{_table(('Model', 'Loss', 'Largest logit difference'), rows)}"
 
 
@@ -245,10 +238,11 @@ def _use(source: Source, is_adapter: bool) -> str:
         settings = f"load_in_{quantization.bits}bit=True"
         if quantization.bits == 4:
             compute_dtype = str(source.compute_dtype).removeprefix("torch.")
-            settings += f',\n    bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}",\n'
-            settings += f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},\n"
-            settings += f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
-            settings = f"\n    {settings}"
+            settings = (
+                f'\n    {settings},\n    bnb_4bit_quant_type="{quantization.bnb_4bit_quant_type}",\n'
+                f"    bnb_4bit_use_double_quant={quantization.bnb_4bit_use_double_quant},\n"
+                f'    bnb_4bit_compute_dtype="{compute_dtype}",\n'
+            )
         return (
             "The adapter was trained on the base in this quantization, made from the numbers as the base's "
             "files hold them "
@@ -263,20 +257,16 @@ def _use(source: Source, is_adapter: bool) -> str:
         )
     auto_class = "AutoModelForImageTextToText" if _is_vision_language(source) else "AutoModelForCausalLM"
     if is_adapter and _is_vision_language(source):
-        return (
-            f"```python\nfrom peft import PeftModel\nfrom transformers import {auto_class}\n\n"
-            f'model = PeftModel.from_pretrained({auto_class}.from_pretrained("BASE"), "PATH_OR_NAME")\n```'
-        )
-    if is_adapter:
-        return (
-            "```python\nfrom peft import AutoPeftModelForCausalLM\n\n"
-            'model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME")\n```'
-        )
-    return (
-        f"```python\nfrom transformers import {auto_class}, AutoTokenizer\n\n"
-        f'model = {auto_class}.from_pretrained("PATH_OR_NAME")\n'
-        'tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")\n```'
-    )
+        lines = ["from peft import PeftModel", f"from transformers import {auto_class}", ""]
+        lines.append(f'model = PeftModel.from_pretrained({auto_class}.from_pretrained("BASE"), "PATH_OR_NAME")')
+    elif is_adapter:
+        lines = ["from peft import AutoPeftModelForCausalLM", ""]
+        lines.append('model = AutoPeftModelForCausalLM.from_pretrained("PATH_OR_NAME")')
+    else:
+        lines = [f"from transformers import {auto_class}, AutoTokenizer", ""]
+        lines += [f'model = {auto_class}.from_pretrained("PATH_OR_NAME")']
+        lines += ['tokenizer = AutoTokenizer.from_pretrained("PATH_OR_NAME")']
+    return "\n".join(["```python", *lines, "```"])
 
 
 def _is_vision_language(source: Source) -> bool:

@@ -99,8 +99,8 @@ def export_source(
         check_disk_space(folder, weights.byte_count)
         write_metadata(folder, source, target, weights, title, options)
         make_files(folder, weights)
-        with start_verification(folder, source, target, weights, options, reload) as verification:
-            verdict = verification.finish(write_weights(folder, weights, verification.on_disk))
+        with start_verification(folder, source, target, weights, options, reload) as (on_disk, verify):
+            verdict = verify(write_weights(folder, weights, on_disk))
     log(f"{output}: {_describe(source, weights)}{verdict}")
     return output
 

@@ -233,12 +233,11 @@ def describe_choice(choice: MergeChoice, bits: int) -> list[str]:
     if choice.rows is None:
         return []
     kind = "held-out" if choice.rows.held_out else "training"
-    names = {TRAINED: f"{bits}-bit base + adapter", "original": "merged onto the original base"}
-    names["dequantized"] = "merged onto the dequantized base"
     lines = [f"merge   on {len(choice.rows)} {kind} rows, {choice.rows.labeled_tokens:,} labeled tokens"]
     for name, found in choice.measured.items():
         difference = "" if name == TRAINED else f", largest logit difference {found.logit_difference:.3g}"
-        lines.append(f"        {names[name]}: loss {found.loss:.4f}{difference}")
+        label = f"{bits}-bit base + adapter" if name == TRAINED else f"merged onto the {name} base"
+        lines.append(f"        {label}: loss {found.loss:.4f}{difference}")
     return [*lines, f"        exported: onto the {choice.onto} base, {choice.reason}"]
 
 

@@ -4,7 +4,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,7 +19,7 @@ from finetune.export.reload_check import WrittenFiles, read_digests
 from finetune.export.reload_process import ReloadProcess, start_reload
 from finetune.export.source import Source
 from finetune.export.target import TargetModel, describe_target, read_rows
-from finetune.export.write import Weights, WrittenWeights
+from finetune.export.write import Digests, Weights, ignore
 from finetune.files.tensors import read_files
 from finetune.models.lora import peft_name
 from finetune.models.moe.adapters import inject_adapters
@@ -33,16 +32,6 @@ ORIGINAL_MODULE = ".original_module."  # PEFT's name for a module that one in mo
 LISTED_DIFFERENCES = 10
 
 
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """A check that runs while the weights are written. Returned by `start_verification`."""
-
-    on_disk: Callable[[str, int], object]  # (file, end): to be called as its first `end` bytes are on disk
-    finish: Callable[
-        [WrittenWeights], str
-    ]  # returns the verdict, for the last line; raises `UserError` where it is against
-
-
 @contextmanager
 def start_verification(
     folder: Path,
@@ -51,22 +40,25 @@ def start_verification(
     weights: Weights,
     options: ExportOptions,
     reload: ReloadProcess | None = None,
-) -> Iterator[Verification]:
+) -> Iterator[tuple[Callable[[str, int], object], Callable[[Digests], str]]]:
     """Verifies `folder`, in which all but the values is complete, while they are written.
+
+    Gives two functions: of (file, end), to be called as its first `end` bytes are on disk, and of the digests of what
+    was written, which returns the verdict for the last line, and raises `UserError` where it is against.
 
     The checkpoint's own logits are computed in a thread. The separate process (`reload`, where it runs already) reads
     every value back, and computes its logits, as the values come onto the disk.
     """
     if not options.verify:
-        yield Verification(_ignore, lambda written: ", not verified")
+        yield ignore, lambda written: ", not verified"
     elif not weights.model:
 
-        def verify_adapter(written: WrittenWeights) -> str:
-            found = read_digests(WrittenFiles(folder, tuple(shard.name for shard in written.shards)))
-            compare_values(folder, written, found)
+        def verify_adapter(written: Digests) -> str:
+            found = read_digests(WrittenFiles(folder, tuple(shard.name for shard in weights.shards)))
+            compare_values(folder, weights, written, found)
             return ", verified: every value"
 
-        yield Verification(_ignore, verify_adapter)
+        yield ignore, verify_adapter
     else:
         trust_remote_code = options.trust_remote_code
         with (
@@ -75,35 +67,31 @@ def start_verification(
         ):
             process.open_folder(folder, [shard.name for shard in weights.shards], trust_remote_code=trust_remote_code)
 
-            def verify_model(written: WrittenWeights) -> str:
+            def verify_model(written: Digests) -> str:
                 its_logits, digests = process.read_results()
-                compare_values(folder, written, digests)
+                compare_values(folder, weights, written, digests)
                 bound = _logits_bound(weights, is_merged=source.adapter is not None)
                 difference = _compare_logits(logits.result(), its_logits, bound)
                 agreement = f"logits within {difference:.1g}" if difference else "identical logits"
                 return f", verified: every value, and {agreement} in a separate process"
 
-            yield Verification(process.on_disk, verify_model)
+            yield process.on_disk, verify_model
 
 
-def _ignore(_file: str, _end: int) -> None:
-    """Nothing waits for the files."""
-
-
-def compare_values(folder: Path, written: WrittenWeights, found: Mapping[str, str]) -> None:
+def compare_values(folder: Path, weights: Weights, written: Digests, found: Mapping[str, str]) -> None:
     """Compares the digests of the values that were read back, `found`, with those taken before they were written.
 
     Raises `UserError` listing the tensors that differ.
     """
-    files = read_files(folder / shard.name for shard in written.shards)
-    expected = {value.name: value for shard in written.shards for value in shard.values}
+    files = read_files(folder / shard.name for shard in weights.shards)
+    expected = {value.name: value for shard in weights.shards for value in shard.values}
     problems = [f"{name}: not in the files" for name in expected if name not in files]
     problems += [f"{name}: in the files, but not in the model" for name in files if name not in expected]
     for name, value in expected.items():
         if name in files and (files[name].shape, files[name].dtype) != (value.shape, value.dtype):
             problems.append(f"{name}: {files[name].dtype} {files[name].shape}, not {value.dtype} {value.shape}")
     _raise_if_any(problems, "the files do not hold what the model needs")
-    differing = [name for name in expected if found.get(name) != written.digests[name]]
+    differing = [name for name in expected if found.get(name) != written[name]]
     _raise_if_any(
         [f"{name}: differs from the checkpoint" for name in differing], "values read back differ from the checkpoint's"
     )

@@ -142,12 +142,11 @@ class Weights:
         return sum(shard.byte_count for shard in self.shards)
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenWeights:
-    """Weights on disk. Returned by `write_weights`."""
+Digests = Mapping[str, str]  # tensor -> xxh3_128 of its bytes, taken from memory on their way to the file
 
-    shards: tuple[Shard, ...]
-    digests: Mapping[str, str]  # xxh3_128 of each tensor's bytes, taken from memory on their way to the file
+
+def ignore(_file: str, _end: int) -> None:
+    """Nothing waits for the files."""
 
 
 def plan_weights(
@@ -235,9 +234,7 @@ def _split_into_shards(values: Sequence[Value], max_shard_bytes: int) -> tuple[S
     )
 
 
-def write_weights(
-    folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = lambda _file, _end: None
-) -> WrittenWeights:
+def write_weights(folder: Path, weights: Weights, on_disk: Callable[[str, int], object] = ignore) -> Digests:
     """Fills the files that `make_files` made. Calls `on_disk(file, end)`, in a thread, as their first `end` bytes are
     there."""
     digests = {value.name: xxhash.xxh3_128() for shard in weights.shards for value in shard.values}
@@ -245,7 +242,7 @@ def write_weights(
         for shard in weights.shards:
             content = _stream(shard, digests, advance)
             fill_file(folder / shard.name, len(shard.header), content, partial(on_disk, shard.name))
-    return WrittenWeights(weights.shards, {name: digest.hexdigest() for name, digest in digests.items()})
+    return {name: digest.hexdigest() for name, digest in digests.items()}
 
 
 def make_files(folder: Path, weights: Weights) -> None:

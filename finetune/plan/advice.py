@@ -44,6 +44,9 @@ class Change:
         return next((word.removeprefix(CONFIG_KEY) for word in words if word.startswith(CONFIG_KEY)), None)
 
 
+PeakAfter = Callable[[Sequence[Change]], int]
+
+
 def is_supported(changed: RunSpec, asked: RunSpec) -> bool:
     """Whether the run `asked` for could be started as it has been `changed`: no rule refuses it that did not refuse
     `asked`."""
@@ -121,7 +124,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
         yield Change(
             "fsdp_offload_params: true" if is_own else "accelerate_config=fsdp_cpu_offload",
             "several times the time",
-            _offload if is_own else partial(_shard_fully, cpu_offload=True),
+            _set_sharding(cpu_offload=True) if is_own else partial(_shard_fully, cpu_offload=True),
             is_in_file=is_own,
         )
     if recipe.data.max_length >= 2 * MIN_ROW_TOKENS:
@@ -139,7 +142,7 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
         yield Change(
             "fsdp_activation_checkpointing: true" if sharding.is_fsdp else "accelerate_config=fsdp_full_shard",
             "about 30% more time",
-            lambda spec: replace(spec, sharding=replace(spec.sharding, activation_checkpointing=True)),
+            _set_sharding(activation_checkpointing=True),
             is_in_file=sharding.is_fsdp,
         )
     if sharding.ranks_per_batch == 1 and (spec.shards < spec.ranks or sharding.strategy == "SHARD_GRAD_OP"):
@@ -150,13 +153,10 @@ def _list_layouts(spec: RunSpec) -> Iterator[Change]:
             yield Change(
                 f"expert_parallel_size={size}",
                 f"{size} ranks exchange tokens, instead of gathering all experts of a layer",
-                lambda spec: _divide_experts(spec, size),
+                lambda spec: _set_sharding(expert_parallel_size=size)(
+                    _set_keys("model", expert_parallel_size=size)(spec)
+                ),
             )
-
-
-def _divide_experts(spec: RunSpec, size: int) -> RunSpec:
-    changed = _set_keys("model", expert_parallel_size=size)(spec)
-    return replace(changed, sharding=replace(changed.sharding, expert_parallel_size=size))
 
 
 def _list_divisions(spec: RunSpec) -> Iterator[Change]:
@@ -203,10 +203,7 @@ def _divide(spec: RunSpec, key: str, size: int) -> Change:
     text = f"parallelism_config: {{{', '.join(f'parallelism_config_{name}: {size}' for name, size in mesh.items())}}}"
     cost += f"; {keep} keeps the step" if keep else ""
 
-    def divide(spec: RunSpec) -> RunSpec:
-        return replace(keep_rows(spec), sharding=replace(spec.sharding, **sizes))
-
-    return Change(text, cost, divide, is_in_file=True)
+    return Change(text, cost, lambda spec: _set_sharding(**sizes)(keep_rows(spec)), is_in_file=True)
 
 
 def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
@@ -232,8 +229,8 @@ def _list_optimizers(spec: RunSpec, *, with_package: bool) -> Iterator[Change]:
         yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
 
 
-def _offload(spec: RunSpec) -> RunSpec:
-    return replace(spec, sharding=replace(spec.sharding, cpu_offload=True))
+def _set_sharding(**keys: Any) -> Callable[[RunSpec], RunSpec]:
+    return lambda spec: replace(spec, sharding=replace(spec.sharding, **keys))
 
 
 def _set_keys(section: str, **keys: Any) -> Callable[[RunSpec], RunSpec]:
@@ -258,7 +255,7 @@ def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
         "sequence_parallel_size": 1,
         "tensor_parallel_size": 1,
     }
-    return replace(spec, sharding=replace(spec.sharding, **shipped | keys))
+    return _set_sharding(**shipped | keys)(spec)
 
 
 RANKS_TO_TRY = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)  # where no change is enough
@@ -286,14 +283,14 @@ def advise(spec: RunSpec, device_bytes: int, *, in_recipe: bool = False) -> Advi
     if needed <= device_bytes:
         return Advice(True, (), needed)
     changes = [change for change in list_changes(spec) if change.is_in_recipe or not in_recipe]
-    orders, peaks = _list_orders(spec, changes), _Peaks(spec)
+    orders, peak_after = _list_orders(spec, changes), _calculate_once(spec)
     best, dearest = None, len(changes)  # of the changes that are enough, those whose dearest is the cheapest
     for order in orders:
-        found = _find_enough(peaks, [change for change in order if changes.index(change) < dearest], device_bytes)
+        found = _find_enough(peak_after, [change for change in order if changes.index(change) < dearest], device_bytes)
         if found is not None:
             best, dearest = found, max(map(changes.index, found))
     if best is not None:
-        return Advice(False, best, peaks.after(best), plan_host(apply_changes(spec, best)[0]).total)
+        return Advice(False, best, peak_after(best), plan_host(apply_changes(spec, best)[0]).total)
     changed = min((apply_changes(spec, order)[0] for order in orders), key=lambda each: find_peak(each).total)
     wider = (ranks for ranks in RANKS_TO_TRY if ranks > spec.ranks and ranks % changed.sharding.smallest_world == 0)
     more_ranks = (replace(changed, ranks=ranks) for ranks in wider)
@@ -301,19 +298,18 @@ def advise(spec: RunSpec, device_bytes: int, *, in_recipe: bool = False) -> Advi
     return Advice(False, None, find_peak(changed).total, ranks=ranks, tried=tuple(changes))
 
 
-class _Peaks:
-    """The peak of a run after changes, calculated once for each run that they make of it."""
+def _calculate_once(spec: RunSpec) -> PeakAfter:
+    """A function that gives the peak of `spec` after changes, calculated once for each run that they make of it."""
+    known: dict[str, int] = {}
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
-        self._known: dict[str, int] = {}
-
-    def after(self, changes: Sequence[Change]) -> int:
-        changed = apply_changes(self._spec, changes)[0]
+    def peak_after(changes: Sequence[Change]) -> int:
+        changed = apply_changes(spec, changes)[0]
         key = repr((changed.recipe, changed.sharding))
-        if key not in self._known:
-            self._known[key] = find_peak(changed).total
-        return self._known[key]
+        if key not in known:
+            known[key] = find_peak(changed).total
+        return known[key]
+
+    return peak_after
 
 
 def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
@@ -327,20 +323,20 @@ def _list_orders(spec: RunSpec, changes: list[Change]) -> list[list[Change]]:
     ]
 
 
-def _find_enough(peaks: _Peaks, changes: Sequence[Change], device_bytes: int) -> tuple[Change, ...] | None:
+def _find_enough(peak_after: PeakAfter, changes: Sequence[Change], device_bytes: int) -> tuple[Change, ...] | None:
     """The first of `changes` that fits alone, or together with those before it; of these the ones that turn out to be
     unnecessary are dropped, the last first."""
     taken: list[Change] = []
     for change in changes:
-        if peaks.after([change]) <= device_bytes:
+        if peak_after([change]) <= device_bytes:
             return (change,)
         taken.append(change)
-        if peaks.after(taken) <= device_bytes:
+        if peak_after(taken) <= device_bytes:
             break
     else:
         return None
     for change in reversed(list(taken)):
         fewer = [other for other in taken if other is not change]
-        if peaks.after(fewer) <= device_bytes:
+        if peak_after(fewer) <= device_bytes:
             taken = fewer
     return tuple(taken)

@@ -18,7 +18,7 @@ from finetune.export import merge as merging
 from finetune.export import reload_check as read_back
 from finetune.export import reload_process, target, verify
 from finetune.export import write as shard_files
-from finetune.export.write import Weights, WrittenWeights
+from finetune.export.write import Digests, Weights
 from finetune.files.tensors import StoredTensor, read_files
 
 MakeModel = Callable[..., Path]
@@ -47,7 +47,7 @@ def test_a_byte_that_changed_in_a_file_is_found(
     monkeypatch.setattr(shard_files, "SYNC_BYTES", 20_000)  # several parts a file
     write, is_damaged = exporting.write_weights, threading.Event()
 
-    def write_and_damage(folder: Path, weights: Weights, on_disk: Callable[[str, int], object]) -> WrittenWeights:
+    def write_and_damage(folder: Path, weights: Weights, on_disk: Callable[[str, int], object]) -> Digests:
         tensor = read_files(folder / shard.name for shard in weights.shards)[name]
         (part,) = tensor.parts
         place = part.position + position % tensor.byte_count
@@ -145,7 +145,7 @@ def test_a_failed_write_does_not_wait_for_the_logits(
             rows("model.norm.weight", 0, 1)
             started.set()
 
-    def failing(*_: Any) -> WrittenWeights:
+    def failing(*_: Any) -> Digests:
         assert started.wait(60)
         raise OSError(5, "Input/output error")
 
