@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Literal
 
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
@@ -53,7 +52,7 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"--max-shard-size: {error}") from None
     if options.merge_onto is not None and not options.model:
         raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
-    check_destination(output, options.overwrite)
+    _check_replaceable(output, options.overwrite)
 
 
 @contextmanager
@@ -98,19 +97,6 @@ def _check_replaceable(output: Path, overwrite: bool) -> None:
         any(output.iterdir()) and not any((output / name).exists() for name in (CONFIG_FILE, ADAPTER_CONFIG))
     ):
         raise UserError(f"{output}: not an exported model, so --overwrite does not replace it; choose another --output")
-
-
-def check_destination(output: Path, overwrite: bool) -> None:
-    """Raises `UserError` where `output` may not be replaced, or it and the missing folders above it cannot be made."""
-    _check_replaceable(output, overwrite)
-    above = output.absolute().parent
-    while not above.exists() and above != above.parent:
-        above = above.parent
-    try:
-        with TemporaryDirectory(prefix=".finetune-", dir=above):
-            pass
-    except OSError as error:
-        raise _unwritable(output, error) from None
 
 
 def check_disk_space(folder: Path, needed_bytes: int) -> None:

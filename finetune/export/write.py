@@ -4,7 +4,6 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -47,7 +46,7 @@ def make_file(path: Path, content: bytes, size: int) -> None:
 
     Raises `FileExistsError` for a file that exists, and any other `OSError` as it comes.
     """
-    with _named_errors(path), path.open("xb", buffering=0) as file:
+    with path.open("xb", buffering=0) as file:
         file.write(content)
         file.truncate(size)
 
@@ -70,7 +69,7 @@ def fill_file(
         _forget(descriptor, start, end)
         on_disk(end)
 
-    with _named_errors(path), path.open("r+b", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as pool:
+    with path.open("r+b", buffering=0) as file, ThreadPoolExecutor(max_workers=1) as pool:
         file.seek(position)
         synced, waiting = 0, list[Future[None]]()
         for chunk in chunks:
@@ -93,16 +92,6 @@ def _forget(descriptor: int, start: int, end: int) -> None:
     if hasattr(os, "posix_fadvise"):
         start = max(0, start - FOLIO_BYTES)
         os.posix_fadvise(descriptor, start, end - start, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def _named_errors(path: Path) -> Iterator[None]:
-    """Adds `path` to an `OSError` raised on its descriptor, because the system does not name the file."""
-    try:
-        yield
-    except OSError as error:
-        error.filename = str(path)
-        raise
 
 
 @dataclass(frozen=True, slots=True)

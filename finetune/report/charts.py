@@ -114,12 +114,7 @@ class Line:
     dashed: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Label:
-    """A text at an axis, `at` percent from its start."""
-
-    text: str
-    at: float
+Label = tuple[str, float]  # a text at an axis, and where, in percent from its start
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,8 +269,8 @@ def _make_chart(key: str, title: str, note: str, lines: Sequence[Line], zero: bo
         key=key,
         title=title,
         note=note,
-        x_labels=[Label(f"{x:,.0f}", 100 * across(x)) for x in x_ticks],
-        y_labels=[Label(format_compact(y), 100 * down(y)) for y in y_ticks],
+        x_labels=[(f"{x:,.0f}", 100 * across(x)) for x in x_ticks],
+        y_labels=[(format_compact(y), 100 * down(y)) for y in y_ticks],
         grid="".join(f"M0 {BOX * down(y):.1f}H{BOX}" for y in y_ticks),
         lines=[_draw_line(line, across, down) for line in lines],
     )

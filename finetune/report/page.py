@@ -3,9 +3,8 @@
 import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 import yaml
@@ -21,9 +20,10 @@ from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
 from finetune.report.charts import format_compact, make_charts
 from finetune.report.run_data import RunRecord
-from finetune.units import count, counted, disk_size, gib
+from finetune.units import count, counted, gib
 
 HERE = Path(__file__).parent
+WAITING = "for the first line of metrics; this page then shows it"
 MAX_SAMPLES = 20
 DATA_TABLES = ("findings", "sources", "eval_sources")  # have a list or table of their own
 # Counts in a data report by other names; left out where they are 0, as most are under any one method.
@@ -36,7 +36,7 @@ COUNT_NAMES = {
     "held out groups desirable": "held-out answers rated good",
     "held out groups undesirable": "held-out answers rated bad",
 }
-SOURCE_COLUMNS = (
+COLUMNS = (
     "rows_read",
     "rows_skipped",
     "examples",
@@ -47,10 +47,10 @@ SOURCE_COLUMNS = (
     "duplicates",
 )
 ALWAYS_DIFFERENT = ("output_dir", "run_name")
+NOT_COMPARED = ("num_processes", "distributed_type", "use_cpu")  # of the Accelerate file: ranks and device say it
 
 
-@dataclass(frozen=True, slots=True)
-class Tile:
+class Tile(NamedTuple):
     """One number of the summary."""
 
     name: str
@@ -77,7 +77,7 @@ def render_page(
 
 def _render(runs: Sequence[RunRecord], plans: Sequence[Plan | None], live: bool, notices: Sequence[str]) -> str:
     charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
-    columns = [name for name in SOURCE_COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)]
+    columns = [name for name in COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)]
     sections = [_describe_run(run, plan, columns) for run, plan in zip(runs, plans, strict=True)]
     names = list(dict.fromkeys(tile.name for section in sections for tile in section["tiles"]))
     data = {
@@ -88,7 +88,7 @@ def _render(runs: Sequence[RunRecord], plans: Sequence[Plan | None], live: bool,
     template = environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
     page = template.render(
         title=" · ".join(run.name for run in runs) or "Waiting",
-        subtitle=_describe_runs(runs),
+        subtitle=_subtitle(runs[0]) if len(runs) == 1 else counted(len(runs), "run") if runs else WAITING,
         live=live,
         notices=notices,
         runs=sections,
@@ -135,33 +135,22 @@ def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> 
             (key, _format_value(value), _format_value(default)) for key, (value, default) in run.changed_keys().items()
         ],
         "whole_recipe": yaml.safe_dump(run.recipe, sort_keys=False, allow_unicode=True),
-        "checkpoints": [asdict(point) | {"size": disk_size(point.size_bytes)} for point in run.checkpoints],
+        "checkpoints": run.checkpoints,
         "environment": list(_flatten(run.environment)),
     }
-
-
-def _describe_runs(runs: Sequence[RunRecord]) -> str:
-    if not runs:
-        return "for the first line of metrics; this page then shows it"
-    return _subtitle(runs[0]) if len(runs) == 1 else counted(len(runs), "run")
 
 
 def list_differences(runs: Sequence[RunRecord]) -> list[tuple[str, list[str]]]:
     """Where the runs differ, with each run's value: layout, ranks, device, and keys of the recipe; of lists and
     mappings only the entries that differ."""
-    found = [dict(leaves(_describe_machine(run) | run.recipe)) for run in runs]
+    found = []
+    for run in runs:
+        machine = {key: run.environment.get(key) for key in ("layout", "ranks", "device")}
+        spread = {key: value for key, value in run.sharding.items() if key not in NOT_COMPARED}
+        found.append(dict(leaves(machine | {"accelerate": spread} | run.recipe)))
     keys = list(dict.fromkeys(key for of_run in found for key in of_run if key not in ALWAYS_DIFFERENT))
     values = [(key, [_format_value(of_run[key]) if key in of_run else "–" for of_run in found]) for key in keys]
     return [(key, of_runs) for key, of_runs in values if len(set(of_runs)) > 1]
-
-
-def _describe_machine(run: RunRecord) -> dict[str, Any]:
-    """The layout and devices of a run, in which runs of one recipe can differ."""
-    machine = {key: run.environment.get(key) for key in ("layout", "ranks", "device")}
-    spread = {
-        key: value for key, value in run.sharding.items() if key not in ("num_processes", "distributed_type", "use_cpu")
-    }
-    return machine | {"accelerate": spread}
 
 
 def _subtitle(run: RunRecord) -> str:
@@ -203,17 +192,13 @@ def _make_tiles(run: RunRecord) -> Iterator[Tile]:
     speeds = [value for _, value in run.series("tokens_per_second")]
     if speeds:
         mfu = [value for _, value in run.series("mfu")]
-        yield Tile(
-            "Tokens/s",
-            format_compact(statistics.median(speeds)),
-            f"{statistics.median(mfu):.0%} MFU" if mfu else "median",
-        )
+        speed = format_compact(statistics.median(speeds))
+        yield Tile("Tokens/s", speed, f"{statistics.median(mfu):.0%} MFU" if mfu else "median")
     idle = run.last("idle_expert_share_by_layer")
     if isinstance(idle, list) and idle:
         worst = f"layer {idle.index(max(idle))} of {len(idle)} mixtures"
-        yield Tile(
-            "Idle experts", f"{max(idle):.0%}", f"{worst}; busiest expert {run.last('largest_expert_share'):.0%}"
-        )
+        busiest = f"busiest expert {run.last('largest_expert_share'):.0%}"
+        yield Tile("Idle experts", f"{max(idle):.0%}", f"{worst}; {busiest}")
     if run.last("peak_memory_bytes"):
         yield Tile("Peak memory", f"{gib(max(v for _, v in run.series('peak_memory_bytes')))} GiB", "first rank")
 

@@ -15,21 +15,12 @@ from finetune.config.yaml_file import load_yaml
 from finetune.errors import UserError
 from finetune.files.run_json import BENCHMARKS, BenchmarkResult, parse_json, read_benchmarks, read_json_lines
 from finetune.plan.plan import Plan, make_plan
+from finetune.units import disk_size
 
 METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.json"
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
 # Beside the checkpoints' manifests.
 REPORTED_FILES = (METRICS, SAMPLES, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT, BENCHMARKS)
-
-
-@dataclass(frozen=True, slots=True)
-class SavedCheckpoint:
-    """One published checkpoint, by its manifest."""
-
-    name: str
-    step: int
-    size_bytes: int
-    files: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +35,7 @@ class RunRecord:
     environment: dict[str, Any]
     data_report: dict[str, Any]
     samples: tuple[dict[str, Any], ...]
-    checkpoints: tuple[SavedCheckpoint, ...]
+    checkpoints: tuple[dict[str, Any], ...]  # published ones, by their manifests: name, step, size, files
     benchmarks: tuple[BenchmarkResult, ...]
 
     @property
@@ -143,7 +134,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read_checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
+def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         try:
             files = _read_mapping(manifest).get("files")
@@ -152,4 +143,5 @@ def _read_checkpoints(folder: Path) -> Iterator[SavedCheckpoint]:
         sizes = [entry.get("size_bytes", entry.get("size", 0)) for entry in (files or {}).values()]
         digits = manifest.parent.name.removeprefix("step-")
         if digits.isdecimal():
-            yield SavedCheckpoint(manifest.parent.name, int(digits), sum(sizes), len(sizes))
+            size = disk_size(sum(sizes))
+            yield {"name": manifest.parent.name, "step": int(digits), "size": size, "files": len(sizes)}
