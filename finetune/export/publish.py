@@ -52,6 +52,8 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"--max-shard-size: {error}") from None
     if options.merge_onto is not None and not options.model:
         raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
+    if source.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"{output}: holds what is exported; choose another --output")
     _check_replaceable(output, options.overwrite)
 
 
