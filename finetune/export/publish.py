@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
@@ -55,6 +56,14 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
     if source.resolve().is_relative_to(output.resolve()):
         raise UserError(f"{output}: holds what is exported; choose another --output")
     _check_replaceable(output, options.overwrite)
+    above = output.absolute().parent
+    while not above.exists() and above != above.parent:
+        above = above.parent
+    try:
+        with TemporaryDirectory(prefix=".finetune-", dir=above):
+            pass
+    except OSError as error:
+        raise _unwritable(output, error) from None
 
 
 @contextmanager

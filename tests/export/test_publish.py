@@ -116,7 +116,7 @@ def test_a_place_that_cannot_be_written_is_reported(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert main(["export", str(tiny_llama()), "--output", str(tmp_path / "file" / "out")]) == 2
-    assert "out: cannot be written: File exists; choose another --output" in capsys.readouterr().err
+    assert "cannot be written: Not a directory; choose another --output" in capsys.readouterr().err
 
 
 def test_a_link_is_not_replaced(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
