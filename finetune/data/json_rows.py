@@ -28,14 +28,6 @@ class RowDecoder(json.JSONDecoder):
     def __init__(self) -> None:
         super().__init__(object_pairs_hook=_make_object)
 
-    def row(self, text: str, position: int = 0) -> tuple[dict[str, Any] | BadRow, int]:
-        """(the row that begins at `position`, where it ends). Raises `ValueError`, and `RecursionError` for its
-        depth."""
-        row, end = self.raw_decode(text, position)
-        if not isinstance(row, dict):
-            return BadRow(f"a JSON object is expected, found {type(row).__name__}"), end
-        return row, end
-
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
@@ -55,14 +47,18 @@ def _has_repeated_keys(value: Any) -> bool:
 def parse_line(line: str, decoder: RowDecoder) -> dict[str, Any] | BadRow:
     """The one row in `line`."""
     try:
-        row, end = decoder.row(line, _skip_space(line, 0))
+        value, end = decoder.raw_decode(line, _skip_space(line, 0))
         if _skip_space(line, end) < len(line):
             return BadRow(f"not JSON: more text after its value at character {end + 1}")
     except RecursionError:
         return BadRow("nested too deeply")
     except ValueError as error:
         return BadRow(f"not JSON: {error}")
-    return row
+    return _as_row(value)
+
+
+def _as_row(value: Any) -> dict[str, Any] | BadRow:
+    return value if isinstance(value, dict) else BadRow(f"a JSON object is expected, found {type(value).__name__}")
 
 
 def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
@@ -71,21 +67,14 @@ def read_array(path: str, stream: IO[bytes]) -> Iterator[NumberedRow]:
     text.at = text.buffer.index("[") + 1
     decoder, number = RowDecoder(), 1
     while text.peek() not in ("]", ""):
-        while True:
-            try:
-                row, end = decoder.row(text.buffer, text.at)
-            except RecursionError:
-                raise UserError(f"{path}, row {number}: nested too deeply") from None
-            except ValueError as error:
-                if text.grow(number):  # it may only be cut off where the buffer ends
-                    continue
-                reason = error.msg if isinstance(error, json.JSONDecodeError) else error
-                raise UserError(f"{path}, row {number}: not JSON: {reason}; the rows after it cannot be read") from None
-            if end == len(text.buffer) and text.grow(number):
-                continue
-            break
-        text.at = end
-        yield number, row
+        try:
+            value = text.parse(decoder, number)
+        except RecursionError:
+            raise UserError(f"{path}, row {number}: nested too deeply") from None
+        except ValueError as error:
+            reason = error.msg if isinstance(error, json.JSONDecodeError) else error
+            raise UserError(f"{path}, row {number}: not JSON: {reason}; the rows after it cannot be read") from None
+        yield number, _as_row(value)
         number += 1
         if text.peek() == ",":
             text.at += 1
@@ -119,17 +108,20 @@ class _Text:
             raise ValueError(f"{sign} is expected")
         self.at += 1
 
-    def parse(self, decoder: RowDecoder) -> Any:
-        """The value that begins at `at`, and moves to its end. Raises `ValueError`, `RecursionError`."""
+    def parse(self, decoder: RowDecoder, number: int | None = None) -> Any:
+        """The value that begins at `at`, and moves to its end. Raises `ValueError`, `RecursionError`.
+
+        Of row `number` all is read that could end it; else what is surely no JSON is an error at once.
+        """
         while True:
             try:
                 value, end = decoder.raw_decode(self.buffer, self.at)
             except json.JSONDecodeError as error:
                 is_cut = error.msg.startswith("Unterminated string") or error.pos > len(self.buffer) - 10
-                if is_cut and self.grow(1):
+                if (is_cut or number) and self.grow(number or 1):
                     continue
                 raise
-            if end == len(self.buffer) and self.grow(1):
+            if end == len(self.buffer) and self.grow(number or 1):
                 continue
             self.at = end
             return value

@@ -29,7 +29,6 @@ from finetune.data.examples import Examples, Prompt, cut_prompts
 from finetune.data.mixture import find_held_out_in_training, find_same_ratings, hold_out, mix_sources, select_examples
 from finetune.data.sampler import BatchConfig, make_generator
 from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, read_rows
-from finetune.data.template import make_renderer
 from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
 from finetune.data.token_store import Tokens, TokenStore, keep_in_memory
 from finetune.data.tokenize import SourceStats, tokenize_rows
@@ -204,7 +203,7 @@ def open_stream(
     """
     data, steps = recipe.data, recipe.optimization.max_steps
     assert steps is not None and data.eval_split_size is None, "refused with the recipe"
-    if make_renderer(tokenizer, data.assistant_only_loss).template == PLAIN:
+    if not tokenizer.chat_template:
         tokenizer.chat_template = PLAIN
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     content = [_describe(source) for source in data.datasets]

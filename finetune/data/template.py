@@ -14,7 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from finetune.config.schema import Turns
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
-from finetune.data.tokenizer import PLAIN, find_stop_tokens
+from finetune.data.tokenizer import PLAIN, encode_bos, find_stop_tokens
 
 ASKS_FOR_DATE = "strftime_now"  # the function by which a template asks for today's date
 GENERATION_MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")
@@ -75,7 +75,6 @@ def make_renderer(
     words = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     special = _match_any(words | set(tokenizer.all_special_tokens))
     stop = _match_any(set(find_stop_tokens(tokenizer)))
-    bare, wrapped = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
     compiled = compile_template(template)
     _fix_date(compiled, date)
     renderer = Renderer(
@@ -84,7 +83,7 @@ def make_renderer(
         variables=dict(tokenizer.special_tokens_map),
         special_tokens=re.compile(special),
         up_to_stop=re.compile(f"(?:(?!{stop})(?:{special}))*(?:{stop})"),
-        bos=tokenizer.decode(wrapped[: wrapped.index(bare[0])]) if bare and bare[0] in wrapped else "",
+        bos=tokenizer.decode(encode_bos(tokenizer)),
         eos=tokenizer.eos_token or "",
         has_template=bool(tokenizer.chat_template),
         has_markers=bool(GENERATION_MARKER.search(template)),

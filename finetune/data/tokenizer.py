@@ -47,8 +47,9 @@ def read_template(name: str) -> str:
         return name
     path = Path(name)
     if not path.is_file():
-        close = get_close_matches(name.replace("_", "-"), known, n=1)
-        hint = f"; did you mean {close[0]}?" if close else f", which are {', '.join(sorted(known))}"
+        near = name.replace("_", "-")
+        close = [near] if near in known else get_close_matches(near, known)
+        hint = f"; did you mean {' or '.join(close)}?" if close else f", which are {', '.join(sorted(known))}"
         raise UserError(f"chat_template: {name}: not a file, not Jinja text, and not one of the named templates{hint}")
     try:
         return path.read_text(encoding="utf-8")
@@ -120,7 +121,7 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
     for key, tokens in (("added_tokens", model.added_tokens), ("special_tokens", special.values())):
         if any(not token.strip() for token in tokens):
             raise UserError(f"{key}: an empty token; write its text, such as <|tool|>")
-    writes_bos = _encode_bos(tokenizer)
+    writes_bos = encode_bos(tokenizer)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in model.added_tokens])
     tokenizer.add_special_tokens(special)
     known = tokenizer.get_vocab()
@@ -129,14 +130,14 @@ def _add_tokens(tokenizer: Any, model: Model) -> None:
             raise UserError(f"eot_tokens: {token}: not a token of this tokenizer; name it in added_tokens too")
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=True) for token in model.eot_tokens])
     bos = [known[special["bos_token"]]] if "bos_token" in special else None
-    if writes_bos and bos is not None and _encode_bos(tokenizer) != bos:
+    if writes_bos and bos is not None and encode_bos(tokenizer) != bos:
         raise UserError(
             f"special_tokens: bos_token: tokenizer.json writes {tokenizer.decode(writes_bos)} before every text, "
             "whatever the bos_token is; leave it as it is, or change tokenizer.json"
         )
 
 
-def _encode_bos(tokenizer: Any) -> list[int]:
+def encode_bos(tokenizer: Any) -> list[int]:
     """The ids that a tokenizer writes before plain text."""
     bare, wrapped = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a", add_special_tokens=True)
     return wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
@@ -198,11 +199,10 @@ def make_encoder(tokenizer: Any) -> Encoder:
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
-    bare, wrapped = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    bare = backend.encode("a", add_special_tokens=False).ids
     newline, with_newline = (backend.encode(text, add_special_tokens=False).ids for text in ("\n", "\na"))
-    bos_ids = wrapped[: wrapped.index(bare[0])] if bare and bare[0] in wrapped else []
     added = tuple(token.content for token in backend.get_added_tokens_decoder().values())
-    return Encoder(backend, bos_ids, added, [] if with_newline == newline + bare else newline)
+    return Encoder(backend, encode_bos(tokenizer), added, [] if with_newline == newline + bare else newline)
 
 
 @lru_cache(maxsize=4096)

@@ -198,11 +198,8 @@ def _read_variables(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def _find_other(options: argparse.Namespace, reference: ModelReference) -> ModelReference | None:
-    if options.compare_with is not None:
-        return find_model(options.compare_with)
-    if not options.compare:
-        return None
-    return find_model(options.base_model) if options.base_model is not None else locate_base(reference)
+    named = options.compare_with or (options.compare and options.base_model)
+    return find_model(named) if named else locate_base(reference) if options.compare else None
 
 
 def _read_prompts(options: argparse.Namespace) -> list[Conversation]:

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from finetune.data.messages import Message
@@ -45,7 +46,8 @@ class Speaker:
 
 def converse(speakers: Sequence[Speaker], sampling: Sampling, system: str | None) -> None:
     """Asks for lines and prints the answers of every speaker, until the user ends it."""
-    enable_line_editing()
+    with suppress(ImportError):
+        import readline  # noqa: F401  # arrow keys and a history for `input`, where Python has it
     for speaker in speakers:
         speaker.start_over(system)
     while (line := read_turn()) is not None:
@@ -117,11 +119,3 @@ def finish_answer(answered: Answer, sampling: Sampling) -> None:
         print_styled(f"[cut after {answered.tokens:,} tokens; --max-new-tokens allows more]", "dim")
     elif not answered.text.strip():
         print_styled("[an empty answer]", "dim")
-
-
-def enable_line_editing() -> None:
-    """Arrow keys and a history for `input`, where Python has readline."""
-    try:
-        import readline  # noqa: F401
-    except ImportError:
-        return

@@ -21,6 +21,7 @@ JSON_VALUES = st.recursive(
     max_leaves=8,
 )
 COLUMNS = st.sampled_from(["messages", "conversations", "chosen", "prompt", "completion", "instruction", "input", "output", "text", "system", "tools"])  # fmt: skip
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "arguments": {}}]}
 
 
 def turns(row: dict[str, Any], **options: Any) -> list[tuple[str, str, bool]]:
@@ -211,6 +212,10 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
         ),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content: text is expected"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "only text parts are supported"),
+        (
+            {"messages": [USER, CALL, {"role": "tool", "content": [{"type": "image_url"}]}, ASSISTANT]},
+            "message 3: content: only",
+        ),
         ({"messages": [USER, USER, ASSISTANT]}, "message 2: roles out of order: two user turns in a row"),
         ({"messages": [USER, ASSISTANT, ASSISTANT]}, "message 3: roles out of order: two assistant turns"),
         (

@@ -253,6 +253,8 @@ def test_names_of_templates() -> None:
     assert set(ALIASES.values()) <= set(TEMPLATES) and not set(ALIASES) & set(TEMPLATES)
     with pytest.raises(UserError, match=r"chat_template: mistral_v3: .*did you mean mistral-v3\?"):
         read_template("mistral_v3")
+    with pytest.raises(UserError, match=r"did you mean gemma or gemma4 or gemma3\?"):
+        read_template("gemma5")
     page = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
     assert [name for name in (*TEMPLATES, *ALIASES) if f"`{name}`" not in page] == []
 
