@@ -7,7 +7,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self
@@ -240,22 +239,6 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
     return kept
 
 
-@dataclass(frozen=True, slots=True)
-class Divergence:
-    """The first and the newest loss (nats per trained token) of a run that has diverged, and their steps."""
-
-    first_step: int
-    first_loss: float
-    step: int
-    loss: float
-
-    def __str__(self) -> str:
-        return (
-            f"the loss is {self.loss:.4g} at step {self.step:,}, far above the {self.first_loss:.4g} of step "
-            f"{self.first_step:,}"
-        )
-
-
 def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:
     """(step, loss) of the training lines among `lines` of metrics.jsonl, up to `last_step`."""
     found = [(line.get("step"), line.get("loss")) for line in lines if line is not None]
@@ -266,8 +249,9 @@ def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None =
     ]
 
 
-def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> Divergence | None:
-    """The divergence of a run with these (step, loss); None where the newest losses are not all far above the first.
+def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True) -> str:
+    """What diverged in a run with these (step, loss in nats per trained token); empty where the newest losses are not
+    all far above the first.
 
     The newest are the last DIVERGED_LINES; of a shorter run that is over (`at_end`) its last half, at least two. A loss
     that is not finite is far above.
@@ -275,14 +259,15 @@ def find_divergence(losses: Sequence[tuple[int, float]], *, at_end: bool = True)
     >>> print(find_divergence([(1, 7.6), (2, 1263.0), (3, 315.0)]))
     the loss is 315 at step 3, far above the 7.6 of step 1
     >>> find_divergence([(1, 2.0), (2, 9.0), (3, 2.5)])
+    ''
     """
     start = next((index for index, (_, loss) in enumerate(losses) if math.isfinite(loss)), None)
     if start is None:
-        return None
+        return ""
     (first_step, first_loss), later = losses[start], losses[start + 1 :]
     limit = first_loss + max(DIVERGED_MARGIN, first_loss / 4)
     wanted = max(2, min(DIVERGED_LINES, len(later) // 2)) if at_end else DIVERGED_LINES
     if len(later) < wanted or any(loss <= limit for _, loss in later[-wanted:]):
-        return None
+        return ""
     step, loss = losses[-1]
-    return Divergence(first_step, first_loss, step, loss)
+    return f"the loss is {loss:.4g} at step {step:,}, far above the {first_loss:.4g} of step {first_step:,}"

@@ -88,6 +88,11 @@ def describe_changes(changes: Sequence[Change], source: str, *, has_config: bool
 
 def _list_candidates(spec: RunSpec) -> Iterator[Change]:
     recipe = spec.recipe
+
+    def optimizers(with_package: bool) -> Iterator[Change]:
+        for name, cost in list_smaller(recipe.optimization.optim, with_package=with_package).items():
+            yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
+
     if spec.rows > 1:
         rows = spec.global_batch_size
         keep = "" if recipe.batch.global_batch_size else f" global_batch_size={rows}"
@@ -95,7 +100,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
         yield Change(
             f"per_device_train_batch_size=1{keep}", "more micro-batches, the same step", _set_keys("batch", **batch)
         )
-    yield from _list_optimizers(spec, with_package=False)
+    yield from optimizers(False)
     yield from _list_layouts(spec)
     if spec.device == "cuda" and not recipe.model.activation_offload:
         yield Change(
@@ -103,7 +108,7 @@ def _list_candidates(spec: RunSpec) -> Iterator[Change]:
             "what checkpointed layers keep is copied to the host and back, beside the computation",
             _set_keys("model", activation_offload=True),
         )
-    yield from _list_optimizers(spec, with_package=True)
+    yield from optimizers(True)
     if not recipe.optimization.optim_in_backward:
         yield Change(
             "optim_in_backward=true max_grad_norm=null",
@@ -222,11 +227,6 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
             "start; needs bitsandbytes",
             lambda spec, quantize=quantize, adapt=adapt: quantize(adapt(spec)),  # type: ignore[misc]
         )
-
-
-def _list_optimizers(spec: RunSpec, *, with_package: bool) -> Iterator[Change]:
-    for name, cost in list_smaller(spec.recipe.optimization.optim, with_package=with_package).items():
-        yield Change(f"optim={name}", cost, _set_keys("optimization", optim=name))
 
 
 def _set_sharding(**keys: Any) -> Callable[[RunSpec], RunSpec]:

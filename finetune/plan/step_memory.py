@@ -195,12 +195,14 @@ def plan_phases(spec: RunSpec) -> tuple[Phase, ...]:
     step = list(_step(spec, replace(at_rest, gradients=on_device.gradients)))
     largest_shard = max(tensor.numel * FP32 for tensor in spec.part_tensors if tensor.trainable) // spec.shards
     before = [_forward(spec, weights, "a batch", spec.tokens)] if spec.reference == "stored" else []
+    evaluated = spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
+    held_out = _forward(spec, at_rest, "a held-out batch", evaluated)
     by_name = {
         "load": [loaded],
         **({"reference": before} if before else {}),
         "first step": step if in_files else _first_step(spec, step),
         "steady step": step,
-        "evaluation": [*_teacher_first(spec, at_rest, _evaluated_tokens(spec)), _evaluation(spec, at_rest)],
+        "evaluation": [*_teacher_first(spec, at_rest, evaluated), held_out],
         "save": [at_rest],
         "resume": [replace(at_rest, name="optimizer state read", temporaries=largest_shard)],
         "export": [at_rest],
@@ -298,10 +300,6 @@ def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
     return spec.computation.itemsize * (sum(sizes) if recomputes_layer else max(sizes))
 
 
-def _evaluation(spec: RunSpec, at_rest: Snapshot) -> Snapshot:
-    return _forward(spec, at_rest, "a held-out batch", _evaluated_tokens(spec))
-
-
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:
     """A forward of `tokens` that saves nothing for a backward."""
     a, run = spec.computed, spec.computation
@@ -324,11 +322,6 @@ def _gathered_in_forward(spec: RunSpec) -> int:
     waiting = layout.tail.gathered if layout.tail_waits else 0
     tail = layout.tail.gathered + layout.tail.arriving + teachers_tail(spec)
     return max(layer, tail) + waiting + layout.kept_in_forward
-
-
-def _evaluated_tokens(spec: RunSpec) -> int:
-    """Tokens in a held-out micro-batch on one rank."""
-    return spec.share_tokens(spec.recipe.batch.per_device_eval_batch_size or spec.rows)
 
 
 def _with_overhead(spec: RunSpec, point: Snapshot) -> Snapshot:

@@ -7,7 +7,6 @@ a desktop.
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.util import find_spec
 from pathlib import Path
 
 from finetune.config.methods import METHODS
@@ -289,11 +288,6 @@ def _draw_line(line: Line, across: Callable[[float], float], down: Callable[[flo
         else [(round(100 * x, 2), round(100 * y, 2), format_compact(value)) for x, y, _, value in placed]
     )
     return DrawnLine(line.label, line.run, path, style, points, [step for _, _, step, _ in placed] if points else [])
-
-
-def can_draw_png() -> bool:
-    """Whether matplotlib is installed."""
-    return find_spec("matplotlib") is not None
 
 
 def draw_loss_png(runs: Sequence[RunRecord], path: Path) -> None:

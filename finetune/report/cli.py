@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from finetune.errors import UserError
 from finetune.files.durable import replace_file, restore_exports
 from finetune.plan.plan import Plan
-from finetune.report.charts import can_draw_png, draw_loss_png
+from finetune.report.charts import draw_loss_png
 from finetune.report.page import render_page
 from finetune.report.run_data import REPORTED_FILES, RunRecord, plan_run, read_run
 
@@ -178,7 +179,7 @@ def report_command(arguments: argparse.Namespace) -> int:
     written = [path]
     try:
         replace_file(path, render_page(runs, [plan_run(run) for run in runs]))
-        if can_draw_png():
+        if find_spec("matplotlib") is not None:
             written.append(path.with_suffix(".png") if arguments.output else path.with_name("loss.png"))
             draw_loss_png(runs, written[-1])
         else:

@@ -112,7 +112,6 @@ def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> 
     tiles = list(_make_tiles(run))
     questions = [sample for sample in run.samples if sample.get("expected")]
     asked = [sample for sample in run.samples if not sample.get("expected")]  # the recipe's sample_prompts
-    diverged = find_divergence(losses_of(run.lines))
     findings, facts = _describe_data(run.data_report)
     process = plan.process_bytes if plan else 0
     sources = [*run.data_report.get("sources", []), *run.data_report.get("eval_sources", [])]
@@ -121,7 +120,7 @@ def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> 
         "tiles": tiles,
         "by_name": {tile.name: tile for tile in tiles},
         "subtitle": _subtitle(run),
-        "diverged": str(diverged) if diverged else "",
+        "diverged": find_divergence(losses_of(run.lines)),
         "questions": _pair_answers(questions),
         "prompts": _pair_answers(asked),
         "benchmarks": benchmark_table(run.benchmarks) if run.benchmarks else None,
