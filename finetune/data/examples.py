@@ -1,6 +1,6 @@
 """Examples: stretches of at most `max_length` tokens of the stored documents; and prompts, cut from held-out ones."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ class Example:
     labels: NDArray[
         np.int32
     ]  # [tokens]: the id to predict at this position, which is the next token's, or IGNORE_INDEX
+
+
+COLUMNS = ("document", "start", "lengths", "trained")  # of `Examples`, beside the store of each
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +59,8 @@ class Examples:
 
     def take(self, ids: NDArray[np.int64]) -> "Examples":
         """The examples `ids`, numbered in that order; an id may come more than once. No group is taken apart."""
-        return replace(
-            self,
-            store=self.store[ids],
-            document=self.document[ids],
-            start=self.start[ids],
-            lengths=self.lengths[ids],
-            trained=self.trained[ids],
-        )
+        taken: dict[str, Any] = {name: getattr(self, name)[ids] for name in ("store", *COLUMNS)}
+        return replace(self, **taken)
 
     def take_groups(self, groups: NDArray[np.int64]) -> "Examples":
         """The examples of `groups`, numbered in that order; a group may come more than once."""
@@ -76,12 +73,16 @@ class Examples:
 
     def find_ratings(self) -> NDArray[np.int8]:
         """int8[groups]: 1 for a rated good answer, -1 for a bad one, 0 where nothing is rated."""
-        first = slice(None, None, self.group_size)
-        of, documents = self.store[first], self.document[first]
-        ratings = np.zeros(self.groups, np.int8)
-        for number, store in enumerate(self.stores):
-            ratings[of == number] = store.ratings[documents[of == number]]
-        return ratings
+        return self.look_up(lambda store: store.ratings)[:: self.group_size]
+
+    def look_up(self, column: Callable[[TokenStore], NDArray[Any]]) -> NDArray[Any]:
+        """[examples]: what `column`, of the documents of each store, has of theirs."""
+        columns = [column(store) for store in self.stores]
+        values = np.zeros(len(self), columns[0].dtype)
+        for number, of_store in enumerate(columns):
+            mine = self.store == number
+            values[mine] = of_store[self.document[mine]]
+        return values
 
     def answers(self) -> "Examples":
         """What is worth imitating, each by itself: every example, the chosen sides of pairs, or the answers rated
@@ -154,15 +155,10 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
 def join(parts: Sequence[Examples]) -> Examples:
     """The examples of all `parts`, one part after the other."""
     shifts = np.cumsum([0] + [len(part.stores) for part in parts])
-    return Examples(
-        tuple(store for part in parts for store in part.stores),
-        np.concatenate([part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)]),
-        np.concatenate([part.document for part in parts]),
-        np.concatenate([part.start for part in parts]),
-        np.concatenate([part.lengths for part in parts]),
-        np.concatenate([part.trained for part in parts]),
-        parts[0].group_size,
-    )
+    stores = tuple(store for part in parts for store in part.stores)
+    store = np.concatenate([part.store + np.int32(shift) for part, shift in zip(parts, shifts, strict=False)])
+    joined: dict[str, Any] = {name: np.concatenate([getattr(part, name) for part in parts]) for name in COLUMNS}
+    return replace(parts[0], stores=stores, store=store, **joined)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from finetune.data.messages import BadRow
 from finetune.data.render import RenderedText
 from finetune.data.sources import read_rows
 from finetune.data.spans import ask_turns
-from finetune.data.template import Renderer, add_variables, make_renderer
+from finetune.data.template import Renderer, add_variables, make_renderer_of
 from finetune.data.tokenize import GroupReader, render_group
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
@@ -42,9 +42,7 @@ class ShownTurn:
 def read_turns(recipe: Recipe, tokenizer: Any, places: Collection[str]) -> dict[str, list[ShownTurn]]:
     """Place of a row -> its turns, for each of `places`. Reads the sources up to the last of them."""
     data, found, left = recipe.data, dict[str, list[ShownTurn]](), set(places)
-    renderer = make_renderer(
-        tokenizer, data.assistant_only_loss, data.chat_template_date, data.turns, data.train_on_reasoning
-    )
+    renderer = make_renderer_of(data, tokenizer)
     for source in data.datasets:
         reader, of_source = GroupReader(recipe.method_facts.rows), add_variables(renderer, source.chat_template_kwargs)
         for batch in read_rows(source, streaming=data.streaming):

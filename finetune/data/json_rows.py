@@ -16,8 +16,6 @@ class RepeatedKeys(dict[str, Any]):
     """A row in which two keys have the same name, in itself or in an object in it: only the last one's value is
     kept."""
 
-    has_own = False  # whether they are its own
-
 
 NumberedRow = tuple[int, dict[str, Any] | BadRow]  # the number is that of `units.name_place`
 
@@ -31,11 +29,8 @@ class RowDecoder(json.JSONDecoder):
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     result = dict(pairs)
-    is_repeated = len(result) != len(pairs)
-    if is_repeated or any(map(_has_repeated_keys, result.values())):
-        result = RepeatedKeys(result)
-        result.has_own = is_repeated
-    return result
+    is_repeated = len(result) != len(pairs) or any(map(_has_repeated_keys, result.values()))
+    return RepeatedKeys(result) if is_repeated else result
 
 
 def _has_repeated_keys(value: Any) -> bool:

@@ -110,7 +110,7 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
     All that comes of a row stays on one side: stretches of a document, groups, repetitions. Raises `UserError` where a
     side would be empty.
     """
-    rows, of = np.unique(_number(examples.store, _find_rows(examples)), return_inverse=True)
+    rows, of = np.unique(_number(examples.store, examples.look_up(_number_rows)), return_inverse=True)
     total = len(rows)
     count = round(size * total) if size < 1 else int(size)
     if not 0 < count < total:
@@ -122,15 +122,6 @@ def hold_out(examples: Examples, size: float, seed: int) -> tuple[Examples, Exam
     held[make_generator(seed, "held out").permutation(total)[:count]] = True
     is_held = held[of]
     return examples.take(np.flatnonzero(~is_held)), _drop_repeats(examples.take(np.flatnonzero(is_held)))
-
-
-def _find_rows(examples: Examples) -> NDArray[np.int64]:
-    """int64[examples]: the row that each comes of, counted over its store."""
-    rows = np.zeros(len(examples), np.int64)
-    for number, store in enumerate(examples.stores):
-        of_store = examples.store == number
-        rows[of_store] = _number_rows(store)[examples.document[of_store]]
-    return rows
 
 
 def _number_rows(store: TokenStore) -> NDArray[np.int64]:
@@ -152,7 +143,8 @@ def _number(store: NDArray[np.int32], within: NDArray[np.int64]) -> NDArray[np.i
 
 def find_held_out_in_training(training: Examples, held_out: Examples) -> list[Finding]:
     """A finding where the text of a held-out example is trained on too."""
-    leaked = np.flatnonzero(np.isin(_collect_hashes(held_out), np.unique(_collect_hashes(training))))
+    hashes = [examples.look_up(lambda store: store.hashes)[:: examples.group_size] for examples in (held_out, training)]
+    leaked = np.flatnonzero(np.isin(hashes[0], np.unique(hashes[1])))
     tally = Tally()
     tally.add("held_out_in_training", [held_out.where(int(i)) for i in leaked * held_out.group_size])
     return tally.list_findings(of=held_out.groups)
@@ -166,13 +158,3 @@ def find_same_ratings(examples: Examples) -> list[Finding]:
     first = [examples.where(group * examples.group_size) for group in range(min(MAX_SHOWN_ROWS, examples.groups))]
     tally.add("same_ratings", first, examples.groups)
     return tally.list_findings(of=examples.groups)
-
-
-def _collect_hashes(examples: Examples) -> NDArray[np.uint64]:
-    """uint64[groups]"""
-    first = slice(None, None, examples.group_size)
-    of, documents = examples.store[first], examples.document[first]
-    hashes = np.zeros(len(of), np.uint64)
-    for number, store in enumerate(examples.stores):
-        hashes[of == number] = store.hashes[documents[of == number]]
-    return hashes

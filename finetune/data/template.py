@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from finetune.config.schema import Turns
+from finetune.config.schema import Data, Turns
 from finetune.data.messages import OWN_VARIABLES, THINKING_END, BadRow, Message, Tool
 from finetune.data.template_sandbox import compile_template
 from finetune.data.tokenizer import PLAIN, encode_bos, find_stop_tokens
@@ -95,6 +95,12 @@ def make_renderer(
         response_template=getattr(tokenizer, "response_template", None),
     )
     return _probe_turn(renderer)
+
+
+def make_renderer_of(data: Data, tokenizer: Any) -> Renderer:
+    """As `make_renderer`, as a recipe asks for its data."""
+    date, turns = data.chat_template_date, data.turns
+    return make_renderer(tokenizer, data.assistant_only_loss, date, turns, data.train_on_reasoning)
 
 
 def add_variables(renderer: Renderer, variables: Mapping[str, Any] | None) -> Renderer:

@@ -24,7 +24,7 @@ from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
 from finetune.data.render import COMPARED, CONTEXT, RenderedText, render, render_turns
 from finetune.data.sources import RowBatch
-from finetune.data.template import Renderer, add_variables, make_renderer
+from finetune.data.template import Renderer, add_variables, make_renderer_of
 from finetune.data.token_store import Tokens
 from finetune.data.tokenizer import Encoder, keeps_border, make_encoder
 from finetune.errors import UserError
@@ -175,9 +175,7 @@ def tokenize_rows(
     Raises `UserError` at the first rows that cannot be used, unless `on_bad_row` is `skip`.
     """
     stats.group_size, stats.is_rated = GROUP_SIZES[kind], kind == "ratings"
-    renderer = make_renderer(
-        tokenizer, data.assistant_only_loss, data.chat_template_date, data.turns, data.train_on_reasoning
-    )
+    renderer = make_renderer_of(data, tokenizer)
     reader, encoder = GroupReader(kind), make_encoder(tokenizer)
     threads = data.dataset_num_proc or count_cores()
     pending: deque[tuple[list[RenderedText], Places, Future[Tokens]]] = deque()
