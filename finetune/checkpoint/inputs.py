@@ -27,7 +27,11 @@ from finetune.models.load import weights_folder
 
 BOOKKEEPING = {"transformers_version", "_name_or_path", "torch_dtype", "dtype", "use_cache"}  # without effect on a run
 
-# name -> (the recipe's keys that name it, the message where its content has changed and those keys have not)
+OF_MODEL = ("model_name_or_path", "model_revision")
+OF_TOKENIZER = ("tokenizer_name_or_path", *OF_MODEL, "added_tokens", "special_tokens", "eot_tokens")
+OF_TEACHER = ("teacher_model_name_or_path", "teacher_model_revision")
+STARTED = "the same name is given, but its weights, from which the training started, have changed"
+# name -> (the recipe's keys that name it, what has changed where its content has, and those keys have not)
 INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "datasets": (("datasets", "streaming"), "datasets: the same files are named, but their content has changed"),
     "held_out": (("eval_datasets",), "eval_datasets: the same files are named, but their content has changed"),
@@ -36,32 +40,13 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
         "chat_template: the same name is given, but its text has changed",
     ),
     "tokenizer": (
-        (
-            "tokenizer_name_or_path",
-            "model_name_or_path",
-            "model_revision",
-            "added_tokens",
-            "special_tokens",
-            "eot_tokens",
-        ),
+        OF_TOKENIZER,
         "tokenizer: the same name is given, but its vocabulary, merges or special tokens have changed",
     ),
-    "config": (
-        ("model_name_or_path", "model_revision"),
-        "model_name_or_path: the same name is given, but its config.json has changed",
-    ),
-    "base": (
-        ("model_name_or_path", "model_revision"),
-        "model_name_or_path: the same name is given, but its weights, from which the training started, have changed",
-    ),
-    "adapter": (
-        ("adapter_name_or_path",),
-        "adapter_name_or_path: the same name is given, but its weights, from which the training started, have changed",
-    ),
-    "teacher": (
-        ("teacher_model_name_or_path", "teacher_model_revision"),
-        "teacher_model_name_or_path: the same name is given, but its config.json or weights have changed",
-    ),
+    "config": (OF_MODEL, "model_name_or_path: the same name is given, but its config.json has changed"),
+    "base": (OF_MODEL, f"model_name_or_path: {STARTED}"),
+    "adapter": (("adapter_name_or_path",), f"adapter_name_or_path: {STARTED}"),
+    "teacher": (OF_TEACHER, f"{OF_TEACHER[0]}: the same name is given, but its config.json or weights have changed"),
 }
 
 

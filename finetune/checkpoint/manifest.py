@@ -21,8 +21,6 @@ from finetune.files.run_json import parse_json, read_bounded
 NAME_LIMIT_BYTES = 255  # of one name in a path, on every file system in use
 PATH_LIMIT_BYTES = 4096
 
-Check = Callable[[Any], bool]
-
 
 def read_object(path: Path) -> tuple[dict[str, Any], bytes]:
     """The JSON object in `path`, and its bytes. Raises `ValueError` (a sentence) where it holds none, `OSError` as it
@@ -67,11 +65,11 @@ def _is_file_name(path: PurePosixPath) -> bool:
     return max(sizes) <= NAME_LIMIT_BYTES and sum(sizes) <= PATH_LIMIT_BYTES and "\0" not in str(path)
 
 
-def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: Mapping[str, tuple[Check, bool]]) -> None:
-    for key, (is_right, is_required) in kinds.items():
-        if key not in content and is_required:
+def _refuse_wrong_kinds(name: str, content: Mapping[str, Any], kinds: Mapping[str, str]) -> None:
+    for key, allowed in kinds.items():
+        if key not in content and "missing" not in allowed:
             raise ValueError(f"{name} is damaged: {key} is missing")
-        if key in content and not is_right(content[key]):
+        if key in content and not any(KINDS[kind](content[key]) for kind in allowed.split()):
             raise ValueError(f"{name} is damaged: {key} has a value of the wrong kind")
 
 
@@ -79,56 +77,36 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**63
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-def _is_object(value: Any) -> bool:
-    return isinstance(value, dict)
-
-
-def _is_object_of_texts(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
-def _is_file_entries(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(entry, dict) and _is_count(entry.get("size")) for entry in value.values()
-    )
-
-
-def _or_none(check: Check) -> Check:
-    return lambda value: value is None or check(value)
-
-
-_MANIFEST: dict[str, tuple[Check, bool]] = {
-    "step": (_is_count, True),
-    "layout": (_is_text, True),
-    "ranks": (_is_count, True),
-    "recipe_sha256": (_is_text, True),
-    "packages": (_is_object_of_texts, True),
-    "files": (_is_file_entries, True),
+KINDS: Mapping[str, Callable[[Any], bool]] = {
+    "count": _is_count,
+    "number": lambda value: isinstance(value, int | float) and not isinstance(value, bool),
+    "text": lambda value: isinstance(value, str),
+    "object": lambda value: isinstance(value, dict),
+    "texts": lambda value: isinstance(value, dict) and all(isinstance(text, str) for text in value.values()),
+    "files": lambda value: (
+        isinstance(value, dict)
+        and all(isinstance(entry, dict) and _is_count(entry.get("size")) for entry in value.values())
+    ),
+    "none": lambda value: value is None,
+    "missing": lambda _: False,
 }
-_STATE: dict[str, tuple[Check, bool]] = {
-    "step": (_is_count, True),
-    "epoch": (_is_number, True),
-    "tokens": (_is_count, True),
-    "trained_tokens": (_is_count, True),
-    "skipped_steps": (_is_count, True),
-    "best_eval_loss": (_or_none(_is_number), True),
-    "best_step": (_or_none(_is_count), True),
-    "evaluations_since_best": (_is_count, True),
-    "scaler": (_or_none(_is_object), True),
-    "recipe": (_is_object, True),
-    "global_batch_size": (_is_count, True),
-    "data_fingerprint": (_or_none(_is_text), False),
-    "base_model": (_or_none(_is_text), False),
-    "compute_dtype": (_is_text, False),
-    "inputs": (_is_object_of_texts, False),
+_MANIFEST = {
+    **dict.fromkeys(("step", "ranks"), "count"),
+    **dict.fromkeys(("layout", "recipe_sha256"), "text"),
+    "packages": "texts",
+    "files": "files",
+}
+_STATE = {
+    **dict.fromkeys(("step", "tokens", "trained_tokens", "skipped_steps", "evaluations_since_best"), "count"),
+    "epoch": "number",
+    "best_eval_loss": "number none",
+    "best_step": "count none",
+    "scaler": "object none",
+    "recipe": "object",
+    "global_batch_size": "count",
+    **dict.fromkeys(("data_fingerprint", "base_model"), "text none missing"),
+    "compute_dtype": "text missing",
+    "inputs": "texts missing",
 }
 
 
@@ -207,12 +185,10 @@ def find_problems(
     match = NAME.fullmatch(checkpoint.name)
     if match and int(match[1]) != manifest.step:
         return [f"{MANIFEST} is of step {manifest.step}"]
-    return list(_file_problems(checkpoint, manifest, checksums, parts, advance)) or _state_problems(checkpoint)
-
-
-def _state_problems(checkpoint: Path) -> list[str]:
+    if problems := list(_file_problems(checkpoint, manifest, checksums, parts, advance)):
+        return problems
     try:
-        read_state(checkpoint, STATE)
+        read_state(checkpoint)
     except ValueError as error:
         return [str(error)]
     return []

@@ -204,7 +204,10 @@ def refuse_small_disk(
     saves = math.ceil(steps / every) if every else 1
     kept = saves if keys.save_total_limit is None else min(saves, keys.save_total_limit + 1)
     new = max(1, kept - len(list_checkpoints(run_folder)))
-    export = parameters * _export_dtype(recipe).itemsize if keys.export_at_end else 0
+    name = recipe.model.model_name_or_path
+    base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
+    dtype = choose_dtype(keys.export_dtype, base, getattr(torch, recipe.model.dtype))
+    export = parameters * dtype.itemsize if keys.export_at_end else 0
     spare = EXPORT_SPARE_BYTES if export else 0
     needed, free = new * checkpoint_bytes + export + spare, shutil.disk_usage(run_folder).free
     if needed > free:
@@ -214,10 +217,3 @@ def refuse_small_disk(
             f"export of {disk_size(export)}{f' (with {disk_size(spare)} to spare)' if spare else ''}, but "
             f"{disk_size(free)} are free here; {fewer}free space, or set another output_dir"
         )
-
-
-def _export_dtype(recipe: Recipe) -> torch.dtype:
-    """The dtype in which `finetune export` will write the weights."""
-    name = recipe.model.model_name_or_path
-    base = find_local_folder(name, recipe.model.model_revision) if name is not None else None
-    return choose_dtype(recipe.checkpoint.export_dtype, base, getattr(torch, recipe.model.dtype))

@@ -205,20 +205,17 @@ class Saver:
             complete(staging, manifest)
             if is_published:
                 publish(self.run_folder, staging, progress.step)
-                self._prune(progress)
+                kept = self.recipe.checkpoint
+                best = progress.best_step if kept.keep_best_checkpoint else None
+                keys = kept.save_total_limit, kept.keep_every_steps, best
+                for problem in prune(self.run_folder, progress.step, *keys):
+                    print(problem, flush=True)
             else:
                 durable.remove_tree(staging)
             return manifest.bytes
 
         size: int = ranks.main(finish)
         return size
-
-    def _prune(self, progress: Progress) -> None:
-        """Removes the checkpoints that `progress.step` replaces. One that cannot be removed is reported and stays."""
-        kept = self.recipe.checkpoint
-        best = progress.best_step if kept.keep_best_checkpoint else None
-        for problem in prune(self.run_folder, progress.step, kept.save_total_limit, kept.keep_every_steps, best):
-            print(problem, flush=True)
 
 
 def write_shards(staging: Path, shards: list[TensorShard], world: World) -> dict[str, dict[str, Any]]:
