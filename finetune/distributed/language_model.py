@@ -23,6 +23,11 @@ def trunk_of(model: Any) -> Any:
     return part.model if hasattr(part, "lm_head") and part is not base else part  # Llama 4 holds a ...ForCausalLM
 
 
+def language_model_of(model: Any) -> Any:
+    """The model that transformers' switches of its language model are to be set on: itself, if it is nothing else."""
+    return trunk_of(model) if has_other_parts(model) else model
+
+
 def has_other_parts(model: Any) -> bool:
     """Whether `model` is more than a language model."""
     return trunk_of(model) is not _base_of(model)

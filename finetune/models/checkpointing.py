@@ -4,7 +4,7 @@ names."""
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from weakref import ref
 
 import torch
@@ -23,22 +23,8 @@ MIN_OFFLOADED_BYTES = 1 << 10  # smaller tensors stay on the device
 Contexts = tuple[AbstractContextManager[None], AbstractContextManager[None]]
 
 
-class Copies(Protocol):
-    """How tensors are copied to the host and back. A copy has ended once `wait` for its event has returned, or been
-    queued."""
-
-    def to_host(self, tensor: Tensor) -> tuple[Tensor, Any]:
-        """Starts a copy of `tensor` in host memory: the copy, and its event."""
-
-    def to_device(self, tensor: Tensor, device: torch.device) -> tuple[Tensor, Any]:
-        """Starts a copy of a host tensor on `device`: the copy, and its event."""
-
-    def wait(self, event: Any) -> None:
-        """Has all that the device is given from now on wait for the copy of `event`."""
-
-
 class CudaCopies:
-    """Copies from and to pinned memory on a stream of their own."""
+    """Copies from and to pinned memory on a stream of their own. Each is returned with the event of its end."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -52,6 +38,7 @@ class CudaCopies:
         return copy, self._copy(copy, tensor)
 
     def wait(self, event: Any) -> None:
+        """Has all that the device is given from now on wait for the copy of `event`."""
         torch.cuda.current_stream().wait_event(event)
 
     def _copy(self, target: Tensor, source: Tensor) -> Any:
@@ -66,7 +53,7 @@ class CudaCopies:
 class _Kept:
     """A tensor that a layer keeps: on the device until it is released, in host memory until it is taken."""
 
-    def __init__(self, tensor: Tensor, layer: "_Layer", copies: Copies) -> None:
+    def __init__(self, tensor: Tensor, layer: "_Layer", copies: CudaCopies) -> None:
         self._device, self._layer, self._copies = tensor.device, layer, copies
         self._here: Tensor | None = tensor.detach()
         self._host, self._event = copies.to_host(self._here)
@@ -95,7 +82,7 @@ class _Kept:
 class _Layer:
     """What one forward of a checkpointed layer keeps, and the layer below it."""
 
-    def __init__(self, below: "_Layer | None", copies: Copies) -> None:
+    def __init__(self, below: "_Layer | None", copies: CudaCopies) -> None:
         self._below, self._copies = None if below is None else ref(below), copies
         # What stands in for a tensor has to end with the graph that needs it, not when cycles are collected.
         self._kept: list[ref[_Kept]] = []
@@ -127,7 +114,7 @@ class ActivationOffload:
     """Offloads the activations that checkpointed layers keep. A layer takes part once its checkpointing function has
     been passed to `wrap`."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: CudaCopies) -> None:
         self._copies = copies
         self._latest: _Layer | None = None
 
@@ -198,13 +185,17 @@ def checkpoint_activations(
     By transformers' own checkpointing, not the FSDP plugin's, which drops the RNG state, so that its gradients are
     wrong with dropout (relative error 0.5), and renames modules under LoRA, so that the saved adapter is empty.
     """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     transformer: Any = model
     # Renamed in transformers 5.23; the older name goes in 6.
     enable = getattr(transformer, "activation_checkpointing_enable", None) or transformer.gradient_checkpointing_enable
     contexts = {} if keeps == "nothing" else {"context_fn": partial(_make_contexts, model.config, keeps, offload)}
     enable({"use_reentrant": False, **contexts})
     layers: list[Any] = [
-        module for _, module in text_modules(model) if hasattr(module, "gradient_checkpointing") and _is_layer(module)
+        module
+        for _, module in text_modules(model)
+        if hasattr(module, "gradient_checkpointing") and isinstance(module, GradientCheckpointingLayer)
     ]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0
@@ -230,15 +221,13 @@ def _attention_operators() -> frozenset[Any]:
 
 def _make_contexts(config: Any, keeps: Kept, offload: ActivationOffload | None) -> Contexts:
     """The contexts in which torch runs a checkpointed layer, and runs it again."""
-    policy = _make_policy(_attention_width(config.get_text_config()) if keeps == "attention_and_projections" else 0)
+    text, width = config.get_text_config(), 0
+    if keeps == "attention_and_projections":  # the widest state round attention: the hidden state, or all of its heads
+        head_size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        width = max(text.hidden_size, text.num_attention_heads * head_size)
+    policy = _make_policy(width)
     contexts: Contexts = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return contexts if offload is None else offload.wrap_contexts(contexts)
-
-
-def _attention_width(config: Any) -> int:
-    """The widest state round attention: the hidden state, or all of its heads."""
-    size: int = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return max(int(config.hidden_size), int(config.num_attention_heads) * size)
 
 
 def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
@@ -252,12 +241,6 @@ def _make_policy(width: int) -> Callable[..., CheckpointPolicy]:
         return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return choose
-
-
-def _is_layer(module: nn.Module) -> bool:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    return isinstance(module, GradientCheckpointingLayer)
 
 
 def compile_layers(model: nn.Module, backend: str = "inductor") -> int:

@@ -34,7 +34,7 @@ from finetune.models.embedding import install_embedding_noise, refuse_frozen_tok
 from finetune.models.fused_lora import fuse_adapters
 from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
-from finetune.models.lora import add_adapters, is_adapter, read_adapter, with_adapters
+from finetune.models.lora import add_adapters, is_adapter, names_of_parameters, read_adapter, with_adapters
 from finetune.models.moe.experts import (
     count_active,
     expert_modules,
@@ -200,9 +200,7 @@ def freeze_modules(model: nn.Module, keys: Model) -> None:
 
     Raises `UserError` where a pattern names nothing, or nothing is left to train.
     """
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = names_of_parameters(model)
     trained = find_trained(list(names.values()), keys, text_names(model))
     for parameter, its in names.items():
         parameter.requires_grad_(its[0] in trained)
@@ -273,7 +271,9 @@ class Teacher:
 
         inputs: the model's keyword arguments, with `trained_positions`.
         """
-        states = self.model(**inputs, head_function=_select_states)
+        # What enters the teacher's head at the trained positions.
+        select = lambda _head, hidden, _labels, at: hidden if at is None else hidden[at]  # noqa: E731
+        states = self.model(**inputs, head_function=select)
 
         def diverge(head: CrossEntropyHead, hidden: Tensor, labels: Tensor, positions: Tensor | None) -> Tensor:
             own: Any = self.model.get_output_embeddings()  # type: ignore[operator]
@@ -319,8 +319,3 @@ def load_teacher(recipe: Recipe, world: World) -> Teacher:
         compile_layers(model)
     method = recipe.method
     return Teacher(model, size, DivergenceOptions(method.distill_beta, method.temperature, method.distill_alpha))
-
-
-def _select_states(_head: CrossEntropyHead, hidden: Tensor, _labels: Tensor, positions: Tensor | None) -> Tensor:
-    """What enters the teacher's head at the trained positions."""
-    return hidden if positions is None else hidden[positions]

@@ -74,13 +74,19 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
 
 def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:
     """The parameters that `modules_to_save` names -> all their names; a tied one has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
+    names = names_of_parameters(model)
     refuse_unmatched("modules_to_save", lora.modules_to_save, names.values())
     reached = {parameter: its for parameter, its in names.items() if its[0].startswith(text_names(model))}
     refuse_unreached("modules_to_save", lora.modules_to_save, list(reached.values()))
     return {parameter: its for parameter, its in reached.items() if is_saved_whole(its, lora)}
+
+
+def names_of_parameters(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """All names of each parameter: a tied one has several."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
 
 
 def within_language_model(model: Any, config: Any) -> Any:

@@ -18,11 +18,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.fsdp import FSDPModule
 
 from finetune.config.schema import Data, Model
 from finetune.constants import COMPUTE_DTYPE, IGNORE_INDEX
-from finetune.distributed.parallelize import unwrap
+from finetune.distributed.parallelize import reshard, unwrap
 from finetune.distributed.sequence_parallel import gather_tokens
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -187,6 +186,4 @@ def _evaluated(model: nn.Module, compiled: bool) -> Iterator[None]:
             yield
     finally:
         model.train(training)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()  # the last unit stays gathered until a backward, which does not follow
+        reshard(model)  # the last unit stays gathered until a backward, which does not follow

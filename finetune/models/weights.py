@@ -59,7 +59,7 @@ class Box:
         known: dict[Any, Callable[..., Any]] = {
             torch.cat: _cat,
             torch.stack: _stack,
-            torch.chunk: _chunk,
+            torch.chunk: lambda box, chunks, dim=0: _split(box, -(-box.shape[dim] // chunks), dim),
             torch.split: _split,
         }
         if function not in known:
@@ -260,10 +260,6 @@ def _stack(boxes: Sequence[Box], dim: int = 0) -> Box:
     )
 
 
-def _chunk(box: Box, chunks: int, dim: int = 0) -> tuple[Box, ...]:
-    return _split(box, -(-box.shape[dim] // chunks), dim)
-
-
 def _split(box: Box, sizes: int | Sequence[int], dim: int = 0) -> tuple[Box, ...]:
     length = box.shape[dim]
     each = [sizes] * -(-length // sizes) if isinstance(sizes, int) else list(sizes)
@@ -356,7 +352,8 @@ def refuse_mismatch(
         for name, parameter in needed.items()
         if name in stored
         and name not in quantized
-        and _is_quantized(stored[name].dtype)
+        # int8, and float8 too: numbers that mean nothing without scales
+        and (not stored[name].dtype.is_floating_point or stored[name].dtype.itemsize < 2)
         and parameter.is_floating_point()
     ]
     if problems:
@@ -383,11 +380,6 @@ def find_mismatches(
         for name, shape in needed.items()
         if name in stored and stored[name].shape != shape
     ]
-
-
-def _is_quantized(dtype: torch.dtype) -> bool:
-    """Whether numbers of this dtype mean nothing without scales: int8, and float8 too."""
-    return not dtype.is_floating_point or dtype.itemsize < 2
 
 
 def saved_buffers(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask
 
-from finetune.distributed.language_model import has_other_parts, trunk_of
+from finetune.distributed.language_model import language_model_of, trunk_of
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
 from finetune.models.attention.kernels import (
@@ -63,9 +63,7 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
         _register()
     trunk = trunk_of(model)
     try:  # a vision tower keeps its own
-        (trunk if has_other_parts(model) else model).set_attn_implementation(
-            NAME if implementation == "auto" else implementation
-        )
+        language_model_of(model).set_attn_implementation(NAME if implementation == "auto" else implementation)
     except (ImportError, ValueError) as error:
         raise UserError(
             f"attn_implementation: {implementation} cannot be used with {type(model).__name__} here "

@@ -66,19 +66,8 @@ def linear_log_probabilities(
     if chunk_tokens is None:
         chunk_tokens = choose_chunk_tokens(weight, shard, hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
-    arguments = (
-        hidden,
-        weight,
-        bias,
-        labels,
-        trained_positions,
-        logits,
-        chunk_tokens,
-        needs_grad,
-        shard,
-        chunk_function,
-    )
-    found: Tensor = _LinearLogProbabilities.apply(*arguments)  # type: ignore[no-untyped-call]
+    tensors, options = (hidden, weight, bias, labels, trained_positions), (logits, chunk_tokens, needs_grad)
+    found: Tensor = _LinearLogProbabilities.apply(*tensors, *options, shard, chunk_function)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -9,7 +9,6 @@ share_e is the number of tokens that chose expert e, probability_e the sum of it
 all ranks, micro-batches and layers of the step, divided by their number. Padding is no token.
 """
 
-import sys
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 
 from finetune.config.facts import count_chosen, count_experts
 from finetune.config.layout import Sharding
-from finetune.distributed.language_model import has_other_parts, trunk_of
+from finetune.distributed.language_model import language_model_of, trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
 
@@ -46,7 +45,7 @@ def install_experts(model: Any, world: World, dtype: torch.dtype) -> None:
 
 def set_experts_implementation(model: Any, name: str) -> None:
     """Makes a mixture compute its experts by transformers' implementation `name`; no effect on a dense model."""
-    language_model = trunk_of(model) if has_other_parts(model) else model  # which may be another family's
+    language_model = language_model_of(model)  # which may be another family's
     if language_model._can_set_experts_implementation():
         language_model.set_experts_implementation(name)
 
@@ -80,16 +79,15 @@ def install_routing(model: Any, coefficient: float | None) -> None:
     """Counts what the routers of `model` choose while it trains; before sharding. No effect on a dense model.
 
     `coefficient`: of the auxiliary loss; None leaves it to the model's config, where it is on with
-    `output_router_logits`. Raises `UserError` where a coefficient is asked for and transformers has no such loss for
-    the family.
+    `output_router_logits`. That the family has such a loss, the rules have asked. Raises `UserError` where a
+    coefficient is asked for and no router is found.
     """
     config = model.config.get_text_config()
     routers = _routers(model)
     own = getattr(config, "router_aux_loss_coef", None) if getattr(config, "output_router_logits", False) else None
     chosen = own if coefficient is None else coefficient
-    if coefficient and not (routers and _has_auxiliary_loss(model)):
-        kind = "a mixture of experts whose routers have no auxiliary loss" if count_experts(config) else "a dense model"
-        raise UserError(f"router_aux_loss_coef: {type(model).__name__} is {kind}; leave the key out")
+    if coefficient and not routers:  # of a model's own code, which the rules cannot ask
+        raise UserError(f"router_aux_loss_coef: the routers of {type(model).__name__} are not found; remove the key")
     if routers:
         setattr(model, ATTRIBUTE, Routing(model, routers, config, chosen or 0.0))
 
@@ -211,12 +209,6 @@ class Routing:
             found["router_aux_loss"] = world.sum(self._auxiliary).item() / max(1, self._steps)
         self._counts, self._auxiliary, self._steps = None, None, 0
         return found
-
-
-def _has_auxiliary_loss(model: nn.Module) -> bool:
-    """Whether transformers balances the routers of this family by the auxiliary loss, and not by a bias (DeepSeek
-    V3)."""
-    return hasattr(sys.modules[type(model).__module__], "load_balancing_loss_func")
 
 
 def _routers(model: Any) -> list[tuple[nn.Module, int]]:
