@@ -102,7 +102,9 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
     )
     return FullyShardedDataParallelPlugin(
         fsdp_version=version,
-        cpu_offload=_cpu_offload(sharding),
+        cpu_offload=CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+        if version == 2 and sharding.cpu_offload
+        else sharding.cpu_offload,
         # By size too is by class, once the model exists and can be measured: see parallelize.find_wrap_classes.
         auto_wrap_policy="no_wrap" if sharding.wrapping == "NO_WRAP" else "transformer_based_wrap",
         state_dict_type="SHARDED_STATE_DICT",
@@ -111,12 +113,6 @@ def _fsdp_plugin(sharding: Sharding) -> Any:
         mixed_precision_policy=_precision(sharding),
         **by_version,
     )
-
-
-def _cpu_offload(sharding: Sharding) -> Any:
-    if sharding.layout == "fsdp2" and sharding.cpu_offload:
-        return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
-    return sharding.cpu_offload
 
 
 def _precision(sharding: Sharding) -> Any:

@@ -102,14 +102,14 @@ def _wrap_policy(model: nn.Module, sharding: Sharding, classes: tuple[str, ...])
         layers = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls=layer_classes)
     if len({parameter.dtype for parameter in model.parameters()}) == 1:
         return layers
+
     # A flat parameter has one dtype: fp32 adapters are units of their own inside the layer of their bf16 base.
-    adapters = functools.partial(lambda_auto_wrap_policy, lambda_fn=_is_adapter_leaf)
+    def is_adapter_leaf(module: nn.Module) -> bool:
+        own = list(module.parameters(recurse=False))
+        return bool(own) and not list(module.children()) and all(parameter.requires_grad for parameter in own)
+
+    adapters = functools.partial(lambda_auto_wrap_policy, lambda_fn=is_adapter_leaf)
     return functools.partial(_or_policy, policies=[policy for policy in (layers, adapters) if policy is not None])
-
-
-def _is_adapter_leaf(module: nn.Module) -> bool:
-    own = list(module.parameters(recurse=False))
-    return bool(own) and not list(module.children()) and all(parameter.requires_grad for parameter in own)
 
 
 @contextmanager

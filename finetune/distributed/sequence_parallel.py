@@ -13,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from finetune.errors import UserError
-
 
 def trade_tokens_for_heads(
     query: Tensor, key: Tensor, value: Tensor, group: dist.ProcessGroup
@@ -28,9 +26,7 @@ def trade_tokens_for_heads(
     Returns:
         [rows, heads / ranks, tokens, head size], and so on; views of one tensor where there is one row.
     """
-    ranks, heads = group.size(), query.shape[1]
-    if heads % ranks:
-        raise UserError(f"sequence parallelism: {ranks} ranks cannot divide {heads} attention heads between them")
+    ranks = group.size()
     states = [query, *(_repeat_heads(each, ranks) for each in (key, value))]
     rows, _, tokens, _ = query.shape
     sizes = [(each.shape[1] // ranks, each.shape[3]) for each in states]

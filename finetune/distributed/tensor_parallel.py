@@ -8,7 +8,7 @@ vocabulary. FSDP then shards what a rank holds over the ranks of the mesh's othe
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -85,7 +85,9 @@ def divide_matrices(model: Any, world: World) -> None:
     _check_plan(model, f"{world.sharding.source}: tp_size {world.sharding.tensor_parallel_size}")
     assert world.mesh is not None
     mesh, tied = world.mesh[TENSOR], model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    styles = dict(_find_styles(model))
+    plan = {f"{model.base_model_prefix}.{pattern}": style for pattern, style in model.config.base_model_tp_plan.items()}
+    patterns = {name: re.sub(r"\.\d+\.", ".*.", name) for name, _ in model.named_modules()}
+    styles = {name: plan[pattern] for name, pattern in patterns.items() if pattern in plan}
     for name, module in model.named_modules():
         if styles.get(name) == GRADIENT_STYLE:
             setattr(module, PARTIAL, True)
@@ -128,15 +130,6 @@ class _VocabularyParallel(RowwiseParallel):
         # FSDP hangs its hook on what a module returns, and loses it on a view.
         summed = RowwiseParallel._prepare_output_fn(output_layouts, use_local_output, mod, outputs, device_mesh)  # type: ignore[no-untyped-call]
         return summed.clone()
-
-
-def _find_styles(model: Any) -> Iterator[tuple[str, str]]:
-    """(name of a module, its style in the plan of transformers' config)."""
-    plan = {f"{model.base_model_prefix}.{pattern}": style for pattern, style in model.config.base_model_tp_plan.items()}
-    for name, _ in model.named_modules():
-        pattern = re.sub(r"\.\d+\.", ".*.", name)
-        if pattern in plan:
-            yield name, plan[pattern]
 
 
 def _torch_styles(model: Any, styles: dict[str, str]) -> dict[str, ParallelStyle]:

@@ -323,8 +323,6 @@ def _use_own_cores(device: torch.device, sharding: Sharding) -> None:
 
 def _launcher_has_threads() -> bool:
     """Whether OMP_NUM_THREADS stood in the environment of the process that started this one."""
-    import psutil
-
     try:
         return "OMP_NUM_THREADS" in psutil.Process(os.getppid()).environ()
     except (psutil.Error, OSError):

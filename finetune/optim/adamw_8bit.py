@@ -4,7 +4,7 @@ Imports torchao, so import this module only where a recipe asks for it.
 """
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +36,9 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
         rates = [group["lr"] for group in self.param_groups]
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = torch.tensor(rate, dtype=torch.float32)
-        with compile_on_cuda_only(self.param_groups[0]["params"][0].device):
+        # torchao compiles its update: on a CPU that takes minutes, and without a compiler it fails.
+        compiles = self.param_groups[0]["params"][0].is_cuda and has_compiler()
+        with nullcontext() if compiles else torch.compiler.set_stance("force_eager"):
             super().step(closure)
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
@@ -49,12 +51,3 @@ class AdamW8bitMoments(AdamW8bit):  # type: ignore[misc]
         # fp32 where it is not quantized: a second moment in plain bf16, as torchao's would be, stops changing.
         moment: Tensor = super()._new_buffer(p.detach().float(), signed)
         return moment
-
-
-def compile_on_cuda_only(device: torch.device) -> AbstractContextManager[Any]:
-    """Turns torch.compile off for torchao's update except on CUDA: on a CPU it takes minutes, without a compiler it
-    fails."""
-    if device.type == "cuda" and has_compiler():
-        return nullcontext()
-    stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
-    return stance

@@ -245,7 +245,10 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         compute_dtype = trained.dtype if mixed == "no" else getattr(torch, COMPUTE_DTYPE[mixed])
         moment_dtype = torch.bfloat16 if OPTIMIZERS[optimization.optim].moment_itemsize == 2 else None
         layout = StateLayout(unwrap(model), self.param_groups, moment_dtype, compute_dtype)
-        self.file = self._open(Path(optimization.offload_dir or ""), layout.size)
+        opened: list[ScratchFile] = []
+        folder = Path(optimization.offload_dir or "")
+        self._ranks.all(lambda: opened.append(open_scratch_file(folder, layout.size)))
+        (self.file,) = opened
         self.windows, self.capacity = layout.windows(self.file), layout.capacity
         self.buffers = [allocate_aligned(self.capacity, world.device) for _ in range(2)]
         # A GPU's parameters are updated there, as they are in memory: another processor rounds otherwise.
@@ -284,11 +287,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         return {
             name: tensor for window in self.windows for entry in window.entries for name, tensor in of(entry).items()
         }
-
-    def _open(self, folder: Path, size: int) -> ScratchFile:
-        opened: list[ScratchFile] = []
-        self._ranks.all(lambda: opened.append(open_scratch_file(folder, size)))
-        return opened[0]
 
     @torch.no_grad()
     def _update_all(self) -> None:

@@ -43,7 +43,8 @@ def finish(run: TrainingRun, progress: Progress) -> None:
         run.log.say(line)
     if run.recipe.checkpoint.export_at_end:
         export(run, progress)
-    write_finished(run.folder, run.recipe, run.inputs, progress.step)
+    record = _record(run.recipe, run.inputs, progress.step)
+    replace_file(run.folder / FINISHED, json.dumps(record, indent=1) + "\n")  # all of it is done, and exported
     for line in last_screen(run.folder, progress.step):
         run.log.say(line)
     run.log.close()
@@ -64,12 +65,6 @@ def export(run: TrainingRun, progress: Progress) -> None:
     except SystemExit as stop:
         number = Signals(int(str(stop.code)) - 128).name
         raise run.preempted(f"during the export; all {progress.step} steps are saved", by=number) from None
-
-
-def write_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], step: int) -> None:
-    """Writes finished.json: the run of `recipe` on these inputs is done, `step` is its last, and it has been
-    exported."""
-    replace_file(folder / FINISHED, json.dumps(_record(recipe, inputs, step), indent=1) + "\n")
 
 
 def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: int, world: World) -> bool:

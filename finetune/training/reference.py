@@ -97,11 +97,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
             layer._disable_adapters = False
 
 
-def trains_adapters_alone(model: nn.Module) -> bool:
-    """Whether the model without its adapters is the model before training."""
-    return all(is_adapter(name) for name, parameter in model.named_parameters() if parameter.requires_grad)
-
-
 class StoredReference:
     """The reference of any other run: log-probabilities that were computed before training."""
 
@@ -124,7 +119,8 @@ def find_references(
 ) -> tuple[Reference, Reference]:
     """The reference of training, and that of held-out data. `model` still has the weights that training starts with;
     `inputs`: of `fingerprint_inputs`. All ranks call it."""
-    if recipe.lora.adapter_name_or_path is None and trains_adapters_alone(model):
+    trained = (name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    if recipe.lora.adapter_name_or_path is None and all(map(is_adapter, trained)):
         reference = partial(without_adapters, sequence_group=world.sequence_group)
         return reference, reference
     weights = " ".join(inputs[name] for name in ("base", "adapter") if name in inputs)
@@ -228,13 +224,6 @@ def _steps_of(batches: StoredBatches) -> range:
     return range(min(batches.steps, batches.steps_per_epoch))
 
 
-def _describe_share(batches: StoredBatches) -> Any:
-    """Which examples `_compute` comes to."""
-    if batches.steps >= batches.steps_per_epoch:
-        return "all"
-    return [batches.steps, asdict(batches.config)]
-
-
 def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: str | None, world: World) -> str:
     """A hash of everything that decides the log-probabilities: the weights, how they compute, and every token in its
     document."""
@@ -243,7 +232,9 @@ def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: s
     computed: list[Any] = [world.sharding.mixed_precision, world.sharding.is_fsdp]
     computed += [asdict(world.sharding.fp8)] if world.sharding.fp8 is not None else []
     described = [VERSION, weights, keys, recipe.run.seed, computed]
-    described += [_describe_share(batches) for batches in stored.values()]
+    for batches in stored.values():  # which examples the run comes to
+        is_whole = batches.steps >= batches.steps_per_epoch
+        described.append("all" if is_whole else [batches.steps, asdict(batches.config)])
     digest = xxhash.xxh3_128(json.dumps(described, sort_keys=True, default=str).encode())
     for batches in stored.values():
         examples = batches.examples

@@ -213,7 +213,9 @@ def results_line(folder: Path) -> str:
 
 def answers_before_and_after(path: Path, last_step: int) -> list[str]:
     """Some held-out questions with the first and the last answer, of the samples that can be read."""
-    samples = [sample for sample in read_json_lines(path) if sample is not None and _is_sample(sample)]
+    texts = ("prompt", "answer", "expected")
+    lines = [line for line in read_json_lines(path) if line is not None and isinstance(line.get("step"), int)]
+    samples = [line for line in lines if all(isinstance(line.get(key), str) for key in texts)]
     first = {s["prompt"]: s["answer"] for s in reversed(samples)}
     last = [s for s in samples if s["step"] == last_step and s["expected"]][:SHOWN_ANSWERS]
     return [
@@ -221,12 +223,6 @@ def answers_before_and_after(path: Path, last_step: int) -> list[str]:
         f"{'right' if s['answer'].strip() == s['expected'].strip() else 'wrong, expected ' + repr(_short(s['expected']))}"  # noqa: E501
         for s in last
     ]
-
-
-def _is_sample(line: dict[str, Any]) -> bool:
-    return isinstance(line.get("step"), int) and all(
-        isinstance(line.get(key), str) for key in ("prompt", "answer", "expected")
-    )
 
 
 def _short(text: str, most: int = 60) -> str:

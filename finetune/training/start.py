@@ -162,7 +162,9 @@ def open_log(
         if data.report.is_complete:  # a stream is reported while it is read
             write_data_report(folder, data.report.as_json())
         if recipe.quantization.bits is not None:
-            _keep_comparison_rows(folder, data)
+            batches = data.evaluation or data.train
+            if isinstance(batches, StoredBatches):  # for the export's choice of a base; a stream keeps none
+                write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
         samples = drop_later_lines(folder / SAMPLES, step)
         log = MetricsLog(folder / METRICS, data.train.steps, step, trackers)
         lines = [line for line in read_json_lines(folder / METRICS) if line is not None and line.get("step") == step]
@@ -172,13 +174,6 @@ def open_log(
 
     results: dict[str, Any] = RankGroup(world).main(start)
     return log, results
-
-
-def _keep_comparison_rows(folder: Path, data: PreparedData) -> None:
-    """Keeps rows for the export's choice of a base: held-out ones, else those of training; none of a stream."""
-    batches = data.evaluation or data.train
-    if isinstance(batches, StoredBatches):
-        write_comparison_rows(folder, batches.examples, held_out=data.evaluation is not None)
 
 
 def read_batches(
