@@ -3,6 +3,7 @@
 import http.client
 import json
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
+from finetune.report.cli import MAX_CONNECTIONS
 from tests.ranks import ROOT, default_interrupt, environment, run_command
 from tests.report.browser import watch
 from tests.report.runs import STEPS, make_run
@@ -115,6 +117,10 @@ def test_only_what_has_changed_is_sent_and_to_this_machine_alone(
         assert get(Host="[").status == 403
         assert get("//[").status == 404
         assert get("/metrics.jsonl").status == 404, "nothing but the report"
+        idle = [socket.create_connection(("127.0.0.1", port), timeout=30) for _ in range(MAX_CONNECTIONS + 1)]
+        assert idle[-1].recv(1) == b"", "one connection too many is closed at once: each takes a thread"
+        for connection in idle:
+            connection.close()
         (run / "metrics.jsonl").write_text('{"step": 1}\n???\n{"step": 2}\n')
         assert b"not a JSON object" in get().read(), "a damaged run is named, and the server keeps running"
         taken = run_command(["python", "-m", "finetune", "report", str(run), "--serve", "--port", str(port)])

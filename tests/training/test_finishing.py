@@ -78,6 +78,8 @@ def test_a_run_that_is_stopped_at_its_end_is_finished_by_the_same_command(
     assert f"**This run diverged**: {diverged[1]}." in (run / "export" / "README.md").read_text()
     assert (run / "metrics.jsonl").read_text() == metrics, "no line is repeated"
     assert (run / "samples.jsonl").read_text() == samples
+    assert json.loads((run / "export" / "config.json").read_text())["use_cache"] is True, "training's own switch"
+    assert "local_files_only" not in (run / "export" / "tokenizer_config.json").read_text()
 
     before = {path: path.stat().st_mtime_ns for path in [run / "metrics.jsonl", *(run / "export").iterdir()]}
     done = run_python(same, timeout=SECONDS)
