@@ -129,13 +129,13 @@ class World:
         return self.rank % self.sharding.ranks_per_batch == 0
 
     @property
-    def tensor_group(self) -> int:
-        """The tensor parallel group of this rank among `tensor_groups`: its ranks compute the same activations and
+    def tensor_group_index(self) -> int:
+        """The tensor parallel group of this rank among `tensor_group_count`: its ranks compute the same activations and
         losses."""
         return self.rank // self.sharding.tensor_parallel_size
 
     @property
-    def tensor_groups(self) -> int:
+    def tensor_group_count(self) -> int:
         """How many tensor parallel groups there are; without tensor parallelism every rank is one. Over them gradients
         are averaged."""
         return self.size // self.sharding.tensor_parallel_size

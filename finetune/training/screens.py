@@ -96,7 +96,7 @@ def describe_tensor_groups(world: World) -> list[str]:
     size = world.sharding.tensor_parallel_size
     if size == 1:
         return []
-    groups = counted(world.tensor_groups, "group")
+    groups = counted(world.tensor_group_count, "group")
     return [
         f"        tensor parallel over {size} ranks, {groups}: heads, intermediate features and vocabulary are divided"
     ]

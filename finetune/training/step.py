@@ -300,7 +300,7 @@ def forward_backward(
     in_backward: UpdateInBackward | None = None,
 ) -> Measured:
     """Adds the gradients of `batch`, under the dropout and the noise of its step. All ranks call it."""
-    seed_dropout(recipe.run.seed, batch.step, world.tensor_group)
+    seed_dropout(recipe.run.seed, batch.step, world.tensor_group_index)
     seed = None if recipe.optimization.neftune_noise_alpha is None else recipe.run.seed
     return accumulate_gradients(model, batch, world, objective, noise_seed=seed, in_backward=in_backward)
 
@@ -348,7 +348,7 @@ def accumulate_gradients(
         loss = sum over ranks and micro-batches of loss_sum / count
 
     FSDP and DDP average gradients over ranks (not over those of a tensor parallel group), hence the factor
-    world.tensor_groups. It is the same number for every split.
+    world.tensor_group_count. It is the same number for every split.
     `noise_seed`: seeds the noise on embeddings; None: there is none.
     A mixture of experts may add its routers' auxiliary loss, which is one of the whole step as well.
     """
@@ -371,7 +371,7 @@ def accumulate_gradients(
             measured = objective.measure(model, on_device, inputs_of(on_device), batch)
             if in_backward is not None:
                 in_backward.check_loss(measured.loss_sum)
-            loss = measured.loss_sum * (world.tensor_groups / count)
+            loss = measured.loss_sum * (world.tensor_group_count / count)
             world.accelerator.backward(add_auxiliary(loss))
         total += measured.detach()
     sum_partial_gradients(model, world)

@@ -60,7 +60,7 @@ def test_a_group_has_one_rank_for_each_part_of_its_rows_and_of_its_matrices(plac
         assert [data[other].sequence_rank for other in sequence] == list(range(data[rank].sequence_size)), "in order"
         assert {data[other].rank for other in (*sequence, *mesh[TENSOR])} == {data[rank].rank}, "the same rows"
         assert {data[other].sequence_rank for other in mesh[TENSOR]} == {data[rank].sequence_rank}, "the same tokens"
-        assert {places[other].world.tensor_group for other in mesh[TENSOR]} == {world.tensor_group}
+        assert {places[other].world.tensor_group_index for other in mesh[TENSOR]} == {world.tensor_group_index}
         assert set(sequence) & set(mesh[TENSOR]) == {rank}
         assert set(sequence) <= set(mesh[FSDP]), "they have gradients of different tokens"
         assert max(mesh[TENSOR]) - min(mesh[TENSOR]) == len(mesh[TENSOR]) - 1, "neighbors"
@@ -72,7 +72,7 @@ def test_rows_are_dealt_out_and_counted_once(places: list[Place]) -> None:
     assert Counter(world.data_parallel.rank for world in worlds) == dict.fromkeys(range(groups), shared)
     assert [world.data_parallel.rank for world in worlds if world.is_first_of_batch] == list(range(groups))
     averaged = places[0].mesh[FSDP], places[0].mesh[REPLICATE]
-    assert worlds[0].tensor_groups == prod(map(len, averaged)), "the loss is multiplied by what FSDP divides by"
+    assert worlds[0].tensor_group_count == prod(map(len, averaged)), "the loss is multiplied by what FSDP divides by"
 
 
 def test_ranks_that_hold_the_same_shard_round_it_alike(places: list[Place]) -> None:
