@@ -134,7 +134,7 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
     if saved and (folder / ADAPTER_WEIGHTS).is_file():  # a name in peft's list is any end of a module's name
         saved = _list_modules(folder, ".weight") or saved
     if targets != "all-linear":
-        # config_for_peft (models/moe/adapters.py) names some layers by their weights.
+        # config_for_peft (models/lora.py) names some layers by their weights.
         targets = (*targets, *(name.removesuffix(".weight") for name in parameters if name.endswith(".weight")))
     return {
         "lora_r": int(config["r"]),

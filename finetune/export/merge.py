@@ -15,7 +15,7 @@ from finetune.export.publish import ExportOptions, MergeOnto
 from finetune.export.source import Adapter, Source
 from finetune.export.target import TargetModel, Value, as_floating, match_tensors, read_rows, row_blocks, stored_value
 from finetune.files.tensors import StoredTensor, choose_dtype, config_dtype, main_dtype, read, read_folder, read_slice
-from finetune.models.moe.adapters import AdaptedParameter, find_adapted_parameters
+from finetune.models.lora import AdaptedParameter, find_adapted_parameters
 from finetune.models.quantized.base import quantize_whole
 from finetune.models.quantized.linear import dequantize_tensor, quantized_weights
 from finetune.models.weights import Slices, convert_to_parameters

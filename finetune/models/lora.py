@@ -1,12 +1,18 @@
-"""LoRA by peft: adapters injected into a transformers model, which keeps its class and names, and their first
-values."""
+"""LoRA by peft: adapters injected into a transformers model, which keeps its class and names, and their first values.
+
+A layer's experts are one parameter, which peft adapts as such (`target_parameters`): one pair of factors for each of
+the E experts, in two matrices, A [E r, in], expert after expert, and B [out, r E], whose columns of one rank are those
+of all experts. Where several parameters of a module are adapted, peft nests the adapters, the last parameter's
+outermost; so an adapter's name says which one it belongs to only by the number of its `base_layer`s.
+"""
 
 import copy
 import hashlib
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +20,10 @@ import torch
 from torch import nn
 
 from finetune.config.module_patterns import (
+    is_parameter_named,
     is_saved_whole,
     refuse_adapted_head,
+    refuse_other_parameters,
     refuse_unadapted,
     refuse_unknown_layers,
     refuse_unmatched,
@@ -26,8 +34,7 @@ from finetune.distributed.language_model import has_other_parts, text_modules, t
 from finetune.distributed.parallelize import Slices, Values
 from finetune.errors import UserError
 from finetune.files.tensors import read_folder, read_slice
-from finetune.models.moe.adapters import config_for_peft, find_adapted_parameters, inject_adapters, refuse_unadaptable
-from finetune.models.moe.experts import expert_modules
+from finetune.models.moe.experts import expert_modules, is_experts
 from finetune.units import counted
 
 ADAPTER = ".default.weight"  # the end of an adapter's parameter name: ...lora_A.default.weight
@@ -44,7 +51,13 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     layers = [name for name, module in text_modules(model) if isinstance(module, nn.Linear)]
     known = {name.rpartition(".")[2] for name in layers}
     refuse_unknown_layers(lora, layers, type(model).__name__, has_experts=bool(expert_modules(model)))
-    refuse_unadaptable(model, lora)
+    experts = [
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_experts(module) and parameter.dim() == 3
+    ]
+    refuse_other_parameters(lora.lora_target_parameters, experts, [name for name, _ in model.named_parameters()])
     parameters = find_adapted_parameters(model, lora.lora_target_parameters)
     model.to(base_dtype)
     model.requires_grad_(False)
@@ -70,6 +83,90 @@ def add_adapters(model: nn.Module, lora: Lora, base_dtype: torch.dtype) -> None:
     # Only for the adapter's own config: given to peft before, it would wrap these modules and rename their parameters.
     saved = {name.rpartition(".")[0] for names in whole.values() for name in names}
     config.modules_to_save = sorted(saved) or None
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptedParameter:
+    """A parameter with an adapter. Returned by `find_adapted_parameters`."""
+
+    name: str  # in the base model
+    shape: tuple[int, ...]  # [experts, out, in], or [out, in]
+    is_transposed: bool  # [experts, in, out]
+
+
+def find_adapted_parameters(model: nn.Module, targets: Collection[str]) -> dict[str, AdaptedParameter]:
+    """The prefix of an adapter's names -> the parameter of `model`, which has no adapters yet, that it adapts.
+
+    The rule is peft's (`BaseTuner._inject_parameters`): a target names parameters by the end of their names.
+    """
+    found = {}
+    for path, module in model.named_modules():
+        matched = [
+            (f"{path}.{name}", parameter)
+            for name, parameter in module.named_parameters(recurse=False)
+            if is_parameter_named(f"{path}.{name}", targets)
+        ]
+        is_transposed = bool(getattr(module, "is_transposed", False))
+        for depth, (name, parameter) in enumerate(reversed(matched)):
+            found[path + ".base_layer" * depth] = AdaptedParameter(name, tuple(parameter.shape), is_transposed)
+    return found
+
+
+def inject_adapters(model: nn.Module, config: Any) -> None:
+    """Puts the adapters of `config`, a peft LoraConfig, into `model`: on exactly the modules and parameters that it
+    names.
+
+    In many mixtures peft reads `gate_proj` as transformers 4 used it, for a routed expert's layer, and would move the
+    adapters of shared experts and dense layers onto the routed experts: here it takes names as they are.
+    """
+    from peft import inject_adapter_in_model
+    from peft.utils import transformers_weight_conversion as names
+
+    convert: Any = names.convert_peft_config_for_transformers
+    names.convert_peft_config_for_transformers = lambda *_, **__: None
+    try:
+        inject_adapter_in_model(config, model)
+    finally:
+        names.convert_peft_config_for_transformers = convert
+
+
+def config_for_peft(model: nn.Module, config: Any, adapted: Collection[str]) -> Any:
+    """`config` in words that plain peft reads as they are meant; `adapted`: all adapted modules of `model`.
+
+    A layer whose name peft would take for a routed expert's is named by its weight, as a parameter: the tensors of its
+    adapter are the same. Raises `UserError` where peft could not open the adapter.
+    """
+    renamed = {name for name in config.target_modules or () if _is_renamed(model, config, name)}
+    if not renamed:
+        return config
+    if config.use_dora:
+        raise UserError(
+            f"use_dora: peft cannot open such an adapter on {', '.join(sorted(renamed))} of "
+            f"{type(model).__name__}, which it takes "
+            "for layers of the routed experts; leave use_dora out, or name others in lora_target_modules"
+        )
+    config = copy.deepcopy(config)
+    weights = [f"{module}.weight" for module in adapted if is_parameter_named(module, renamed)]
+    config.target_parameters = [*(config.target_parameters or ()), *sorted(weights)]
+    config.target_modules = sorted(set(config.target_modules) - renamed)
+    config.lora_dropout = 0.0  # of the training only, and refused for parameters
+    for patterns in ("rank_pattern", "alpha_pattern"):
+        setattr(config, patterns, {rf"({key})(\.weight)?": value for key, value in getattr(config, patterns).items()})
+    return config
+
+
+def _is_renamed(model: nn.Module, config: Any, target: str) -> bool:
+    """Whether plain peft would put adapters that are meant for `target` on something else."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    alone = copy.copy(config)
+    alone.target_modules, alone.target_parameters = {target}, None
+    alone.rank_pattern, alone.alpha_pattern = {}, {}
+    try:
+        convert_peft_config_for_transformers(alone, model, None)
+    except ValueError:  # one half of two layers that are one in transformers 5
+        return True
+    return set(alone.target_modules) != {target}
 
 
 def _find_saved_whole(model: nn.Module, lora: Lora) -> dict[nn.Parameter, list[str]]:

@@ -157,7 +157,10 @@ def answer(
     """
     model.eval()
     groups, shared = world.tensor_group_count, world.sharding.tensor_parallel_size
-    mine = [prompts[i % len(prompts)] for i in range(world.tensor_group_index, len(prompts) + -len(prompts) % groups, groups)]
+    mine = [
+        prompts[i % len(prompts)]
+        for i in range(world.tensor_group_index, len(prompts) + -len(prompts) % groups, groups)
+    ]
     # Caches of rows of several lengths cannot change their frequencies each at its own token.
     batches = [[prompt] for prompt in mine] if depends_on_length(model) else [mine] if mine else []
     keys = tokenizer, world, eot_tokens, max_new_tokens

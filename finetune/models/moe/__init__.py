@@ -1,1 +1,1 @@
-"""Mixtures of experts: their routers and grouped products, adapters on experts, and experts sharded over ranks."""
+"""Mixtures of experts: their routers and grouped products, and experts sharded over ranks."""

@@ -19,7 +19,7 @@ B of all experts in one matrix, whose columns of one expert lie r times E column
 slice.)
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,7 +35,6 @@ from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, ma
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, set_timeouts
 from finetune.models.fused_lora import ADAPTER_NAME
-from finetune.models.moe.adapters import find_adapters_of
 from finetune.models.moe.experts import expert_modules
 
 
@@ -69,7 +68,8 @@ def divide_experts(model: nn.Module, world: World) -> None:
 
 def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
     """Divides `module`, the experts of a layer of `model`, over the ranks of `mesh`, with their adapters."""
-    adapters = find_adapters_of(module, model)
+    wrappers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "parameter_name"))
+    adapters = [each for each in wrappers if each.get_base_layer() is module]  # peft's, from the outermost
     module.forward = DividedExperts(module, mesh, adapters).forward
     for adapter in adapters:  # which would add the factors of all experts to weights that are not gathered yet
         adapter.forward = adapter.base_layer.__call__
