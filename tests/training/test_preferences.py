@@ -1,6 +1,7 @@
 """The losses of preference training are those of their papers, written here plainly over whole logits in fp64."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,7 @@ from finetune.models.head.chunks import LogitTransform
 from finetune.models.head.cross_entropy import CrossEntropyHead
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import Measured
-from finetune.training.reference import _compute
+from finetune.training.reference import _compute, _read, _write
 from finetune.training.watch import SignalListener
 from tests.models.families import relative_error
 from tests.training.papers import kto, paper
@@ -233,6 +234,24 @@ def test_the_reference_leaves_nothing_gathered() -> None:
         assert all(isinstance(p, DTensor) and p.dtype == torch.float64 for p in model.parameters())
     finally:
         dist.destroy_process_group()
+
+
+def test_kept_references_come_back_bit_for_bit_and_damaged_ones_not_at_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "cache" / "reference.json"
+    found = {"training": torch.tensor([-1 / 3, torch.nan, -1e-300], dtype=torch.float64)}  # the second is to be computed
+    assert _read(path, found) is None
+    _write(path, found)
+    kept = _read(path, found)
+    assert kept is not None
+    torch.testing.assert_close(kept, found, rtol=0, atol=0, equal_nan=True)
+    assert _read(path, {"training": torch.zeros(2)}) is None, "of other data"
+    whole = path.read_bytes()
+    for damaged in (whole[:-9], whole.replace(b"333", b"334"), b"", b"\xff" * 40):
+        path.write_bytes(damaged)
+        assert _read(path, found) is None
+    assert "damaged; the reference is computed again" in capsys.readouterr().err
 
 
 def _rated(whole: MicroBatch, groups: tuple[int, int], is_good: list[bool]) -> MicroBatch:
