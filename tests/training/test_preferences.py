@@ -240,7 +240,9 @@ def test_kept_references_come_back_bit_for_bit_and_damaged_ones_not_at_all(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cache" / "reference.json"
-    found = {"training": torch.tensor([-1 / 3, torch.nan, -1e-300], dtype=torch.float64)}  # the second is to be computed
+    found = {
+        "training": torch.tensor([-1 / 3, torch.nan, -1e-300], dtype=torch.float64)
+    }  # the second is to be computed
     assert _read(path, found) is None
     _write(path, found)
     kept = _read(path, found)
