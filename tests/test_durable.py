@@ -47,6 +47,23 @@ def test_a_link_stays_a_link_and_a_device_is_written_to(tmp_path: Path) -> None:
     assert not Path("/dev/null").is_file()
 
 
+def test_what_a_killed_process_left_is_removed_by_the_next_replacement(tmp_path: Path) -> None:
+    """Killed by SIGKILL while the file is written; what a process that still runs writes stays, and so do other files."""
+    program = (
+        "import os, signal, sys; from pathlib import Path; from finetune.files import durable\n"
+        "durable.os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "durable.replace_file(Path(sys.argv[1]), 'half')\n"
+    )
+    target = tmp_path / "recipe.yaml"
+    killed = subprocess.run([sys.executable, "-c", program, str(target)], check=False)
+    assert killed.returncode == -9 and len(list(tmp_path.iterdir())) == 1
+    others = {f".recipe.yaml.{os.getppid()}.part", ".recipe.yaml.mine.part", ".recipe.yaml.bak"}
+    for name in others:
+        (tmp_path / name).write_text("")
+    replace_file(target, "whole")
+    assert {path.name for path in tmp_path.iterdir()} == others | {"recipe.yaml"}
+
+
 def test_what_is_written_is_returned_with_the_checksum_that_reading_it_gives(tmp_path: Path) -> None:
     written = write_file(tmp_path / "file", [b"ab", memoryview(b"cd")])
     assert written["size"] == 4 and checksum(tmp_path / "file") == written

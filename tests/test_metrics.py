@@ -48,6 +48,25 @@ def test_the_smoothed_loss_continues_where_it_was(tmp_path: Path, capsys: pytest
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
+def test_doubled_unreadable_and_missing_lines_are_said_and_the_doubled_ones_repaired(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [json.dumps(_line(step)) for step in range(1, 7)]
+    path.write_text("\n".join([*lines[:2], lines[1], "junk", lines[4], '{"step": "x"}', lines[5]]) + "\n")
+    MetricsLog(path, 9, 6).close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 5, 6]
+    said = capsys.readouterr().err
+    assert (
+        f"warning {path}: 1 doubled line removed" in said
+        and f"warning {path}: 2 lines that cannot be read removed" in said
+    )
+    assert f"warning {path}: no line for the steps 3 to 4; the report and the model card lack them" in said
+    path.unlink()
+    MetricsLog(path, 9, 6).close()
+    assert "no line for the steps 1 to 6; the report" in capsys.readouterr().err
+
+
 def test_a_full_disk_neither_ends_the_run_nor_loses_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path, len(LOSSES), 0)

@@ -1,5 +1,6 @@
 """What a run logs: metrics.jsonl always, a progress bar at a terminal, plain lines in a log file. Imports no torch."""
 
+import itertools
 import json
 import math
 import os
@@ -38,9 +39,22 @@ class MetricsLog:
         self._losses: list[tuple[int, float]] = []  # (step, loss) of every training line
         self._has_diverged = False
         if path is not None:
+            found = read_json_lines(path) if start_step else []
+            missing = describe_missing(path, start_step)
             self._losses = losses_of(drop_later_lines(path, start_step))
             self._display = Display(steps, start_step, (loss for _, loss in self._losses))
             self._file = path.open("ab", buffering=0)
+            readable = readable_lines(found)
+            for count, what in (
+                (len(found) - len(readable), "line that cannot be read"),
+                (len(readable) - len(remove_doubled(readable)), "doubled line"),
+            ):
+                if count:
+                    self.say(
+                        f"warning {path}: {count:,} {what if count == 1 else what.replace('line', 'lines')} removed"
+                    )
+            if missing:
+                self.say(f"warning {path}: {missing}; the report and the model card lack them")
 
     def __enter__(self) -> Self:
         return self
@@ -54,9 +68,7 @@ class MetricsLog:
         """One line of metrics.jsonl. What a full disk refuses is kept, and written before the next line that finds
         room."""
         if self._file is not None:
-            # Nine digits say all that fp32 knows.
-            rounded = {key: float(f"{x:.9g}") if isinstance(x, float) else x for key, x in line.items()}
-            self._append(json.dumps(rounded).encode() + b"\n")
+            self._append(json.dumps({key: _rounded(value) for key, value in line.items()}).encode() + b"\n")
         self._call_tracker(lambda tracker: tracker.log(line))
 
     def step(self, line: dict[str, Any]) -> None:
@@ -233,10 +245,59 @@ def drop_later_lines(path: Path, step: int) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
-    found = [line for line in read_json_lines(path) if line is not None]  # one that is not whole is dropped
-    kept = [line for line in found if line.get("step", 0) <= step and step > 0]
+    whole = readable_lines(read_json_lines(path))
+    if path.name == "metrics.jsonl":  # a prompt may be given, and answered, twice
+        whole = remove_doubled(whole)
+    kept = [line for line in whole if line.get("step", 0) <= step and step > 0]
     replace_file(path, "".join(json.dumps(line) + "\n" for line in kept))
     return kept
+
+
+def readable_lines(lines: Iterable[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    """Those that hold an object of a step."""
+    return [line for line in lines if line is not None and isinstance(line.get("step", 0), int)]
+
+
+def remove_doubled(lines: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`lines` without those that say again what an earlier one has said."""
+    return list({json.dumps(line, sort_keys=True): line for line in lines}.values())
+
+
+def describe_missing(path: Path, last_step: int) -> str:
+    """Which steps up to `last_step` lack their training lines in the metrics.jsonl at `path`; empty where none is
+    missing.
+
+    A line is missing in a gap that is larger than the gaps on both sides of it: `logging_steps` may change in a run.
+    """
+    if not path.is_file():
+        return f"no line for the steps 1 to {last_step:,}" if last_step else ""
+    steps = [step for step, _ in losses_of(read_json_lines(path), last_step)]
+    ranges = ", ".join(f"{first:,} to {last:,}" for first, last in find_gaps(steps, last_step))
+    return f"no line for the steps {ranges}" if ranges else ""
+
+
+def find_gaps(steps: Iterable[int], last_step: int) -> list[tuple[int, int]]:
+    """The first and last step of each gap in `steps`, up to `last_step`.
+
+    >>> find_gaps([2, 4, 6], 7), find_gaps([2, 4, 8, 10], 10), find_gaps([10, 20, 40, 60], 60), find_gaps([], 5)
+    ([], [(5, 6)], [], [])
+    >>> find_gaps([6, 8], 12)
+    [(1, 4), (9, 12)]
+    """
+    ends = [0, *sorted(set(steps))]
+    gaps = [after - before for before, after in itertools.pairwise(ends)]
+    missing = []
+    for number, (end, gap) in enumerate(zip(ends[1:], gaps, strict=True)):
+        usual = max([*gaps[:number][-1:], *gaps[number + 1 :][:1]], default=gap)
+        missing += [(end - gap + 1, end - usual)] if gap > usual else []
+    if gaps and last_step - ends[-1] >= gaps[-1]:
+        missing.append((ends[-1] + 1, last_step))
+    return missing
+
+
+def _rounded(value: Any) -> Any:
+    """Nine digits say all that fp32 knows."""
+    return float(f"{value:.9g}") if isinstance(value, float) else value
 
 
 def losses_of(lines: Iterable[Mapping[str, Any] | None], last_step: int | None = None) -> list[tuple[int, float]]:

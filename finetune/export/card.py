@@ -13,7 +13,7 @@ from finetune.config.facts import names_vision_language
 from finetune.config.methods import describe_method
 from finetune.config.schema import Lora, Quantization, keys_of
 from finetune.config.yaml_file import load_yaml
-from finetune.console.metrics import find_divergence, losses_of
+from finetune.console.metrics import describe_missing, find_divergence, losses_of
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE, PROCESSOR_FILES
 from finetune.errors import UserError
 from finetune.export.merge_choice import TRAINED, MergeChoice
@@ -149,6 +149,9 @@ def _training(source: Source) -> str:
         ]
     diverged = find_divergence(losses_of(lines, state.get("step")))
     warning = [f"**This run diverged**: {diverged}."] if diverged else []
+    step = state.get("step")
+    if source.run and isinstance(step, int) and (missing := describe_missing(source.run / "metrics.jsonl", step)):
+        warning.append(f"The run's metrics are incomplete: {missing}.")
     return "\n\n".join([*warning, _table(("", ""), rows)])
 
 

@@ -196,13 +196,9 @@ def choose_merge(
 ) -> MergeChoice | None:
     """Measures both merged models beside the trained one, logs the numbers, and chooses. None where no adapter is
     merged, or its base was not quantized.
-
-    Raises `UserError` where `--merge-onto` does not apply.
     """
     bits = source.quantization.bits
     if source.adapter is None or bits is None:
-        if options.merge_onto is not None:
-            raise UserError(f"{source.path}: --merge-onto: not known to be trained on a quantized base; omit it")
         return None
     if not options.model:
         return None

@@ -10,9 +10,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
 
+from finetune.checkpoint.manifest import STATE
+from finetune.config.quantization import read_recipe_quantization
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT_SPARE_BYTES
 from finetune.errors import UserError
 from finetune.files import durable
+from finetune.files.run_json import read_json_object
 from finetune.units import disk_size, read_size
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -31,6 +34,13 @@ class ExportOptions:
     adapter: bool = True  # LoRA: the adapter as a PEFT folder; in `adapter/` beside a merged model
     trust_remote_code: bool = False
     merge_onto: MergeOnto | None = None  # QLoRA: None: the one with the lower held-out loss
+
+
+def _was_quantized(source: Path) -> bool:
+    """Whether a checkpoint in `source`, by the recipe in its state, has an adapter of a quantized base."""
+    states = [source / STATE, *source.glob(f"*/{STATE}"), *source.glob(f"checkpoints/*/{STATE}")]
+    recipes = (read_json_object(state).get("recipe") for state in states)
+    return any(isinstance(each, dict) and read_recipe_quantization(each).bits is not None for each in recipes)
 
 
 def check_request(source: Path, output: Path, options: ExportOptions) -> None:
@@ -53,6 +63,8 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
         raise UserError(f"--max-shard-size: {error}") from None
     if options.merge_onto is not None and not options.model:
         raise UserError("--merge-onto: nothing is merged with --adapter-only; omit one of them")
+    if options.merge_onto is not None and not _was_quantized(source):
+        raise UserError(f"{source}: --merge-onto: not known to be trained on a quantized base; omit it")
     if source.resolve().is_relative_to(output.resolve()):
         raise UserError(f"{output}: holds what is exported; choose another --output")
     _check_replaceable(output, options.overwrite)

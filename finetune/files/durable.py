@@ -5,6 +5,7 @@ folder becomes visible by one rename, once all in it is on disk.
 """
 
 import fcntl
+import glob
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
@@ -60,6 +61,7 @@ def replace_file(path: Path, text: str) -> None:
     temporary = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         temporary.unlink(missing_ok=True)
+        _remove_leftovers(target)
         write_file(temporary, [text.encode("utf-8")])
         temporary.replace(target)
         sync_folder(target.parent)
@@ -68,6 +70,18 @@ def replace_file(path: Path, text: str) -> None:
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _remove_leftovers(target: Path) -> None:
+    """Removes what killed processes of this machine have left of a `replace_file` of `target`."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        process = path.name.removeprefix(f".{target.name}.").removesuffix(".part")
+        try:
+            os.kill(int(process), 0)
+        except ProcessLookupError:
+            path.unlink(missing_ok=True)
+        except (ValueError, OverflowError, PermissionError):  # another file's, or a process of another user
+            continue
 
 
 def checksum(path: Path, advance: Callable[[int], object] = lambda _: None) -> dict[str, object]:

@@ -4,6 +4,7 @@ import errno
 import json
 import math
 import os
+import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,6 +16,9 @@ from finetune.errors import UserError
 from finetune.files.durable import replace_file
 
 LIMIT_BYTES = 100_000_000  # of a file; the reference implementation of safetensors allows a header as many
+MAX_DEPTH = 100
+MAX_DIGITS = 20  # of an integer; 2^64 has as many
+LONG_NUMBER = re.compile(f"[0-9]{{{MAX_DIGITS + 1}}}")
 DAMAGED = "the file is damaged, copy or download it again"
 
 
@@ -97,14 +101,24 @@ class RepeatedName(ValueError):
 
 
 def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
-    """The value of a JSON text that comes from outside.
+    """The value of a JSON text that comes from outside; an integer of more than MAX_DIGITS digits is a float.
 
-    Raises `ValueError` where it is not JSON, or nested too deep; `RepeatedName` if `is_strict`.
+    Raises `ValueError` where it is not JSON, or nested deeper than MAX_DEPTH; `RepeatedName` if `is_strict`.
     """
+    text = text.decode("utf-8") if isinstance(text, bytes) else text
+    read_integer = _read_integer if LONG_NUMBER.search(text) else None  # json's own is faster
     try:
-        return json.loads(text, object_pairs_hook=_make_unique if is_strict else None)
+        value = json.loads(text, parse_int=read_integer, object_pairs_hook=_make_unique if is_strict else None)
     except RecursionError:
         raise ValueError("nested too deep") from None
+    level, depth = [value] if isinstance(value, list | dict) else [], 0
+    while level and text.count("[") + text.count("{") > MAX_DEPTH:
+        inside = (outer.values() if isinstance(outer, dict) else outer for outer in level)
+        level = [inner for values in inside for inner in values if isinstance(inner, list | dict)]
+        depth += 1
+        if depth > MAX_DEPTH:
+            raise ValueError("nested too deep")
+    return value
 
 
 def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -113,6 +127,10 @@ def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise RepeatedName(next(name for number, name in enumerate(names) if name in names[:number]))
     return entries
+
+
+def _read_integer(digits: str) -> int | float:
+    return int(digits) if len(digits) <= MAX_DIGITS else float(digits)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

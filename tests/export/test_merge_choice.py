@@ -202,8 +202,11 @@ def test_a_base_that_is_stored_in_four_bits_is_merged_onto_as_it_is(
     torch.testing.assert_close(scored(model, run)[1], references["dequantized"][1], atol=1e-4, rtol=1e-4)
 
 
-def test_merge_onto_is_refused_where_it_means_nothing(run: Path, tmp_path: Path, capsys: Any) -> None:
+def test_merge_onto_is_refused_where_it_means_nothing(
+    run: Path, tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     out = str(tmp_path / "out")
+    monkeypatch.delattr("finetune.export.source.open_source")  # at once: nothing is opened
     assert main(["export", str(run / "adapter"), "--output", out, "--merge-onto", "original"]) == 2
     assert "--merge-onto: not known to be trained on a quantized base; omit it" in capsys.readouterr().err
     assert main(["export", str(run), "--output", out, "--merge-onto", "original", "--adapter-only"]) == 2
