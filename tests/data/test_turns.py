@@ -47,7 +47,8 @@ OURS = (
 )  # fmt: skip
 # Templates whose prompt no answer follows: each row of theirs is a finding.
 NEVER_CONTINUED = {"deepseek_r1_distill_training": "the prompt ends in <think>, which no answer is written after"}
-ROWS = int(os.environ.get("FINETUNE_TURN_ROWS", "8"))  # for each template
+# For each template. With 3 nothing is left to compare of Nemotron's: no row among them has reasoning, so each is a finding.
+ROWS = int(os.environ.get("FINETUNE_TURN_ROWS", "8"))
 WEATHER = {
     "type": "function",
     "function": {
