@@ -75,21 +75,18 @@ def _exclude(
 ) -> Rule:  # fmt: skip
     """A rule: `what` (of `key`) cannot be combined with `feature`, a key of recipe or layout."""
     shown = what if callable(what) else lambda _: what
-    end = f": {why}" if why else ""
+    end, is_in_file = f": {why}" if why else "", feature != "expert_parallel_size"
     return _layout_rule(
         f"{key} with {feature}",
         key,
         feature,
         when=lambda c: is_on(c) and when(c),
-        message=lambda c: f"{shown(c)} cannot be combined with {_name_feature(feature, c)}{end}",
+        message=lambda c: (
+            f"{shown(c)} cannot be combined with {feature}{f' ({c.layout.source})' if is_in_file else ''}{end}"
+        ),
         advice=advice or f"remove {key}",
         fix=fix,
     )
-
-
-def _name_feature(feature: str, case: Case) -> str:
-    """A key of the Accelerate file with the file's name; the recipe's as it is."""
-    return feature if feature in ("expert_parallel_size",) else f"{feature} ({case.layout.source})"
 
 
 def has_tp(case: Case) -> bool:
@@ -160,11 +157,6 @@ def _find_unequal_numbers(case: Case) -> list[str]:
     return problems
 
 
-def _advise_other_layout(case: Case) -> str:
-    other = "ddp" if case.ranks > 1 else "accelerate_config: single"
-    return f"use {other}, which is the same layout, or set fsdp_version: 2"
-
-
 def _checkpointed_only(key: str, what: str, *, is_note: bool = False) -> Rule:
     return _layout_rule(
         f"{key} without checkpointing",
@@ -229,7 +221,8 @@ POSSIBLE: tuple[Rule, ...] = (
         when=lambda c: is_fsdp1(c) and (c.layout.strategy == "NO_SHARD" or c.ranks == 1) and freezes(c),
         message="FSDP1 without shards (NO_SHARD, or one rank) cannot hold frozen parameters (LoRA's base, "
         "frozen_modules)",
-        advice=_advise_other_layout,
+        advice=lambda c: f"use {'ddp' if c.ranks > 1 else 'accelerate_config: single'}, which is the same layout, or "
+        "set fsdp_version: 2",
     ),
 )  # fmt: skip
 

@@ -104,12 +104,6 @@ def is_uneven_vocabulary(case: Case) -> bool:
     return case.model.vocabulary % case.layout.tensor_parallel_size != 0
 
 
-def _has_rankless_rows(case: Case) -> bool:
-    """Whether a rank of a tensor parallel group would have no row of the vocabulary."""
-    ranks, rows = case.layout.tensor_parallel_size, case.model.vocabulary
-    return ranks > 1 and (ranks - 1) * -(-rows // ranks) >= rows
-
-
 def _count_local_heads(case: Case) -> int:
     """Attention heads that a rank of a tensor parallel group has of a token."""
     is_sharded = case.model.model_type not in GATHERED_FAMILIES
@@ -380,7 +374,8 @@ RULES: tuple[Rule, ...] = (
     ),
     _model_layout_rule(
         "rows of the vocabulary under tensor parallelism", "tp_size",
-        when=lambda c: has_tp_family(c) and _has_rankless_rows(c),
+        when=lambda c: has_tp_family(c) and (ranks := c.layout.tensor_parallel_size) > 1
+        and (ranks - 1) * -(-c.model.vocabulary // ranks) >= c.model.vocabulary,  # a rank would have no row
         message="tp_size {layout.tensor_parallel_size}: {name} has vocab_size {model.vocabulary}, too few rows for "
         "{layout.tensor_parallel_size} ranks",
         advice="set a smaller tp_size", fix={"tp_size": 1},

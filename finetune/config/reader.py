@@ -227,7 +227,8 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
     if key.is_file_or_name and isinstance(value, str):
         try:
-            value = value if _is_inline(value) else _located(value, folder)
+            is_inline = any(mark in value for mark in ("\n", "://", "{{", "{%"))  # Jinja text, or an address
+            value = value if is_inline else _located(value, folder)
             if value is None:
                 return [
                     f"{entry.where}: {entry.key}: {entry.value}: no such file or folder, here or in the recipe's folder"
@@ -263,11 +264,6 @@ def _check_sources(
 def _adapter(key: str, section: str) -> TypeAdapter[Any]:
     known = keys_of(SECTIONS[section], section) if section else keys_of(DatasetSource)
     return TypeAdapter(known[key].annotation, config=ConfigDict(allow_inf_nan=False))
-
-
-def _is_inline(value: str) -> bool:
-    """Whether a value is its own content (Jinja text) or an address, and no path."""
-    return any(mark in value for mark in ("\n", "://", "{{", "{%"))
 
 
 def _located(value: str, folder: Path) -> str | None:

@@ -42,16 +42,12 @@ def no_effect(key: str, without: str, when: Callable[[Case], object], *reads: st
     )
 
 
-def _is_of_other_method(key: str) -> Callable[[Case], bool]:
-    return lambda case: is_set(key)(case) and key not in case.recipe.method_facts.keys
-
-
 def _method_key(key: str) -> Rule:
     users = ", ".join(name for name, facts in METHODS.items() if key in facts.keys)
     return Rule(
         name=f"{key} with another method",
         keys=(key, "method"),
-        when=_is_of_other_method(key),
+        when=both(is_set(key), lambda case: key not in case.recipe.method_facts.keys),
         message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
     )
 
@@ -113,7 +109,7 @@ def _needs_evaluation(key: str) -> Rule:
     return Rule(
         name=f"{key} without held-out losses",
         keys=(key, "eval_strategy", "eval_steps"),
-        when=lambda case: is_set(key)(case) and not _evaluates(case),
+        when=both(is_set(key), lambda case: not _evaluates(case)),
         message=f"{key} needs held-out losses during training",
         advice="set eval_steps, or eval_strategy: epoch",
     )

@@ -16,7 +16,7 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
 from finetune.convert.chat_templates import add_tokenizers_turns, set_template
 from finetune.convert.datasets import add_sources
-from finetune.convert.model_names import BITSANDBYTES_MODEL
+from finetune.convert.model_names import BITSANDBYTES_MODEL, DEQUANTIZED, dequantizes
 from finetune.convert.recognize import (
     Refusal,
     adapt_preferences,
@@ -88,6 +88,9 @@ def convert_file(source: Path) -> Conversion:
         _convert_key(key, value, known, found)
     adapt_tool(theirs, text, found)
     add_tokenizers_turns(theirs, found)
+    name = str(found.recipe.get("model_name_or_path"))
+    if dequantizes(theirs, name) and not DEQUANTIZED.search(name.lower()):
+        found.to_do.append(f"model_name_or_path: {name} is stored in MXFP4 and dequantized there; name a copy in bf16")
     adapt_preferences(method, theirs, source, found)
     add_sources(tool, theirs, source, found)
     _add_defaults(theirs, found)

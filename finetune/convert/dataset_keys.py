@@ -177,16 +177,13 @@ class TheirEntry:
             note = next((notes[name] for name in (key, key.split(".")[-1], key.split(".")[0]) if name in notes), None)
             if key.split(".")[0] in NO_EFFECT:
                 continue
-            if key.startswith("roles.") and set(_as_list(value)) <= {key[6:], *SAME_ROLES.get(key[6:], ())}:
+            names = map(str, value if isinstance(value, list) else [value])
+            if key.startswith("roles.") and set(names) <= {key[6:], *SAME_ROLES.get(key[6:], ())}:
                 continue  # as they are read anyway
             if value in (None, "", [], {}) or value in USUAL.get(key, ()) or (value is False and note is not None):
                 continue
             lines.append(f"{self.where}.{key}: {shorten(value)}   ({note or 'not known here'})")
         return lines
-
-
-def _as_list(value: Any) -> list[str]:
-    return [str(name) for name in (value if isinstance(value, list) else [value])]
 
 
 Sources = list[dict[str, Any]]

@@ -69,6 +69,12 @@ def find_family(name: str) -> str | None:
     return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
 
 
+def dequantizes(theirs: Mapping[str, Any], name: str) -> bool:
+    """Whether the tool loads the model's MXFP4 weights in bf16: Axolotl where that is asked for, Automodel always."""
+    asks = read_section(theirs, "model_quantization_config_kwargs").get("dequantize")
+    return "gpt-oss" in name and bool(asks or "nemo_automodel" in str(read_section(theirs, "model").get("_target_")))
+
+
 def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
     """The reasons for which a file's model is not trained here, by its name and the keys that go with it."""
     for key in MOE_KEYS:
@@ -83,9 +89,7 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
         or ""
     )
     lower = str(name).lower()
-    is_dequantized = DEQUANTIZED.search(lower) or read_section(theirs, "model_quantization_config_kwargs").get(
-        "dequantize"
-    )
+    is_dequantized = DEQUANTIZED.search(lower) or dequantizes(theirs, lower)
     is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
     if is_mixture and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True

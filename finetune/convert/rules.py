@@ -125,9 +125,6 @@ def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> N
             found.recipe[ours] = 1 / (events * epochs)  # else at the end only, there too
     if theirs.get("pretraining_dataset"):
         found.recipe["streaming"] = True
-    name = str(theirs.get("base_model"))
-    if "gpt-oss" in name and read_section(theirs, "model_quantization_config_kwargs").get("dequantize"):
-        found.to_do.append(f"model_name_or_path: {name} is stored in MXFP4 and dequantized there; name a copy in bf16")
 
 
 def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:

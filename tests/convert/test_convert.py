@@ -1009,5 +1009,9 @@ def test_a_mixture_that_is_dequantized_there_is_named_in_bf16_here(converted: Co
     theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "openai/gpt-oss-20b")
     _, said, _ = converted(theirs + "model_quantization_config_kwargs: {dequantize: true}\n")
     assert "openai/gpt-oss-20b is stored in MXFP4 and dequantized there; name a copy in bf16" in said
+    _, said, _ = converted(
+        AUTOMODEL.replace("org/model}", "openai/gpt-oss-20b}")
+    )  # its state dict adapter dequantizes always
+    assert "name a copy in bf16" in said
     ours, said, _ = converted(theirs.replace("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"))
     assert ours["model_name_or_path"] == "unsloth/gpt-oss-20b-BF16" and "MXFP4" not in said
