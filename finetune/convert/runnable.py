@@ -57,6 +57,11 @@ def make_runnable(found: Conversion) -> None:
             found.remarks.append(
                 f"trust_remote_code is dropped: transformers has the code of {facts.model_type} itself"
             )
+        if facts.model_type == "gpt_oss" and found.recipe.get("attn_implementation") == "sdpa":
+            del found.recipe["attn_implementation"]
+            found.remarks.append(
+                "attn_implementation: sdpa is dropped: transformers' gpt_oss has sinks, which it does not compute"
+            )
         _rename_targets(found, facts.model_type)
     for _ in range(MOST_CHANGES):
         problems = judge(found, facts)

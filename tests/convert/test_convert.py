@@ -1013,5 +1013,7 @@ def test_a_mixture_that_is_dequantized_there_is_named_in_bf16_here(converted: Co
         AUTOMODEL.replace("org/model}", "openai/gpt-oss-20b}")
     )  # its state dict adapter dequantizes always
     assert "name a copy in bf16" in said
+    sinks = AUTOMODEL.replace("org/model}", "openai/gpt-oss-20b, attn_implementation: sdpa}")
+    assert "attn_implementation" not in converted(sinks)[0]  # transformers' gpt_oss: _supports_sdpa = False
     ours, said, _ = converted(theirs.replace("openai/gpt-oss-20b", "unsloth/gpt-oss-20b-BF16"))
     assert ours["model_name_or_path"] == "unsloth/gpt-oss-20b-BF16" and "MXFP4" not in said
