@@ -8,7 +8,7 @@ quickstart: .venv/packages
 	accelerate launch finetune/run.py --config fsdp_full_shard.yaml
 
 test: .venv/installed
-	python -m pytest -m "not slow" --numprocesses 2 --dist loadfile --no-loadscope-reorder
+	python -m pytest -m "not slow" --numprocesses 3 --dist loadfile --no-loadscope-reorder
 
 test-slow: .venv/installed
 	python -m pytest -m slow

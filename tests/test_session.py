@@ -17,7 +17,7 @@ from tests.session_on_ranks import ROWS
 from tests.training.layouts import steps_of, write_config
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the runs of session_on_ranks.py have left, on one rank and on two."""
     folder = tmp_path_factory.mktemp(f"session-{request.param}")
