@@ -3,8 +3,8 @@
 import os
 import shlex
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -82,24 +82,29 @@ def check_request(source: Path, output: Path, options: ExportOptions) -> None:
 def publish(output: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """An empty folder beside `output` that is renamed to it when the block ends.
 
-    Where the block raises, the folder is removed.
+    Where the block raises, the folder is removed, with the folders above it that were made for it.
 
     Raises `UserError` where `output` exists and may not be replaced, or another process is exporting to it.
     """
     durable.restore_folder(output)
     _check_replaceable(output, overwrite)
     staging, replaced = durable.paths_beside(output)
+    missing = [folder for folder in output.parents if not folder.exists()]
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         lock = _lock(staging, output)
     except OSError as error:
+        _remove_empty(missing)
         raise _unwritable(output, error) from None
     try:
         with durable.stage_and_rename(output, staging, replaced):
             yield staging
-    except OSError as error:
-        reason = error.strerror or type(error).__name__
-        raise UserError(f"{output}: cannot be written: {reason}; nothing is left of the export") from None
+    except BaseException as error:
+        _remove_empty(missing)
+        if isinstance(error, OSError):
+            reason = error.strerror or type(error).__name__
+            raise UserError(f"{output}: cannot be written: {reason}; nothing is left of the export") from None
+        raise
     finally:
         os.close(lock)
 
@@ -140,6 +145,13 @@ def _lock(staging: Path, output: Path) -> int:
         raise UserError(
             f"{output}: another process is exporting to it; wait for it, or choose another --output"
         ) from None
+
+
+def _remove_empty(folders: Iterable[Path]) -> None:
+    """Removes `folders`, each within the one after it, except those that are not empty."""
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def push_folder(folder: Path, repository: str, log: Callable[[str], object] = print) -> bool:

@@ -62,7 +62,18 @@ ENDS |= (
 )
 ENDS |= {"command-r": "<|END_OF_TURN_TOKEN|>", "granite": "<|end_of_text|>", "glm4": "<|user|>", "llama2": " <|end|>"}
 # Templates with a space before the assistant's words, which the model writes.
-SPACED = ("inst", "mistral", "mistral-v1", "mistral-v2", "mistral-v3", "mistral-v7", "llama2", "vicuna", "deepseek-v2")
+SPACED = (
+    "inst",
+    "inst-torchtune",
+    "mistral",
+    "mistral-v1",
+    "mistral-v2",
+    "mistral-v3",
+    "mistral-v7",
+    "llama2",
+    "vicuna",
+    "deepseek-v2",
+)
 THOUGHTS = {
     "thinking": "<think></think>\n",
     "qwen3": "<think>\n\n</think>\n\n",

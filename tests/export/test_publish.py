@@ -72,6 +72,17 @@ def test_an_export_that_is_stopped_leaves_nothing(
     assert read_folder(out)
 
 
+def test_folders_above_it_are_removed_where_they_were_made_for_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(RuntimeError), publish(tmp_path / "mine" / "a" / "b" / "out"):
+        raise RuntimeError
+    assert list((tmp_path / "mine").iterdir()) == []
+    with pytest.raises(RuntimeError), publish(tmp_path / "a" / "b" / "out"):
+        (tmp_path / "a" / "note").write_text("someone else's")
+        raise RuntimeError
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / "note"]
+
+
 def test_a_full_disk_is_reported_before_and_while_writing(
     large: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -176,7 +176,9 @@ def test_replicas_of_divided_experts_train_as_one_process(
 ) -> None:
     """Their gradients are averaged over the replicas, once for each step."""
     lines = steps_of(replicated(name))
-    assert len(lines) == (SAVED if name == "hybrid-split" else STEPS)  # later a large norm has drifted by 3e-5, on one rank too
+    assert len(lines) == (
+        SAVED if name == "hybrid-split" else STEPS
+    )  # later a large norm has drifted by 3e-5, on one rank too
     for line, (loss, norm) in zip(lines, expected(REPLICATED[name]), strict=True):
         assert line["loss"] == pytest.approx(loss, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-5)
