@@ -273,6 +273,10 @@ class Session:
         Returns:
             The averages over all ranks. Reading them waits for the device.
         """
+        if self.recipe.optimization.optim_in_backward:
+            raise UserError(
+                "forward_backward: optim_in_backward leaves nothing for optim_step; remove it, or use train"
+            )
         given = batch if isinstance(batch, StepBatch) else None
         found = given or self.batch(batch)  # type: ignore[arg-type]
         objective = self._objective(loss, has_own_rows=given is None)

@@ -122,6 +122,10 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         with pytest.raises(finetune.UserError, match="call optim_step first"):
             session.save()
         assert session.optim_step(learning_rate=1e-3).step == 1
+    keys = {"optim_in_backward": True, "max_grad_norm": None, "output_dir": tmp_path / "in-backward"}
+    leaves_nothing = pytest.raises(finetune.UserError, match="optim_in_backward leaves nothing")
+    with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session, leaves_nothing:
+        session.forward_backward(ROWS)
 
 
 def test_the_pages_examples_run(tmp_path: Path) -> None:
