@@ -127,7 +127,7 @@ def test_a_rename_that_fails_or_is_killed_leaves_the_old_folder(
 
 @pytest.mark.parametrize("file", [None, ".lock"], ids=["on the folder", "on a file"])
 def test_a_lock_is_held_until_it_is_closed_or_its_process_is_gone(tmp_path: Path, file: str | None) -> None:
-    code = f"import sys; from pathlib import Path; from finetune.files.durable import *; lock_folder(Path({str(tmp_path)!r}), {file!r}); print(); sys.stdin.read()"
+    code = f"import sys; from pathlib import Path; from finetune.files.durable import *; lock_folder(Path({str(tmp_path)!r}), {file!r}); print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
         with pytest.raises(FolderInUse, match=f"process {other.pid}" if file else "another process"):

@@ -14,6 +14,7 @@ import json
 import mmap
 import os
 import pickle  # read through _MetadataReader alone, which admits no code
+import pickletools
 import resource
 import signal
 import subprocess
@@ -283,6 +284,32 @@ _STAND_INS: Mapping[tuple[str, str], type] = {
 }
 
 
+# Of protocols 2 to 5, those that numbers, texts, collections and objects are written with.
+# fmt: off
+OPCODES = frozenset({
+    "PROTO", "FRAME", "STOP", "MARK", "MEMOIZE", "BINPUT", "LONG_BINPUT", "BINGET", "LONG_BINGET", "NONE", "NEWTRUE",
+    "NEWFALSE", "BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "SHORT_BINUNICODE", "BINUNICODE", "EMPTY_TUPLE",
+    "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3", "EMPTY_LIST", "APPEND", "APPENDS", "EMPTY_DICT", "SETITEM", "SETITEMS",
+    "GLOBAL", "STACK_GLOBAL", "NEWOBJ", "REDUCE", "BUILD",
+})
+# fmt: on
+
+
+def _check_opcodes(content: bytes) -> None:
+    """Refuses opcodes that DCP's metadata never needs, lengths beyond the file, and a memo with holes.
+
+    An unpickler makes room for the memo's largest index: nine bytes could ask for gigabytes. `pickletools` raises
+    ValueError where an argument is longer than what is left of the file.
+    """
+    memo_size = 0
+    for opcode, argument, position in pickletools.genops(content):
+        if opcode.name not in OPCODES:
+            raise UserError(f"holds the pickle opcode {opcode.name} at byte {position:,}, which no checkpoint needs")
+        if opcode.name in ("BINPUT", "LONG_BINPUT") and (argument is None or argument > memo_size):
+            raise UserError(f"refers to place {argument:,} of a memo of {memo_size:,} at byte {position:,}; damaged")
+        memo_size += opcode.name in ("MEMOIZE", "BINPUT", "LONG_BINPUT")
+
+
 class _MetadataReader(pickle.Unpickler):
     """Gives a stand-in for each name that DCP writes; any other name stops it."""
 
@@ -302,7 +329,9 @@ def read_metadata(folder: Path) -> Mapping[str, dict[Any, Any]]:
     """
     path = folder / METADATA
     try:
-        found = getattr(_MetadataReader(io.BytesIO(path.read_bytes())).load(), "attributes", {})
+        content = path.read_bytes()
+        _check_opcodes(content)
+        found = getattr(_MetadataReader(io.BytesIO(content)).load(), "attributes", {})
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from None
     except UserError as refusal:

@@ -167,7 +167,9 @@ def test_a_torch_file_that_asks_for_gigabytes_is_refused(tmp_path: Path) -> None
         read_dcp_folder(folder)
     for content in (MEMO_OF_GIGABYTES, BYTES_THAT_ARE_NOT_THERE):
         (folder / ".metadata").write_bytes(content)
-        with pytest.raises(UserError, match=r"dcp: needs over 1 GiB to list its tensors|\.metadata: damaged"):
+        with pytest.raises(
+            UserError, match=r"\.metadata: (damaged|refers to place .* damaged|holds the pickle opcode)"
+        ):
             read_dcp_folder(folder)
 
 
