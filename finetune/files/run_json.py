@@ -7,7 +7,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -172,14 +172,10 @@ class BenchmarkResult:
 
 
 def read_benchmarks(run: Path | None) -> list[BenchmarkResult]:
-    """The results in a run's folder; none where they cannot be read, and the page or card lacks them."""
-    if run is None:
-        return []
-    try:
-        results = [BenchmarkResult(**entry) for entry in read_json_object(run / BENCHMARKS).get("results", ())]
-        return [result for result in results if math.isfinite(result.trained)]
-    except TypeError:
-        return []
+    """The results in a run's folder; those that cannot be read are skipped, and the page or card lacks them."""
+    entries = read_json_object(run / BENCHMARKS).get("results") if run is not None else None
+    found = map(_read_entry, entries) if isinstance(entries, list) else ()
+    return [result for result in found if result is not None]
 
 
 def write_benchmarks(path: Path, results: Iterable[BenchmarkResult]) -> None:
@@ -241,3 +237,13 @@ def _describe_setting(result: BenchmarkResult) -> str:
         "chat template" if result.chat_template else "",
     ]
     return ", ".join(part for part in parts if part)
+
+
+def _read_entry(entry: Any) -> BenchmarkResult | None:
+    known = {field.name for field in fields(BenchmarkResult)}
+    try:
+        result = BenchmarkResult(**{key: value for key, value in entry.items() if key in known})
+        is_right = isinstance(result.task, str) and isinstance(result.metric, str) and math.isfinite(result.trained)
+    except (AttributeError, TypeError):
+        return None
+    return result if is_right else None

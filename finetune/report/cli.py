@@ -68,10 +68,7 @@ class LivePage:
                 runs.append(read_run(folder))
             except UserError as error:  # it has not logged yet, or a file is damaged
                 notices.append(str(error))
-        try:
-            return render_page(runs, [self._plan(run) for run in runs], live=True, notices=notices).encode()
-        except UserError as error:
-            return render_page([], [], live=True, notices=[*notices, str(error)]).encode()
+        return render_page(runs, [self._plan(run) for run in runs], live=True, notices=notices).encode()
 
     def _plan(self, run: RunRecord) -> Plan | None:
         configs = sorted(run.folder.glob("checkpoints/step-*/model/config.json"))[:1]

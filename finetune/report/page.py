@@ -14,7 +14,6 @@ from finetune import __version__
 from finetune.config.methods import DEFAULT_METHOD
 from finetune.config.schema import leaves
 from finetune.console.metrics import find_divergence, losses_of
-from finetune.errors import UserError
 from finetune.files.run_json import benchmark_table, describe_models
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
@@ -63,19 +62,8 @@ def render_page(
 ) -> str:
     """The whole HTML of one run, or of several with their plots overlaid. `plans`: each run's, where known.
 
-    `live`: the page fetches itself again while it is open. `notices` are shown before all else. Raises `UserError`
-    where a file of a run holds something else than a run writes there.
+    `live`: the page fetches itself again while it is open. `notices` are shown before all else.
     """
-    try:
-        return _render(runs, plans, live, notices)
-    except Exception as error:  # whatever a changed file makes of it
-        folders = ", ".join(str(run.folder) for run in runs)
-        raise UserError(
-            f"{folders}: cannot be shown ({type(error).__name__}); a file in it was changed after the run wrote it"
-        ) from None
-
-
-def _render(runs: Sequence[RunRecord], plans: Sequence[Plan | None], live: bool, notices: Sequence[str]) -> str:
     charts = make_charts(runs, [plan.peak_bytes + plan.process_bytes if plan else None for plan in plans])
     columns = [name for name in COLUMNS if name != "pairs" or any(run.rows != "answers" for run in runs)]
     sections = [_describe_run(run, plan, columns) for run, plan in zip(runs, plans, strict=True)]

@@ -2,6 +2,7 @@
 killed."""
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,6 +22,24 @@ METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.j
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
 # Beside the checkpoints' manifests.
 REPORTED_FILES = (METRICS, SAMPLES, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT, BENCHMARKS)
+
+
+# What the page computes with, by the kind that it needs: a type, a mapping of keys, or a list of one kind.
+NUMBER = float
+OF_METRICS = dict.fromkeys(("step", "tokens", "trained_tokens", "peak_memory_bytes"), int) | {
+    "idle_expert_share_by_layer": [NUMBER]
+}
+OF_RECIPE = {"model_config": {}, "model_name_or_path": str}
+OF_ENVIRONMENT = {"ranks": int}
+OF_SAMPLE = {"step": int}
+OF_SOURCE = dict.fromkeys(
+    ("rows_read", "rows_skipped", "examples", "pairs", "tokens", "trained_tokens", "overlong", "duplicates"), int
+)
+OF_DATA_REPORT = {
+    "findings": [{"rows": int, "of": int, "where": [str]}],
+    "sources": [OF_SOURCE],
+    "eval_sources": [OF_SOURCE],
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +73,7 @@ class RunRecord:
         return [
             (float(line["step"]), float(line[key]))
             for line in self.lines
-            if isinstance(line.get(key), int | float) and "step" in line
+            if isinstance(line.get(key), int | float) and 0 <= line.get("step", -1) < 2**53
         ]
 
     def last(self, key: str) -> Any:
@@ -85,12 +104,14 @@ def read_run(folder: Path) -> RunRecord:
     return RunRecord(
         folder=folder,
         name=folder.resolve().name,
-        lines=tuple(_read_json_lines(folder / METRICS)),
-        recipe=_read_mapping(folder / RECIPE),
+        lines=tuple(
+            _keep_kinds(line, dict.fromkeys(line, NUMBER) | OF_METRICS) for line in _read_json_lines(folder / METRICS)
+        ),
+        recipe=_keep_kinds(_read_mapping(folder / RECIPE), OF_RECIPE),
         sharding=_read_mapping(folder / SHARDING),
-        environment=_read_mapping(folder / ENVIRONMENT),
-        data_report=_read_mapping(folder / DATA_REPORT),
-        samples=tuple(_read_json_lines(folder / SAMPLES)),
+        environment=_keep_kinds(_read_mapping(folder / ENVIRONMENT), OF_ENVIRONMENT),
+        data_report=_keep_kinds(_read_mapping(folder / DATA_REPORT), OF_DATA_REPORT),
+        samples=tuple(_keep_kinds(line, OF_SAMPLE) for line in _read_json_lines(folder / SAMPLES)),
         checkpoints=tuple(_read_checkpoints(folder / "checkpoints")),
         benchmarks=tuple(read_benchmarks(folder)),
     )
@@ -134,14 +155,36 @@ def _read_mapping(path: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _keep_kinds(value: Any, kind: Any) -> Any:
+    """`value` without those parts of it that are of another kind than `kind` names; None where it is itself."""
+    if isinstance(kind, dict):
+        if not isinstance(value, dict):
+            return None
+        kept = {key: _keep_kinds(inner, kind[key]) if key in kind else inner for key, inner in value.items()}
+        return {key: inner for key, inner in kept.items() if inner is not None or key not in kind}
+    if isinstance(kind, list):
+        found = [_keep_kinds(inner, kind[0]) for inner in value] if isinstance(value, list) else []
+        return [inner for inner in found if inner is not None]
+    wanted = int | float if kind is NUMBER else kind
+    if kind is NUMBER and isinstance(value, float) and abs(value) > 1e300:
+        return math.copysign(math.inf, value)  # whatever is computed with it would be infinite
+    is_right = isinstance(value, wanted) and not isinstance(value, bool)
+    return value if is_right and (kind is not int or abs(value) < 2**63) else None
+
+
 def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
     for manifest in sorted(folder.glob("step-*/manifest.json")):
         try:
             files = _read_mapping(manifest).get("files")
         except UserError:  # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
             continue
-        sizes = [entry.get("size_bytes", entry.get("size", 0)) for entry in (files or {}).values()]
+        sizes = [_size_of(entry) for entry in files.values()] if isinstance(files, dict) else []
         digits = manifest.parent.name.removeprefix("step-")
-        if digits.isdecimal():
+        if digits.isdecimal() and len(digits) < 16:
             size = disk_size(sum(sizes))
             yield {"name": manifest.parent.name, "step": int(digits), "size": size, "files": len(sizes)}
+
+
+def _size_of(entry: Any) -> int:
+    size = entry.get("size_bytes", entry.get("size", 0)) if isinstance(entry, dict) else 0
+    return size if isinstance(size, int) else 0
