@@ -53,9 +53,7 @@ def make_plan(recipe: Recipe, config: str | None = None, ranks: int = 1) -> "Pla
     """
     from finetune.plan import plan
 
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    sharding = read_sharding(config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
-    return plan.make_plan(recipe, sharding, ranks)
+    return plan.make_plan(recipe, plan.read_planned_sharding(recipe, config, ranks), ranks)
 
 
 def prepare(recipe: Recipe) -> "PreparedData":

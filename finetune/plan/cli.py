@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import os
 import sys
 from math import prod
 
@@ -12,7 +11,7 @@ from finetune.config.schema import Recipe
 from finetune.errors import UserError
 from finetune.plan.advice import advise
 from finetune.plan.communication import Links
-from finetune.plan.plan import TABLE_RANKS, compare_layouts, format_plan, make_plan, to_dict
+from finetune.plan.plan import TABLE_RANKS, compare_layouts, format_plan, make_plan, read_planned_sharding, to_dict
 from finetune.plan.resources import ASSUMED_MFU
 from finetune.plan.table import format_advice, format_layouts
 from finetune.units import MIB, read_gpu_memory, read_size
@@ -32,8 +31,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         raise UserError(f"--num-processes {arguments.num_processes}: a run has at least one rank")
     recipe = read_recipe(arguments.recipe, arguments.overrides)
     ranks = arguments.num_processes or _assume_ranks(recipe, arguments.config)
-    environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
-    sharding = read_sharding(arguments.config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
+    sharding = read_planned_sharding(recipe, arguments.config, ranks)
     plan = make_plan(recipe, sharding, ranks, mfu=mfu, links=_read_links(arguments))
     advice = None if limit is None else advise(plan.spec, limit)
     has_config = arguments.config is not None

@@ -1,11 +1,13 @@
 """The plan of a run: its memory by phase, disk, host memory and time in one value, as text and as JSON."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import refuse_problems
 from finetune.config.facts import adopt_quantization, with_expert_parallelism
 from finetune.config.layout import Sharding
@@ -98,6 +100,13 @@ def make_plan(
         speed=estimate_speed(spec, mfu, read, links),
         remarks=(*map(str, problems), *_find_remarks(config, recipe.data.max_length)),
     )
+
+
+def read_planned_sharding(recipe: Recipe, config: str | None, ranks: int) -> Sharding:
+    """The layout of a run on `ranks` ranks, whatever a launcher has set here. `config`: an Accelerate file; None: the
+    recipe's."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("ACCELERATE_", "FSDP_"))}
+    return read_sharding(config, recipe.run.accelerate_config, environ | {"WORLD_SIZE": str(ranks)})
 
 
 def _find_remarks(config: Mapping[str, Any], max_length: int) -> Iterator[str]:
