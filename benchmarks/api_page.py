@@ -7,6 +7,7 @@ from typing import Any
 import finetune
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
+OF_THE_COMMAND = ("computing", "inputs", "start")  # what run.py alone uses of a session
 BEGINS = "## Chat\n"  # the first of finetune.__all__
 
 
@@ -17,9 +18,14 @@ def make_page() -> str:
         value = getattr(finetune, name)
         parts.append(f"## {name}\n\n{_describe(value, name)}")
         if inspect.isclass(value) and not issubclass(value, Exception | tuple):
-            own = {key: each for key, each in vars(value).items() if not key.startswith("_") and inspect.getdoc(each)}
+            own = {key: each for key, each in vars(value).items() if is_public(key) and inspect.getdoc(each)}
             parts += [f"### {name}.{key}\n\n{_describe(each, key)}" for key, each in own.items()]
     return "\n".join(parts)
+
+
+def is_public(name: str) -> bool:
+    """Whether a script may rely on a class's attribute of this name."""
+    return not name.startswith("_") and name not in OF_THE_COMMAND
 
 
 def _describe(value: Any, name: str) -> str:

@@ -136,9 +136,8 @@ class Session:
             UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal findings in the data,
                 or a folder that cannot be written or is in use.
         """
-        given = None if isinstance(config, Sharding) else config
-        sharding = config if isinstance(config, Sharding) else None
-        sharding = sharding or read_sharding(given, recipe.run.accelerate_config, os.environ)
+        file = recipe.run.accelerate_config
+        sharding = config if isinstance(config, Sharding) else read_sharding(config, file, os.environ)
         recipe, sharding = complete_lora(recipe), with_expert_parallelism(sharding, recipe)
         set_library_environment(deterministic=recipe.run.deterministic)
         if AcceleratorState._shared_state:
@@ -277,9 +276,9 @@ class Session:
             raise UserError(
                 "forward_backward: optim_in_backward leaves nothing for optim_step; remove it, or use train"
             )
-        given = batch if isinstance(batch, StepBatch) else None
-        found = given or self.batch(batch)  # type: ignore[arg-type]
-        objective = self._objective(loss, has_own_rows=given is None)
+        has_own_rows = not isinstance(batch, StepBatch)
+        found = batch if isinstance(batch, StepBatch) else self.batch(batch)
+        objective = self._objective(loss, has_own_rows=has_own_rows)
         with self.computing():
             self.model.train()
             measured = forward_backward(self.model, found, objective, self.recipe, self.world)
@@ -318,12 +317,12 @@ class Session:
         before_update = self._saver.before_update if "_saver" in vars(self) else lambda: None
         result = clip_and_update(self.model, optimizer, batch, measured, self.recipe, world, guard, before_update)
         guard.raise_if_bad(keys)
+        is_skipped = result.failed_check is not None
         if result.failed_check is not None:
             handle_nonfinite(keys, result.failed_check, self.progress.skipped_steps, world)
         self._backward.clear()
-        self.progress = self.progress.after_step(batch, is_skipped=result.failed_check is not None)
-        norm = float(result.grad_norm)
-        return Update(self.progress.step, learning_rate, norm, is_skipped=result.failed_check is not None)
+        self.progress = self.progress.after_step(batch, is_skipped=is_skipped)
+        return Update(self.progress.step, learning_rate, float(result.grad_norm), is_skipped)
 
     def sample(
         self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], max_new_tokens: int = SAMPLE_TOKENS
