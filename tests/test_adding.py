@@ -52,7 +52,7 @@ ADDED = {
         )
     },
     "a family of models for the plan": {
-        "plan/families.py": (
+        "config/families.py": (
             "\nFAMILIES: dict[str, Family] = {\n",
             '    "helium": Family(decoder_layer="HeliumDecoderLayer", defaults=SIZES_7B),\n',
         )

@@ -12,7 +12,7 @@ from finetune.config.schema import Model
 from finetune.errors import UserError
 from finetune.files.hub import download_file
 from finetune.files.run_json import load_json
-from finetune.plan.families import FAMILIES, VISION_FAMILIES, Family, MixtureKeys
+from finetune.config.families import FAMILIES, VISION_FAMILIES, Family, MixtureKeys
 from finetune.plan.towers import WHOLE, list_parts, split_config
 
 

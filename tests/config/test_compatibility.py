@@ -352,7 +352,7 @@ def test_a_run_and_a_plan_read_the_same_facts() -> None:
     from transformers import AutoConfig
 
     from finetune.plan.architecture import read_architecture
-    from finetune.plan.families import FAMILIES
+    from finetune.config.families import FAMILIES
 
     for family, known in FAMILIES.items():
         config: dict[str, Any] = LLAMA | {"model_type": family}

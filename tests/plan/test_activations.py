@@ -21,7 +21,7 @@ from finetune.models.moe.experts import expert_modules
 from finetune.models.moe.parallel import divide_layer
 from finetune.plan.activations import Computation, kept_bytes, mask_bytes
 from finetune.plan.architecture import read_architecture
-from finetune.plan.families import FAMILIES
+from finetune.config.families import FAMILIES
 from finetune.plan.step_memory import loss_bytes
 from finetune.plan.temporary_memory import merged_expert_bytes
 from tests.cuda_without_gpu.flex_on_cpu import patch_flex

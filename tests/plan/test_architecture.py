@@ -4,7 +4,7 @@ import pytest
 
 from finetune.errors import UserError
 from finetune.plan.architecture import read_architecture
-from finetune.plan.families import FAMILIES
+from finetune.config.families import FAMILIES
 from finetune.plan.towers import split_config
 from tests.vision import whole_config
 
