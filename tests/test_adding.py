@@ -51,10 +51,10 @@ ADDED = {
             '    Rule(name="seven", keys=("seed",), when=lambda c: c["seed"] == 7, message="seed: {seed} is unlucky"),\n',
         )
     },
-    "a family of models for the plan": {
+    "what is known of a family of models": {
         "config/families.py": (
-            "\nFAMILIES: dict[str, Family] = {\n",
-            '    "helium": Family(decoder_layer="HeliumDecoderLayer", defaults=SIZES_7B),\n',
+            "\nFAMILIES: Mapping[str, Family] = {\n",
+            '    "helium": Family(tensor_parallel="heads", decoder_layer="HeliumDecoderLayer", defaults=SIZES_7B),\n',
         )
     },
 }
@@ -97,6 +97,7 @@ def test_one_of_each_kind_is_added_by_the_files_that_the_page_names(
     reads = "from finetune.data.formats import DatasetSource, parse_row as p; print(p({'riddle': 'A', 'solved': 'B'}, DatasetSource(path='')))"
     parsed = run_command(["python", "-c", reads], cwd=copy)
     assert "Completion(prompt='A', completion='B')" in parsed.stdout and "'riddle'" in parsed.stdout, parsed.stderr
-    plan = ["plan", "--recipe", recipe, "--num-processes", "1", "model_name_or_path=null", "tokenizer_name_or_path=T"]
+    layout = ["--config", "fsdp_tensor_parallel", "--num-processes", "8"]
+    plan = ["plan", "--recipe", recipe, *layout, "model_name_or_path=null", "tokenizer_name_or_path=T"]
     planned = run_command(["python", "-m", "finetune", *plan, f"model_config={json.dumps(HELIUM)}"], cwd=copy)
     assert planned.returncode == 0 and "GiB" in planned.stdout, planned.stderr

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from finetune.config.families import FAMILIES
 from finetune.config.methods import DEFAULT_METHOD, METHODS
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schedules import SCHEDULES
@@ -82,6 +83,11 @@ OTHER_TOOLS = (
 TABLES = {
     "optimizers": (OPTIMIZERS, ("config/optimizers.py", "optim/build.py")),
     "schedules": ([name for name in SCHEDULES if "_" in name], ("config/schedules.py", *OTHER_TOOLS)),
+    # Published models by their names are convert's, chat templates data's.
+    "families": (
+        [name for name in FAMILIES if name not in ("llama", "mistral", "qwen3", "rwkv")],
+        ("config/families.py", "data/tokenizer.py", "plan/towers.py", *OTHER_TOOLS),
+    ),
     "methods": (
         [name for name in METHODS if name != DEFAULT_METHOD],
         ("config/methods.py", "training/objectives/preference.py", *OTHER_TOOLS),

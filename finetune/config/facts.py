@@ -2,14 +2,13 @@
 torch."""
 
 import importlib.util
-import re
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from finetune.config.families import Family, find_family, read_family_source
 from finetune.config.quantization import quantize_teacher, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.errors import UserError
@@ -20,9 +19,6 @@ if TYPE_CHECKING:
 Need = Literal["layout", "model", "machine"]
 EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN_COUNTS = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token", "num_selected_experts")
-HEADS = {"lm_head", "head", "classifier", "qa_outputs", "score", "summary"}
-# self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next assignment.
-LINEAR = re.compile(r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL)
 # Upper bounds of a config's sizes, far above any model: with a larger one, building the model would never end.
 LARGEST_SIZES: Mapping[str, int] = {
     "num_hidden_layers": 1000,
@@ -82,10 +78,16 @@ class ModelFacts:
     vision: bool = False  # whether it is the language model of a vision-language one
 
     @property
+    def family(self) -> Family:
+        """What is known of the family."""
+        return find_family(self.model_type)
+
+    @property
     def has_auxiliary_loss(self) -> bool:
         """Whether the installed transformers has a load-balancing loss for the family; DeepSeek V3 has a bias
         instead."""
-        return self.experts > 0 and _has_auxiliary_loss(self.model_type)
+        source = read_family_source(self.model_type)
+        return self.experts > 0 and (not source or "load_balancing_loss_func" in source)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -319,57 +321,6 @@ def _is_whole(value: Any, least: int, largest: int) -> bool:
 def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 40 else f"{text[:37]}..."
-
-
-@cache
-def read_family_source(model_type: str) -> str:
-    """The text of transformers' modeling file for a family; empty where there is none.
-
-    Importing it would take seconds, and torch.
-    """
-    spec = importlib.util.find_spec("transformers")
-    if spec is None or spec.origin is None or not model_type.isidentifier():
-        return ""
-    models = Path(spec.origin).parent / "models"
-    mappings = models / "auto" / "auto_mappings.py"
-    listed = mappings.read_text(encoding="utf-8") if mappings.is_file() else ""
-    of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)  # gemma3_text is in gemma3's file
-    folder = of_another[1] if of_another else model_type
-    source = models / folder / f"modeling_{folder}.py"
-    return source.read_text(encoding="utf-8") if source.is_file() else ""
-
-
-@cache
-def find_classes(model_type: str) -> frozenset[str]:
-    """The classes of a family's modeling file; empty where it is not known."""
-    return frozenset(re.findall(r"^class (\w+)", read_family_source(model_type), re.MULTILINE))
-
-
-@cache
-def find_linear_layers(model_type: str) -> frozenset[str]:
-    """The names of a family's linear layers, but for heads; empty where the family is not known.
-
-    >>> sorted(find_linear_layers("phi3"))
-    ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
-    """
-    found = LINEAR.findall(read_family_source(model_type))
-    return frozenset(found) - HEADS
-
-
-def has_own_attention(model_type: str) -> bool:
-    """Whether a family computes attention in its own code, which knows no document boundaries.
-
-    >>> has_own_attention("mpt"), has_own_attention("llama"), has_own_attention("unheard_of")
-    (True, False, False)
-    """
-    source = read_family_source(model_type)
-    return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source
-
-
-@cache
-def _has_auxiliary_loss(model_type: str) -> bool:
-    source = read_family_source(model_type)
-    return not source or "load_balancing_loss_func" in source
 
 
 @cache

@@ -1,11 +1,21 @@
-"""The Llama-style model families that can be planned, and how their layers differ.
+"""Families of models: what the package knows of each by its model_type, and what transformers' source says of any.
 
-Source: the model and configuration classes of transformers 5; tests/plan builds every family there on the meta device
-and compares names and shapes, so that a release that changes one is noticed.
+Source of the table: the model and configuration classes of transformers 5; tests/plan builds every family that can be
+planned on the meta device and compares names and shapes, so that a release that changes one is noticed. A family
+without a row trains too, as long as no check of a run finds a fault. Imports no torch.
 """
 
+import importlib.util
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
 from typing import Literal
+
+HEADS = {"lm_head", "head", "classifier", "qa_outputs", "score", "summary"}
+# self.q_proj = nn.Linear(...), and where a condition over several lines decides, up to the next assignment.
+LINEAR = re.compile(r"self\.(\w+)(?:: \S+)? = (?:(?!self\.\w+(?:: \S+)? = |class ).){0,120}?Linear\(", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,9 +36,17 @@ class MixtureKeys:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
-    """The facts of one `model_type` that are not in its config.json."""
+    """The facts of one `model_type` that are not in its config.json; without arguments, of a family without a row."""
 
-    decoder_layer: str  # the class that FSDP wraps
+    # What it can do here.
+    tensor_parallel: Literal["heads", "products"] | None = None  # what is sharded: whole heads, or their products
+    unadaptable: tuple[str, ...] = ()  # linear layers that return more, or are read without being called
+    mixes_documents: bool = False  # layers drop the boundaries of packed documents, or carry a state over them
+    has_state: bool = False  # layers carry a state from token to token, which layer_types says in config.json
+    multiplies_logits: bool = False  # by logits_scaling, by which the others divide
+    is_of_vision: bool = False  # the language model of a vision-language one, without a class of its own
+    # Its sizes and layers.
+    decoder_layer: str = ""  # the class that FSDP wraps; empty: the plan does not know the layers
     defaults: dict[str, int] = field(default_factory=dict)  # sizes that a config.json may omit
     tied: bool = False  # tie_word_embeddings where the config does not say
     query_key_value_bias: bool | Literal["attention_bias"] = False
@@ -46,6 +64,16 @@ class Family:
     norm_after: bool = False  # norms stand after attention and MLP only, so these read the residual stream itself
     mixture: MixtureKeys | None = None  # None: dense
     norm_keeps_fp32: bool = False  # the weight is multiplied in fp32, so that the normalized input is kept in fp32
+
+    @property
+    def is_planned(self) -> bool:
+        """Whether the plan knows its layers, and transformers has a class of it."""
+        return bool(self.decoder_layer) and not self.is_of_vision
+
+    @property
+    def has_expert_parallelism(self) -> bool:
+        """Whether tests/training/test_expert_parallel.py holds its losses to those of one process."""
+        return self.is_planned and self.mixture is not None
 
 
 def _sizes(
@@ -70,12 +98,14 @@ SHARED_EXPERTS = MixtureKeys(
 )
 # What several families share.
 LLAMA = Family(
+    tensor_parallel="heads",
     decoder_layer="LlamaDecoderLayer",
     defaults=SIZES_7B,
     query_key_value_bias="attention_bias",
     mlp_bias="mlp_bias",
 )
 GEMMA_2 = Family(
+    tensor_parallel="heads",
     decoder_layer="Gemma2DecoderLayer",
     defaults=_sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256),
     tied=True,
@@ -101,12 +131,17 @@ QWEN_3 = Family(
     query_key_norm="head",
 )
 
-FAMILIES: dict[str, Family] = {
+NO_CONVOLUTION = Family(has_state=True, unadaptable=("conv1d", "out_proj"))
+
+FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
-    "mistral": Family(decoder_layer="MistralDecoderLayer", defaults=_sizes(4096, 14336, 32, 32, 8, 32000)),
-    "qwen2": QWEN_2,
-    "qwen3": QWEN_3,
+    "mistral": Family(
+        tensor_parallel="heads", decoder_layer="MistralDecoderLayer", defaults=_sizes(4096, 14336, 32, 32, 8, 32000)
+    ),
+    "qwen2": replace(QWEN_2, tensor_parallel="heads"),
+    "qwen3": replace(QWEN_3, tensor_parallel="heads"),
     "gemma": Family(
+        tensor_parallel="heads",
         decoder_layer="GemmaDecoderLayer",
         defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256),
         tied=True,
@@ -121,12 +156,17 @@ FAMILIES: dict[str, Family] = {
         caps_scores=False,
         query_key_norm="head",
     ),
-    "phi3": Family(decoder_layer="Phi3DecoderLayer", defaults=_sizes(3072, 8192, 32, 32, None, 32064), fused=True),
+    "phi3": Family(
+        tensor_parallel="products",
+        decoder_layer="Phi3DecoderLayer",
+        defaults=_sizes(3072, 8192, 32, 32, None, 32064),
+        fused=True,
+    ),
     "granite": replace(LLAMA, decoder_layer="GraniteDecoderLayer"),
     "smollm3": replace(
         LLAMA, decoder_layer="SmolLM3DecoderLayer", defaults=_sizes(2048, 11008, 36, 16, 4, 128256), tied=True
     ),
-    "olmo2": OLMO_2,
+    "olmo2": replace(OLMO_2, tensor_parallel="products"),
     "olmo3": replace(OLMO_2, decoder_layer="Olmo3DecoderLayer"),
     "mixtral": Family(
         decoder_layer="MixtralDecoderLayer",
@@ -189,19 +229,78 @@ FAMILIES: dict[str, Family] = {
             gate_tensors=6,
         ),
     ),
-}
-
-# The language models of vision-language ones that transformers has no class of their own for.
-VISION_FAMILIES: dict[str, Family] = {
     "qwen2_5_vl_text": replace(
-        QWEN_2, decoder_layer="Qwen2_5_VLDecoderLayer", defaults=_sizes(8192, 29568, 80, 64, 8, 152064)
+        QWEN_2,
+        is_of_vision=True,
+        decoder_layer="Qwen2_5_VLDecoderLayer",
+        defaults=_sizes(8192, 29568, 80, 64, 8, 152064),
     ),
-    "qwen3_vl_text": replace(QWEN_3, decoder_layer="Qwen3VLTextDecoderLayer"),
+    "qwen3_vl_text": replace(QWEN_3, is_of_vision=True, decoder_layer="Qwen3VLTextDecoderLayer"),
     "qwen3_vl_moe_text": replace(
         QWEN_3,
+        is_of_vision=True,
         decoder_layer="Qwen3VLMoeTextDecoderLayer",
         defaults=_sizes(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
         | {"moe_intermediate_size": 1408},
         mixture=MixtureKeys(some_are_dense=True),
     ),
+    # Those whose layers the plan does not know.
+    **dict.fromkeys(("nemotron", "stablelm", "rwkv", "xlstm"), Family(mixes_documents=True)),
+    **dict.fromkeys(("bamba", "jamba", "lfm2", "qwen3_5_text"), Family(has_state=True)),
+    **dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), NO_CONVOLUTION),
+    "llama4_text": Family(unadaptable=("router",)),
+    "deepseek_v2": Family(mixture=SHARED_EXPERTS),
+    "granitemoe": Family(mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")),
+    **dict.fromkeys(("hyperclovax", "hyperclovax_vision_v2"), Family(multiplies_logits=True)),
 }
+PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
+
+
+def find_family(model_type: str) -> Family:
+    """The row of a family; without traits for one that has none."""
+    return FAMILIES.get(model_type, Family())
+
+
+@cache
+def read_family_source(model_type: str) -> str:
+    """The text of transformers' modeling file for a family; empty where there is none.
+
+    Importing it would take seconds, and torch.
+    """
+    spec = importlib.util.find_spec("transformers")
+    if spec is None or spec.origin is None or not model_type.isidentifier():
+        return ""
+    models = Path(spec.origin).parent / "models"
+    mappings = models / "auto" / "auto_mappings.py"
+    listed = mappings.read_text(encoding="utf-8") if mappings.is_file() else ""
+    of_another = re.search(rf'\("{model_type}", "([a-z0-9_]+)"\)', listed)  # gemma3_text is in gemma3's file
+    folder = of_another[1] if of_another else model_type
+    source = models / folder / f"modeling_{folder}.py"
+    return source.read_text(encoding="utf-8") if source.is_file() else ""
+
+
+@cache
+def find_classes(model_type: str) -> frozenset[str]:
+    """The classes of a family's modeling file; empty where it is not known."""
+    return frozenset(re.findall(r"^class (\w+)", read_family_source(model_type), re.MULTILINE))
+
+
+@cache
+def find_linear_layers(model_type: str) -> frozenset[str]:
+    """The names of a family's linear layers, but for heads; empty where the family is not known.
+
+    >>> sorted(find_linear_layers("phi3"))
+    ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
+    """
+    found = LINEAR.findall(read_family_source(model_type))
+    return frozenset(found) - HEADS
+
+
+def has_own_attention(model_type: str) -> bool:
+    """Whether a family computes attention in its own code, which knows no document boundaries.
+
+    >>> has_own_attention("mpt"), has_own_attention("llama"), has_own_attention("unheard_of")
+    (True, False, False)
+    """
+    source = read_family_source(model_type)
+    return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source

@@ -4,10 +4,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from finetune.config.facts import (
+from finetune.config.facts import Case, Rule
+from finetune.config.families import (
+    FAMILIES,
     HEADS,
-    Case,
-    Rule,
     find_classes,
     find_linear_layers,
     has_own_attention,
@@ -17,19 +17,6 @@ from finetune.config.module_patterns import is_within
 from finetune.config.quantization import describe_quantization
 from finetune.config.schema import Quantization
 
-# By model_type, the families whose matrices are sharded under tp_size. Of some, transformers' plan gathers products of
-# attention, whose heads need not be a multiple of the size then.
-TP_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "granite", "smollm3")
-GATHERED_FAMILIES = ("olmo2", "phi3")
-# Those whose losses under expert parallelism are held to one process's (tests/training/test_expert_parallel.py).
-EP_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
-TRANSPOSED_FAMILIES = ("gpt_oss",)  # whose experts are [experts, in, out]
-# The linear layers of a family that peft cannot adapt: they return more, or are read without being called.
-UNADAPTABLE = dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), ("conv1d", "out_proj")) | {
-    "llama4_text": ("router",)
-}
-# Whose layers drop the boundaries of packed documents on their way to attention, or carry a state over them.
-LEAKY_FAMILIES = ("nemotron", "stablelm", "rwkv", "xlstm")
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
 FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
@@ -69,7 +56,7 @@ def _find_uneven(case: Case) -> dict[str, int]:
     """Sizes of the model that tp_size does not divide, by their names in config.json."""
     model, ranks = case.model, case.layout.tensor_parallel_size
     sizes = {"intermediate_size": model.intermediate}
-    if model.model_type in GATHERED_FAMILIES:
+    if model.family.tensor_parallel == "products":
         sizes["num_attention_heads x head_dim"] = model.heads * model.head_size
         sizes["num_key_value_heads x head_dim"] = model.key_value_heads * model.head_size
     else:
@@ -95,10 +82,6 @@ def _describe_uneven(case: Case) -> str:
     return f"tp_size {ranks}: {case.name} has {'; '.join(uneven)}"
 
 
-def has_tp_family(case: Case) -> bool:
-    return case.model.model_type in (*TP_FAMILIES, *GATHERED_FAMILIES)
-
-
 def is_uneven_vocabulary(case: Case) -> bool:
     """Whether the ranks of a tensor parallel group have different numbers of rows of the vocabulary."""
     return case.model.vocabulary % case.layout.tensor_parallel_size != 0
@@ -106,8 +89,8 @@ def is_uneven_vocabulary(case: Case) -> bool:
 
 def _count_local_heads(case: Case) -> int:
     """Attention heads that a rank of a tensor parallel group has of a token."""
-    is_sharded = case.model.model_type not in GATHERED_FAMILIES
-    return case.model.heads // (case.layout.tensor_parallel_size if is_sharded else 1)
+    is_whole = case.model.family.tensor_parallel == "products"
+    return case.model.heads // (1 if is_whole else case.layout.tensor_parallel_size)
 
 
 def _describe_local_heads(case: Case) -> str:
@@ -138,14 +121,14 @@ def _has_unsharded_experts(case: Case) -> bool:
     """Whether neither the experts of a group nor the rows of their matrices divide over the ranks that share them."""
     model, size = case.model, case.layout.expert_parallel_size
     shards = case.ranks // (case.layout.replicate_size or 1) // size
-    rows = {model.hidden, 2 * model.expert_width}
-    if model.model_type in TRANSPOSED_FAMILIES:
+    rows, mixture = {model.hidden, 2 * model.expert_width}, model.family.mixture
+    if mixture is not None and mixture.has_biases:  # [experts, in, out]
         rows.add(model.expert_width)
     return shards > 1 and any(shard_experts((model.experts, each), size, shards) is None for each in rows)
 
 
 def _names_unadaptable(case: Case) -> bool:
-    targets, modules = case["lora_target_modules"], UNADAPTABLE.get(case.model.model_type, ())
+    targets, modules = case["lora_target_modules"], case.model.family.unadaptable
     return bool(modules) and (targets == "all-linear" or any(t.rpartition(".")[2] in modules for t in targets))
 
 
@@ -172,7 +155,7 @@ def _describe_unknown_targets(case: Case) -> str:
 def _has_unfit_attention(case: Case) -> bool:
     """Whether the family computes attention in its own code, and the recipe asks for what that does not do."""
     family, model = case.model.model_type, case.recipe.model
-    if model.trust_remote_code or not has_own_attention(family) or family in LEAKY_FAMILIES:
+    if model.trust_remote_code or not has_own_attention(family) or case.model.family.mixes_documents:
         return False
     kind = model.attn_implementation
     is_its_own = kind == "eager" or f"_supports_{kind.rpartition('_2')[0] or kind} = True" in read_family_source(family)
@@ -215,6 +198,11 @@ def _has_fp8_layer(case: Case) -> bool:
     m = case.model
     widths = (m.heads * m.head_size, m.key_value_heads * m.head_size, m.intermediate)
     return m.hidden % FP8_MULTIPLE == 0 and any(width and width % FP8_MULTIPLE == 0 for width in widths)
+
+
+def _list(trait: str) -> str:
+    """The families that have a trait."""
+    return ", ".join(name for name, family in FAMILIES.items() if getattr(family, trait))
 
 
 def _has_text_class(model_type: str) -> bool:
@@ -260,7 +248,7 @@ RULES: tuple[Rule, ...] = (
     _model_rule(
         "layers that cannot be adapted", "lora_target_modules", "use_peft",
         when=lambda c: c["use_peft"] and _names_unadaptable(c),
-        message=lambda c: f"lora_target_modules: peft cannot adapt {' and '.join(UNADAPTABLE[c.model.model_type])} of "
+        message=lambda c: f"lora_target_modules: peft cannot adapt {' and '.join(c.model.family.unadaptable)} of "
         f"{c.model.model_type}",
         advice="name other linear layers",
     ),
@@ -338,9 +326,10 @@ RULES: tuple[Rule, ...] = (
     ),
     _model_layout_rule(
         "family of expert parallelism", "expert_parallel_size",
-        when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts and c.model.model_type not in EP_FAMILIES,
+        when=lambda c: c.layout.expert_parallel_size > 1 and c.model.experts
+        and not c.model.family.has_expert_parallelism,
         message="expert_parallel_size: {layout.expert_parallel_size}: not supported for {model.model_type}, the family "
-        f"of {{name}}; it is tested with {', '.join(EP_FAMILIES)}",
+        f"of {{name}}; it is tested with {_list('has_expert_parallelism')}",
         advice="remove it", fix={"expert_parallel_size": 1},
     ),
     _model_layout_rule(
@@ -362,19 +351,20 @@ RULES: tuple[Rule, ...] = (
     # Tensor parallelism
     _model_layout_rule(
         "family of tensor parallelism", "tp_size",
-        when=lambda c: c.layout.tensor_parallel_size > 1 and not has_tp_family(c),
+        when=lambda c: c.layout.tensor_parallel_size > 1 and not c.model.family.tensor_parallel,
         message="tp_size {layout.tensor_parallel_size}: not supported for {model.model_type}, the family of {name}; "
-        f"only for {', '.join((*TP_FAMILIES, *GATHERED_FAMILIES))}",
+        f"only for {_list('tensor_parallel')}",
         fix={"tp_size": 1},
     ),
     _model_layout_rule(
         "sizes under tensor parallelism", "tp_size",
-        when=lambda c: c.layout.tensor_parallel_size > 1 and has_tp_family(c) and _find_uneven(c),
+        when=lambda c: c.layout.tensor_parallel_size > 1 and c.model.family.tensor_parallel
+        and _find_uneven(c),
         message=_describe_uneven, advice=_advise_tp_size, fix={"tp_size": 1},
     ),
     _model_layout_rule(
         "rows of the vocabulary under tensor parallelism", "tp_size",
-        when=lambda c: has_tp_family(c) and (ranks := c.layout.tensor_parallel_size) > 1
+        when=lambda c: c.model.family.tensor_parallel and (ranks := c.layout.tensor_parallel_size) > 1
         and (ranks - 1) * -(-c.model.vocabulary // ranks) >= c.model.vocabulary,  # a rank would have no row
         message="tp_size {layout.tensor_parallel_size}: {name} has vocab_size {model.vocabulary}, too few rows for "
         "{layout.tensor_parallel_size} ranks",
@@ -405,7 +395,7 @@ RULES: tuple[Rule, ...] = (
     ),
     _model_rule(
         "layers that do not keep documents apart", "packing", "model_name_or_path",
-        when=lambda c: c.model.model_type in LEAKY_FAMILIES and c["packing"] and not c["trust_remote_code"],
+        when=lambda c: c.model.family.mixes_documents and c["packing"] and not c["trust_remote_code"],
         message="{name}: the layers of {model.model_type} do not keep documents apart",
         fix={"packing": False}, of_teacher=True,
     ),

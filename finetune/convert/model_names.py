@@ -30,9 +30,6 @@ FAMILIES = (
     (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
 )  # fmt: skip
-MIXTURES = ("mixtral", "gpt_oss", "qwen3_moe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "granitemoe", "olmoe",
-            "glm4_moe")  # fmt: skip
-STATEFUL = ("falcon_h1", "nemotron_h", "bamba", "qwen3_5_text", "lfm2", "jamba", "mamba2", "falcon_mamba")
 MULTIMODAL_MODEL = re.compile(
     r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
 )
@@ -59,10 +56,10 @@ MOE_KEYS = (
 )  # fmt: skip
 
 
-def find_family(name: str) -> str | None:
+def guess_family(name: str) -> str | None:
     """The model_type that a model's name says; None where it says none.
 
-    >>> find_family("mistralai/Mixtral-8x7B-v0.1"), find_family("microsoft/Phi-3.5-mini-instruct"), find_family("org/ours")
+    >>> guess_family("mistralai/Mixtral-8x7B-v0.1"), guess_family("microsoft/Phi-3.5-mini-instruct"), guess_family("org/ours")
     ('mixtral', 'phi3', None)
     """
     lower = name.lower()

@@ -11,19 +11,12 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
-from finetune.config.facts import (
-    ModelFacts,
-    Problem,
-    find_linear_layers,
-    read_family_source,
-    read_model_facts,
-    with_expert_parallelism,
-)
+from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_expert_parallelism
+from finetune.config.families import find_family, find_linear_layers, read_family_source
 from finetune.config.layout import Fp8
-from finetune.config.model_rules import UNADAPTABLE
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
-from finetune.convert.model_names import MIXTURES, STATEFUL, find_family
+from finetune.convert.model_names import guess_family
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from finetune.files.run_json import read_json_object
@@ -57,12 +50,13 @@ def make_runnable(found: Conversion) -> None:
             found.remarks.append(
                 f"trust_remote_code is dropped: transformers has the code of {facts.model_type} itself"
             )
-        if facts.model_type == "gpt_oss" and found.recipe.get("attn_implementation") == "sdpa":
+        if facts.family.sinks and found.recipe.get("attn_implementation") == "sdpa":
             del found.recipe["attn_implementation"]
             found.remarks.append(
-                "attn_implementation: sdpa is dropped: transformers' gpt_oss has sinks, which it does not compute"
+                f"attn_implementation: sdpa is dropped: transformers' {facts.model_type} has sinks, which it does not "
+                "compute"
             )
-        _rename_targets(found, facts.model_type)
+        _rename_targets(found, facts)
     for _ in range(MOST_CHANGES):
         problems = judge(found, facts)
         known = recipe_keys().keys() | {"mixed_precision", "tp_size", "cp_size"}
@@ -81,11 +75,12 @@ def find_facts(recipe: Mapping[str, Any]) -> ModelFacts | None:
     try:
         config = read_json_object(path)
         config = config.get("text_config") or config
-        family = config.get("model_type") or find_family(name)
-        if family is None:
+        guessed = config.get("model_type") or guess_family(name)
+        if guessed is None:
             return None
-        assumed = SIZES | {"model_type": family} | ({"num_experts": 1 << 7} if family in MIXTURES else {})
-        return read_model_facts(config or assumed | ({"layer_types": ["mamba"]} if family in STATEFUL else {}), name)
+        family = find_family(guessed)
+        assumed = SIZES | {"model_type": guessed} | ({"num_experts": 1 << 7} if family.mixture else {})
+        return read_model_facts(config or assumed | ({"layer_types": ["mamba"]} if family.has_state else {}), name)
     except (AttributeError, UserError):
         return None  # a run says what is wrong with it
 
@@ -147,15 +142,14 @@ def _say(problem: Problem, found: Conversion) -> str:
     return problem.sentence.replace("some/name", str(found.recipe.get("model_name_or_path")))
 
 
-def _rename_targets(found: Conversion, family: str) -> None:
+def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
     """Layers that get adapters by the family's names for them. A name that it does not have adapts nothing in the other
     tools."""
-    targets, layers = found.recipe.get("lora_target_modules"), find_linear_layers(family)
-    if targets == "all-linear" and family in UNADAPTABLE:
-        found.recipe["lora_target_modules"] = sorted(layers.difference(UNADAPTABLE[family]))
-        left_out = UNADAPTABLE[family][-1]
+    targets, layers = found.recipe.get("lora_target_modules"), find_linear_layers(facts.model_type)
+    if targets == "all-linear" and (left_out := facts.family.unadaptable):
+        found.recipe["lora_target_modules"] = sorted(layers.difference(left_out))
         found.differences.append(
-            f"lora_target_modules: {left_out} of {family} gets no adapter here: peft has none for it"
+            f"lora_target_modules: {left_out[-1]} of {facts.model_type} gets no adapter here: peft has none for it"
         )
         return
     if not isinstance(targets, list) or not layers:

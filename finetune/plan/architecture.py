@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.facts import LARGEST_COUNTS, LARGEST_SIZES, ModelFacts, read_model_facts
+from finetune.config.families import PLANNED, Family, MixtureKeys, find_family
 from finetune.config.pretrained_adapter import refuse_other_path
 from finetune.config.schema import Model
 from finetune.errors import UserError
 from finetune.files.hub import download_file
 from finetune.files.run_json import load_json
-from finetune.config.families import FAMILIES, VISION_FAMILIES, Family, MixtureKeys
 from finetune.plan.towers import WHOLE, list_parts, split_config
 
 
@@ -363,7 +363,7 @@ def find_local_facts(model: Model) -> ModelFacts | None:
 def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """The architecture that a config.json describes; errors name `where`.
 
-    Raises `UserError` for a `model_type` that is not in FAMILIES, and where a size is missing.
+    Raises `UserError` for a `model_type` whose layers the table does not give, and where a size is missing.
 
     >>> config = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 172, "num_hidden_layers": 5,
     ...           "num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512, "tie_word_embeddings": True}
@@ -371,9 +371,9 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     260032
     """
     model_type = config.get("model_type")
-    family = (FAMILIES | VISION_FAMILIES).get(str(model_type))
-    if family is None:
-        raise UserError(f"{where}: model_type {model_type!r} cannot be planned; supported: {', '.join(FAMILIES)}")
+    family = find_family(str(model_type))
+    if not family.decoder_layer:
+        raise UserError(f"{where}: model_type {model_type!r} cannot be planned; supported: {', '.join(PLANNED)}")
     sizes = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]
     if missing:

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from finetune.config.model_rules import GATHERED_FAMILIES
 from finetune.constants import FP32, ITEMSIZE
 from finetune.plan.run_spec import RunSpec
 from finetune.plan.state import StateTensor, split_into_units
@@ -144,7 +143,7 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
     # outputs.
     calls = 2 * forward - max(0, recomputed) + 2 * backward
     yield Collective("all-reduce", calls, calls * size, ranks)
-    if a.model_type in GATHERED_FAMILIES:
+    if a.family.tensor_parallel == "products":
         products = a.query_width + 2 * a.key_value_width + (2 * a.intermediate if a.family.fused else 0)
         inputs = a.query_width + (a.intermediate if a.family.fused else 0)
         moved = spec.tokens * run.itemsize * (forward * products + backward * inputs)

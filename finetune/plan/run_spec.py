@@ -9,7 +9,6 @@ from typing import Literal
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import Problem
 from finetune.config.layout import Sharding, compute_dtype, gathers_fp8, is_multiplied_in_fp8
-from finetune.config.model_rules import GATHERED_FAMILIES
 from finetune.config.optimizers import count_offloaded_bytes, list_offloaded_itemsizes
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size
 from finetune.constants import ITEMSIZE, ROUND_TOKENS
@@ -101,7 +100,7 @@ class RunSpec:
     def computed(self) -> Architecture:
         """What it computes of the model: as `part`, but for the products that transformers' plan gathers."""
         a, part = self.architecture, self.part
-        if a.model_type not in GATHERED_FAMILIES:
+        if a.family.tensor_parallel != "products":
             return part
         whole = replace(part, heads=a.heads, key_value_heads=a.key_value_heads)
         return replace(whole, intermediate=a.intermediate) if a.family.fused else whole

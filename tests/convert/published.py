@@ -14,7 +14,7 @@ import yaml
 from finetune.config.methods import METHODS
 from finetune.config.reader import shipped_folder
 from finetune.convert.conversion import convert_file
-from finetune.convert.model_names import find_family
+from finetune.convert.model_names import guess_family
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
 from tests.conftest import make_tokenizer
@@ -136,7 +136,7 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
 
 def make_tiny(name: str, into: Path) -> Path:
     """A model of two layers with random weights, of the family that `name` says, and a tokenizer of bytes with its turns."""
-    family, tokenizer = find_family(name) or "llama", make_tokenizer()
+    family, tokenizer = guess_family(name) or "llama", make_tokenizer()
     turns = [token for pattern, tokens in TURNS.items() if re.search(pattern, name.lower()) for token in tokens]
     folder = into / "models" / f"{family}{len(turns)}"
     if not folder.exists():

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from finetune.config.families import find_family
 from finetune.constants import IGNORE_INDEX, loss_chunk_tokens
 from finetune.distributed.parallelize import find_local_slices
 
@@ -90,7 +91,7 @@ class LogitTransform(NamedTuple):
         text = config.get_text_config()
         scale = getattr(text, "logit_scale", None) or getattr(text, "lm_head_multiplier", None) or 1.0
         scaling = getattr(text, "logits_scaling", None) or 1.0  # one key, two meanings
-        scale *= scaling if text.model_type.startswith("hyperclovax") else 1 / scaling
+        scale *= scaling if find_family(text.model_type).multiplies_logits else 1 / scaling
         softcap = getattr(text, "final_logit_softcapping", None) or getattr(text, "output_logit_soft_cap", None)
         return cls(scale, softcap)
 
