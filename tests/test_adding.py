@@ -54,7 +54,7 @@ ADDED = {
     "what is known of a family of models": {
         "config/families.py": (
             "\nFAMILIES: Mapping[str, Family] = {\n",
-            '    "helium": Family(tensor_parallel="heads", decoder_layer="HeliumDecoderLayer", defaults=SIZES_7B),\n',
+            '    "helium": Family(tensor_parallel="heads", defaults=SIZES_7B),\n',
         )
     },
 }

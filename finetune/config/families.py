@@ -46,8 +46,7 @@ class Family:
     multiplies_logits: bool = False  # by logits_scaling, by which the others divide
     is_of_vision: bool = False  # the language model of a vision-language one, without a class of its own
     # Its sizes and layers.
-    decoder_layer: str = ""  # the class that FSDP wraps; empty: the plan does not know the layers
-    defaults: dict[str, int] = field(default_factory=dict)  # sizes that a config.json may omit
+    defaults: dict[str, int] = field(default_factory=dict)  # sizes that may be omitted; empty: layers not in the table
     tied: bool = False  # tie_word_embeddings where the config does not say
     query_key_value_bias: bool | Literal["attention_bias"] = False
     output_bias: bool | Literal["attention_bias"] | None = None  # None: as the other three of attention
@@ -68,7 +67,7 @@ class Family:
     @property
     def is_planned(self) -> bool:
         """Whether the plan knows its layers, and transformers has a class of it."""
-        return bool(self.decoder_layer) and not self.is_of_vision
+        return bool(self.defaults) and not self.is_of_vision
 
     @property
     def has_expert_parallelism(self) -> bool:
@@ -97,16 +96,9 @@ SHARED_EXPERTS = MixtureKeys(
     experts="n_routed_experts", shared_count="n_shared_experts", first_are_dense=True, routes_in_fp32=True
 )
 # What several families share.
-LLAMA = Family(
-    tensor_parallel="heads",
-    decoder_layer="LlamaDecoderLayer",
-    defaults=SIZES_7B,
-    query_key_value_bias="attention_bias",
-    mlp_bias="mlp_bias",
-)
+LLAMA = Family(tensor_parallel="heads", defaults=SIZES_7B, query_key_value_bias="attention_bias", mlp_bias="mlp_bias")
 GEMMA_2 = Family(
     tensor_parallel="heads",
-    decoder_layer="Gemma2DecoderLayer",
     defaults=_sizes(2304, 9216, 26, 8, 4, 256000, head_dim=256),
     tied=True,
     query_key_value_bias="attention_bias",
@@ -115,7 +107,6 @@ GEMMA_2 = Family(
     norm_keeps_fp32=True,
 )
 OLMO_2 = Family(
-    decoder_layer="Olmo2DecoderLayer",
     defaults=SIZES_7B | {"vocab_size": 50304},
     query_key_value_bias="attention_bias",
     query_key_norm="all",
@@ -123,26 +114,17 @@ OLMO_2 = Family(
     norm_after=True,
     norm_keeps_fp32=True,
 )
-QWEN_2 = Family(decoder_layer="Qwen2DecoderLayer", defaults=QWEN_SIZES, query_key_value_bias=True, output_bias=False)
-QWEN_3 = Family(
-    decoder_layer="Qwen3DecoderLayer",
-    defaults=QWEN_SIZES | {"head_dim": 128},
-    query_key_value_bias="attention_bias",
-    query_key_norm="head",
-)
-
+QWEN_2 = Family(defaults=QWEN_SIZES, query_key_value_bias=True, output_bias=False)
+QWEN_3 = Family(defaults=QWEN_SIZES | {"head_dim": 128}, query_key_value_bias="attention_bias", query_key_norm="head")
 NO_CONVOLUTION = Family(has_state=True, unadaptable=("conv1d", "out_proj"))
 
 FAMILIES: Mapping[str, Family] = {
     "llama": LLAMA,
-    "mistral": Family(
-        tensor_parallel="heads", decoder_layer="MistralDecoderLayer", defaults=_sizes(4096, 14336, 32, 32, 8, 32000)
-    ),
+    "mistral": Family(tensor_parallel="heads", defaults=_sizes(4096, 14336, 32, 32, 8, 32000)),
     "qwen2": replace(QWEN_2, tensor_parallel="heads"),
     "qwen3": replace(QWEN_3, tensor_parallel="heads"),
     "gemma": Family(
         tensor_parallel="heads",
-        decoder_layer="GemmaDecoderLayer",
         defaults=_sizes(3072, 24576, 28, 16, 16, 256000, head_dim=256),
         tied=True,
         query_key_value_bias="attention_bias",
@@ -150,31 +132,18 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "gemma2": GEMMA_2,
     "gemma3_text": replace(
-        GEMMA_2,
-        decoder_layer="Gemma3DecoderLayer",
-        defaults=GEMMA_2.defaults | {"vocab_size": 262208},
-        caps_scores=False,
-        query_key_norm="head",
+        GEMMA_2, defaults=GEMMA_2.defaults | {"vocab_size": 262208}, caps_scores=False, query_key_norm="head"
     ),
-    "phi3": Family(
-        tensor_parallel="products",
-        decoder_layer="Phi3DecoderLayer",
-        defaults=_sizes(3072, 8192, 32, 32, None, 32064),
-        fused=True,
-    ),
-    "granite": replace(LLAMA, decoder_layer="GraniteDecoderLayer"),
-    "smollm3": replace(
-        LLAMA, decoder_layer="SmolLM3DecoderLayer", defaults=_sizes(2048, 11008, 36, 16, 4, 128256), tied=True
-    ),
+    "phi3": Family(tensor_parallel="products", defaults=_sizes(3072, 8192, 32, 32, None, 32064), fused=True),
+    "granite": LLAMA,
+    "smollm3": replace(LLAMA, defaults=_sizes(2048, 11008, 36, 16, 4, 128256), tied=True),
     "olmo2": replace(OLMO_2, tensor_parallel="products"),
-    "olmo3": replace(OLMO_2, decoder_layer="Olmo3DecoderLayer"),
+    "olmo3": OLMO_2,
     "mixtral": Family(
-        decoder_layer="MixtralDecoderLayer",
         defaults=_sizes(4096, 14336, 32, 32, 8, 32000, num_local_experts=8, num_experts_per_tok=2),
         mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size"),
     ),
     "olmoe": Family(
-        decoder_layer="OlmoeDecoderLayer",
         defaults=_sizes(2048, 2048, 16, 16, None, 50304, num_experts=64, num_experts_per_tok=8),
         query_key_value_bias="attention_bias",
         query_key_norm="all",
@@ -182,20 +151,17 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "qwen2_moe": replace(
         QWEN_2,
-        decoder_layer="Qwen2MoeDecoderLayer",
         defaults=_sizes(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
         | {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632},
         mixture=MixtureKeys(shared="shared_expert_intermediate_size", some_are_dense=True),
     ),
     "qwen3_moe": replace(
         QWEN_3,
-        decoder_layer="Qwen3MoeDecoderLayer",
         defaults=_sizes(2048, 6144, 24, 32, 4, 151936, num_experts=128, num_experts_per_tok=8)
         | {"moe_intermediate_size": 768},
         mixture=MixtureKeys(some_are_dense=True),
     ),
     "glm4_moe": Family(
-        decoder_layer="Glm4MoeDecoderLayer",
         defaults=_sizes(4096, 10944, 46, 96, 8, 151552, n_routed_experts=128, n_shared_experts=1)
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 1408, "first_k_dense_replace": 1},
         query_key_value_bias="attention_bias",
@@ -205,7 +171,6 @@ FAMILIES: Mapping[str, Family] = {
         mixture=SHARED_EXPERTS,
     ),
     "deepseek_v3": Family(
-        decoder_layer="DeepseekV3DecoderLayer",
         defaults=_sizes(7168, 18432, 61, 128, None, 129280, n_routed_experts=256, n_shared_experts=1)
         | {"num_experts_per_tok": 8, "moe_intermediate_size": 2048, "first_k_dense_replace": 3}
         | {"q_lora_rank": 1536, "kv_lora_rank": 512}
@@ -215,7 +180,6 @@ FAMILIES: Mapping[str, Family] = {
         mixture=SHARED_EXPERTS,
     ),
     "gpt_oss": Family(
-        decoder_layer="GptOssDecoderLayer",
         defaults=_sizes(2880, 2880, 36, 64, 8, 201088, head_dim=64, num_local_experts=128, num_experts_per_tok=4),
         query_key_value_bias="attention_bias",
         attention_bias=True,
@@ -229,17 +193,11 @@ FAMILIES: Mapping[str, Family] = {
             gate_tensors=6,
         ),
     ),
-    "qwen2_5_vl_text": replace(
-        QWEN_2,
-        is_of_vision=True,
-        decoder_layer="Qwen2_5_VLDecoderLayer",
-        defaults=_sizes(8192, 29568, 80, 64, 8, 152064),
-    ),
-    "qwen3_vl_text": replace(QWEN_3, is_of_vision=True, decoder_layer="Qwen3VLTextDecoderLayer"),
+    "qwen2_5_vl_text": replace(QWEN_2, is_of_vision=True, defaults=_sizes(8192, 29568, 80, 64, 8, 152064)),
+    "qwen3_vl_text": replace(QWEN_3, is_of_vision=True),
     "qwen3_vl_moe_text": replace(
         QWEN_3,
         is_of_vision=True,
-        decoder_layer="Qwen3VLMoeTextDecoderLayer",
         defaults=_sizes(2048, 5632, 24, 16, 16, 151936, num_experts=60, num_experts_per_tok=4)
         | {"moe_intermediate_size": 1408},
         mixture=MixtureKeys(some_are_dense=True),
@@ -283,6 +241,15 @@ def read_family_source(model_type: str) -> str:
 def find_classes(model_type: str) -> frozenset[str]:
     """The classes of a family's modeling file; empty where it is not known."""
     return frozenset(re.findall(r"^class (\w+)", read_family_source(model_type), re.MULTILINE))
+
+
+def find_layer_class(model_type: str) -> str:
+    """The class of a family's decoder layers, which FSDP wraps.
+
+    >>> find_layer_class("gemma3_text")
+    'Gemma3DecoderLayer'
+    """
+    return min((name for name in find_classes(model_type) if name.endswith("DecoderLayer")), default="layers")
 
 
 @cache

@@ -372,7 +372,7 @@ def read_architecture(config: Mapping[str, Any], where: str) -> Architecture:
     """
     model_type = config.get("model_type")
     family = find_family(str(model_type))
-    if not family.decoder_layer:
+    if not family.defaults:
         raise UserError(f"{where}: model_type {model_type!r} cannot be planned; supported: {', '.join(PLANNED)}")
     sizes = {**family.defaults, **{key: value for key, value in config.items() if value is not None}}
     missing = [key for key in REQUIRED_SIZES if not isinstance(sizes.get(key), int)]

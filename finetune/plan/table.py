@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import fields
 
+from finetune.config.families import find_layer_class
 from finetune.config.layout import frozen_dtype
 from finetune.config.quantization import describe_quantization
 from finetune.flops import FORMULA
@@ -68,7 +69,7 @@ def format_header(spec: RunSpec, ranks_assumed: bool) -> str:
     return "\n".join(
         [
             f"model      {model}: {a.model_type}, {count(a.parameters)} parameters, {active}{count(trained)} trained"
-            f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {a.family.decoder_layer}",
+            f"{' (LoRA)' if recipe.lora.use_peft else ''}, {a.layers} x {find_layer_class(a.model_type)}",
             *_describe_teacher(spec),
             f"layout     {name_layout(spec)} on {counted(spec.ranks, 'rank')} ({sharding.source})",
             *(f"           {line}" for line in (sharding.describe_sequences(spec.ranks), *sharding.translated) if line),
