@@ -283,7 +283,7 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
 
     `shards`: all of this rank's, first copies or not. One digest a rank crosses the wire, two under tensor parallelism.
     """
-    group_size, tensors = ranks.world.shard_group_size, ranks.world.sharding.tensor_parallel_size
+    group_size, tensors = ranks.world.shard_group_size, ranks.world.size // ranks.world.tensor_group_count
     if ranks.world.size > group_size:  # several replicas
         _refuse_different(shards, step, ranks, lambda rank: rank % group_size)
     if tensors > 1:

@@ -11,6 +11,7 @@ from finetune.config.deepspeed_file import JSON_KEYS, VARIABLES, Translation, tr
 from finetune.config.layout import (
     DEFAULT_MIN_NUM_PARAMS,
     FP8_KEYS,
+    GROUP_KEYS,
     OTHER_BACKEND_KEYS,
     PLAIN_LAUNCH,
     Layout,
@@ -59,10 +60,7 @@ UNSUPPORTED = {
     "ignored_modules": "every module is sharded here; remove the key",
     "activation_checkpointing_offload": "not supported here; remove the key",
 }
-MESH_KEYS = {
-    key: f"PARALLELISM_CONFIG_{key.upper()}"
-    for key in ("dp_replicate_size", "dp_shard_size", "tp_size", "cp_size", "sp_size")
-}
+MESH_KEYS = {key: f"PARALLELISM_CONFIG_{key.upper()}" for key in ("dp_replicate_size", "dp_shard_size", *GROUP_KEYS)}
 # Accepted without effect, with Accelerate's defaults: sequences are divided by one method here, whatever a file names.
 OTHER_MESH_KEYS = {
     "cp_backend": "torch",
@@ -279,7 +277,7 @@ def read_environment(environ: Mapping[str, str]) -> Settings | None:
         settings = Settings(source, "DEEPSPEED", precision, use_cpu, {}, mesh, fp8=read_fp8_environment(environ))
         return _with_translation(settings, translate_deepspeed(section, source, precision))
     if not asks_for("FSDP"):
-        divided = [key for key in ("tp_size", "cp_size", "sp_size") if str(mesh.get(key, "1")) != "1"]
+        divided = [key for key in GROUP_KEYS if str(mesh.get(key, "1")) != "1"]
         return Settings(source, "MULTI_GPU", precision, use_cpu, {}, mesh) if divided else None
     fsdp = {key: environ[variable] for key, variable in FSDP_KEYS.items() if variable in environ}
     version = str(fsdp.get("version", "1"))
@@ -395,7 +393,7 @@ def _interpret(settings: Settings) -> Sharding:
 
 
 def _find_mesh_problems(settings: Settings, layout: Layout, sizes: Mapping[str, int | None]) -> list[str]:
-    divided = {key: sizes[key] for key in ("tp_size", "cp_size", "sp_size") if (sizes[key] or 1) > 1}
+    divided = {key: sizes[key] for key in GROUP_KEYS if (sizes[key] or 1) > 1}
     if layout != "fsdp2":
         return [
             f"{settings.place_of(key)}: {key}: {size} needs FSDP2; set distributed_type: FSDP and "

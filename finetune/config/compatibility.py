@@ -8,6 +8,7 @@ from finetune.config import layout_rules, model_rules, recipe_rules
 from finetune.config.facts import Case, MachineFacts, ModelFacts, Problem, Rule
 from finetune.config.layout_rules import BF16, ON_NVME, has_fp8, is_quantized
 from finetune.config.optimizers import OPTIMIZERS, SMALLEST_WITHOUT_PACKAGE
+from finetune.config.quantization import LOAD_KEYS
 from finetune.config.recipe_rules import is_set
 from finetune.config.schema import SECTIONS, Recipe
 from finetune.errors import UserError
@@ -165,7 +166,7 @@ MACHINE: tuple[Rule, ...] = (
         for name, package in TRACKERS.items()
     ),
     _package(
-        "bitsandbytes", ("load_in_4bit", "load_in_8bit"), is_quantized, "bitsandbytes", lambda c: c.load_key,
+        "bitsandbytes", LOAD_KEYS, is_quantized, "bitsandbytes", lambda c: c.load_key,
         "remove it and name an unquantized model", of_teacher=True,
     ),
     _package(

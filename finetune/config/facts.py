@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Literal
 
 from finetune.config.families import Family, find_family, read_family_source
-from finetune.config.quantization import quantize_teacher, read_stored_quantization
+from finetune.config.quantization import name_load_key, quantize_teacher, read_stored_quantization
 from finetune.config.schema import Quantization, Recipe, compute_global_batch_size, recipe_keys
 from finetune.errors import UserError
 
@@ -142,7 +142,7 @@ class Case:
     @property
     def load_key(self) -> str:
         """The key that asks for the quantization."""
-        return "teacher_load_in_4bit" if self.is_teacher else f"load_in_{self.quantization.bits}bit"
+        return name_load_key(self.quantization, of_teacher=self.is_teacher)
 
     @property
     def global_batch_size(self) -> int:

@@ -98,6 +98,13 @@ Strategy = Literal["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD"]
 Wrapping = Literal["TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP"]
 MixedPrecision = Literal["no", "fp16", "bf16"]
 
+# Keys of an Accelerate file's mesh for ranks that share rows -> what they are here, and what those ranks divide.
+DIVISIONS: Mapping[str, tuple[str, str]] = {
+    "cp_size": ("sequence_parallel_size", "the tokens of a row"),
+    "tp_size": ("tensor_parallel_size", "the matrices of each layer"),
+}
+UNDIVIDED: Mapping[str, Any] = {name: 1 for name, _ in DIVISIONS.values()}
+GROUP_KEYS = ("tp_size", "cp_size", "sp_size")
 DEFAULT_MIN_NUM_PARAMS = 100_000_000
 PLAIN_LAUNCH = "a plain launch (no Accelerate file)"
 
@@ -150,6 +157,20 @@ class Sharding:
     def ranks_per_batch(self) -> int:
         """Ranks that train on the same rows: they divide their tokens or the layers' matrices between them."""
         return self.sequence_parallel_size * self.tensor_parallel_size
+
+    @property
+    def group_sizes(self) -> dict[str, int]:
+        """The sizes of DIVISIONS, by the Accelerate file's keys."""
+        return {key: getattr(self, name) for key, (name, _) in DIVISIONS.items()}
+
+    @property
+    def divides_matrices(self) -> bool:
+        return self.tensor_parallel_size > 1
+
+    def tensor_group_of(self, rank: int) -> int:
+        """The tensor parallel group of a rank, whose ranks compute the same activations and losses; without tensor
+        parallelism the rank itself. Of the number of ranks, the number of groups."""
+        return rank // self.tensor_parallel_size
 
     def count_replica_ranks(self, ranks: int, ranks_per_node: int) -> int:
         """How many of `ranks` hold one replica of the model between them: all of them, one, or under hybrid sharding a

@@ -8,6 +8,7 @@ from finetune.config.facts import Case, Rule
 from finetune.config.model_rules import is_uneven_vocabulary, set_to_divisor, trains_experts
 from finetune.config.optimizers import DEFAULT_OPTIMIZER, OPTIMIZERS
 from finetune.config.overrides import COMMAND_LINE
+from finetune.config.quantization import LOAD_KEYS
 from finetune.config.recipe_rules import is_set
 from finetune.units import counted
 
@@ -233,7 +234,7 @@ RULES: tuple[Rule, ...] = (
         "FSDP1 gathers no single unit, as the teacher's head needs it", advice="set fsdp_version: 2, or use ddp",
     ),
     Rule(
-        name="a quantized base under FSDP1", keys=("load_in_4bit", "load_in_8bit", "fsdp_version"), needs=("layout",),
+        name="a quantized base under FSDP1", keys=(*LOAD_KEYS, "fsdp_version"), needs=("layout",),
         of_teacher=True, when=lambda c: is_fsdp1(c) and is_quantized(c),
         message="{load_key} cannot be combined with fsdp_version: 1 ({layout.source}): FSDP1 flattens and converts "
         "the parameters of a layer together, which corrupts quantized ones",
@@ -270,7 +271,7 @@ RULES: tuple[Rule, ...] = (
         fix={"neftune_noise_alpha": None},
     ),
     _exclude(
-        "tp_size", has_tp, "load_in_4bit", is_quantized, lambda c: c.load_key,
+        "tp_size", has_tp, LOAD_KEYS[0], is_quantized, lambda c: c.load_key,
         "a quantized base cannot be split by tensor parallelism",
         advice="name an unquantized model without the key, or set tp_size: 1",
     ),
@@ -321,7 +322,7 @@ RULES: tuple[Rule, ...] = (
         "activation_offload", "optim_in_backward")),
     # FP8
     Rule(
-        name="a quantized base in FP8", keys=("load_in_4bit", "load_in_8bit", "mixed_precision"), needs=("layout",),
+        name="a quantized base in FP8", keys=(*LOAD_KEYS, "mixed_precision"), needs=("layout",),
         of_teacher=True, when=lambda c: has_fp8(c) and is_quantized(c),
         message="{load_key} cannot be combined with mixed_precision: fp8 ({layout.source}): a base in "
         "{quantization.bits} bits is multiplied in bf16 only",

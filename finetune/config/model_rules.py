@@ -14,8 +14,8 @@ from finetune.config.families import (
     read_family_source,
 )
 from finetune.config.module_patterns import is_within
-from finetune.config.quantization import describe_quantization
-from finetune.config.schema import Quantization
+from finetune.config.quantization import LOAD_KEYS, describe_quantization
+from finetune.config.schema import Quantization, keys_of
 
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
@@ -179,7 +179,7 @@ def _describe_unknown_wraps(case: Case) -> str:
 def _other_quantization(case: Case) -> Iterator[str]:
     """Keys that ask for another quantization than that of the files."""
     stored, usual, asked = case.model.quantization, Quantization(), case.recipe.quantization
-    for key in ("load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant"):
+    for key in keys_of(Quantization):
         if getattr(asked, key) not in (getattr(usual, key), getattr(stored, key)):
             yield key
 
@@ -234,12 +234,12 @@ RULES: tuple[Rule, ...] = (
         advice="set use_peft: true, or name the unquantized model", fix={"use_peft": True},
     ),
     _model_rule(
-        "another quantization than the stored one", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type",
-        "bnb_4bit_use_double_quant", when=lambda c: c.model.quantization is not None and any(_other_quantization(c)),
+        "another quantization than the stored one", *keys_of(Quantization),
+        when=lambda c: c.model.quantization is not None and any(_other_quantization(c)),
         message=_describe_other_quantization,
     ),
     _model_rule(
-        "quantized experts", "load_in_4bit", "load_in_8bit", "model_name_or_path",
+        "quantized experts", *LOAD_KEYS, "model_name_or_path",
         when=lambda c: c.quantization.bits is not None and c.model.experts,
         message="{load_key}: {name} is a mixture of experts ({model.model_type}), whose experts are not quantized "
         "here",

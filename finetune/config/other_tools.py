@@ -127,6 +127,7 @@ OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trai
 NOISE = "bounded by each document's own tokens, not by those of the padded batch"
 PRECISION = "mixed_precision belongs in the Accelerate file"
 FP8 = "mixed_precision: fp8, by torchao, in the Accelerate file that is written beside the recipe"
+MESH_SIZES = "parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file"
 HALF = "mixed_precision: fp16 in the Accelerate file that is written beside the recipe"
 CHECKPOINTING = "fsdp_activation_checkpointing belongs in the Accelerate file"
 SHARDING = "sharding belongs in the Accelerate file"
@@ -277,8 +278,7 @@ AXOLOTL = (
     *unsupported("LoftQ", "peft"),
     *unsupported("another loss", *LOSSES),
     *in_accelerate_file(FP8, "fp8", "fp8_enable_fsdp_float8_all_gather"),
-    *in_accelerate_file("parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file",
-             "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
+    *in_accelerate_file(MESH_SIZES, "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     Counterpart("lora_model_dir", "adapter_name_or_path", "a LoRA adapter to train further"),
     *unsupported("learning rates by layer", "lr_groups", "embedding_lr", "embedding_lr_scale"),
     *unsupported("LoRA on some layers", "peft_layers_to_transform"),

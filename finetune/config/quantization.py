@@ -11,6 +11,8 @@ from finetune.config.schema import Quantization
 from finetune.constants import FP32
 from finetune.errors import UserError
 
+LOAD_KEYS = ("load_in_4bit", "load_in_8bit")
+QLORA: Mapping[str, Any] = {"use_peft": True, "load_in_4bit": True}
 BLOCK = 64  # numbers of a 4-bit weight under one scale, in row-major order over the whole weight: blocks cross rows
 NESTED_BLOCK = 256  # scales under one scale of their own, with bnb_4bit_use_double_quant
 
@@ -61,14 +63,25 @@ def describe_quantization(quantization: Quantization) -> str:
     return f"{quantization.bits} bits ({kind}{double})"
 
 
+def quantize_to(bits: int | None, quant_type: Any = None, double: bool = False) -> Quantization:
+    """A base in 4 bits (`quant_type`: fp4, else nf4), in 8, or as it is."""
+    return Quantization(
+        load_in_4bit=bits == 4,
+        load_in_8bit=bits == 8,
+        bnb_4bit_quant_type="fp4" if quant_type == "fp4" else "nf4",
+        bnb_4bit_use_double_quant=double,
+    )
+
+
 def read_recipe_quantization(recipe: Mapping[str, Any]) -> Quantization:
     """How a run's base was quantized, by its recipe as files hold it."""
-    return Quantization(
-        load_in_4bit=recipe.get("load_in_4bit") is True,
-        load_in_8bit=recipe.get("load_in_8bit") is True,
-        bnb_4bit_quant_type="fp4" if recipe.get("bnb_4bit_quant_type") == "fp4" else "nf4",
-        bnb_4bit_use_double_quant=recipe.get("bnb_4bit_use_double_quant") is True,
-    )
+    bits = 4 if recipe.get("load_in_4bit") is True else 8 if recipe.get("load_in_8bit") is True else None
+    return quantize_to(bits, recipe.get("bnb_4bit_quant_type"), recipe.get("bnb_4bit_use_double_quant") is True)
+
+
+def name_load_key(quantization: Quantization, *, of_teacher: bool) -> str:
+    """The key that asks for a quantization of the base, or of the teacher."""
+    return "teacher_load_in_4bit" if of_teacher else f"load_in_{quantization.bits}bit"
 
 
 def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
@@ -79,8 +92,7 @@ def read_teacher_quantization(settings: Any, method: Method) -> Quantization:
 
 def quantize_teacher(method: Method) -> Quantization:
     """How the recipe says that a teacher is kept."""
-    in_4_bits = method.teacher_load_in_4bit
-    return Quantization(load_in_4bit=in_4_bits, bnb_4bit_use_double_quant=in_4_bits)
+    return quantize_to(4, double=True) if method.teacher_load_in_4bit else Quantization()
 
 
 def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
@@ -101,11 +113,7 @@ def read_stored_quantization(settings: Any, name: str) -> Quantization | None:
             "bitsandbytes can be "
             "trained on; name the unquantized model, and set use_peft and load_in_4bit: true to keep it in 4 bits"
         )
-    quant_type = settings.get("bnb_4bit_quant_type", "fp4")
     if in_8_bits:
-        return Quantization(load_in_8bit=True)
-    return Quantization(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4" if quant_type == "nf4" else "fp4",
-        bnb_4bit_use_double_quant=settings.get("bnb_4bit_use_double_quant") is True,
-    )
+        return quantize_to(8)
+    quant_type = "nf4" if settings.get("bnb_4bit_quant_type") == "nf4" else "fp4"
+    return quantize_to(4, quant_type, settings.get("bnb_4bit_use_double_quant") is True)

@@ -5,6 +5,7 @@ import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 
+from finetune.config.layout import GROUP_KEYS
 from finetune.config.optimizers import OPTIMIZERS, REFUSED_OPTIMIZERS
 from finetune.config.other_tools import FLAT_TOOLS, Counterpart
 from finetune.config.schema import DatasetSource, Key, recipe_keys
@@ -20,10 +21,8 @@ ACCELERATE_KEYS = frozenset(
 )
 # What many call what a key of an Accelerate file says: name -> that key.
 IN_ACCELERATE_FILE: Mapping[str, str] = {
-    "tp_size": "parallelism_config_tp_size",
-    "tp_config": "parallelism_config_tp_size",
-    "cp_size": "parallelism_config_cp_size",
-    "sp_size": "parallelism_config_sp_size",
+    **{key: f"parallelism_config_{key}" for key in GROUP_KEYS},
+    "tp_config": f"parallelism_config_{GROUP_KEYS[0]}",
     "sequence_parallel_size": "parallelism_config_sp_size",
     "cpu_offload": "fsdp_offload_params",
     "offload_params": "fsdp_offload_params",

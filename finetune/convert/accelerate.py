@@ -8,6 +8,7 @@ from typing import Any, Literal
 import yaml
 
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS
+from finetune.config.layout import GROUP_KEYS
 from finetune.convert.rules import read_section
 from finetune.convert.tool_keys import Tool
 
@@ -52,8 +53,8 @@ class Layout:
         precision: dict[str, Any] = {} if self.precision == "bf16" else {"mixed_precision": self.precision}
         if self.fp8:
             precision = {"mixed_precision": "fp8", "fp8_config": {"backend": "AO", "recipe_name": self.fp8}}
-        sizes = {"tp_size": self.tensors, "cp_size": self.sequences}
-        mesh = {f"parallelism_config_{key}": size for key, size in sizes.items() if size > 1}
+        sizes = zip(GROUP_KEYS, (self.tensors, self.sequences), strict=False)
+        mesh = {f"parallelism_config_{key}": size for key, size in sizes if size > 1}
         return precision | ({"parallelism_config": {"parallelism_config_dp_shard_size": 1} | mesh} if mesh else {})
 
     def remarks(self) -> Iterator[str]:

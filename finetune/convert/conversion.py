@@ -11,6 +11,7 @@ import yaml
 
 from finetune.config.methods import METHODS
 from finetune.config.other_tools import INT8, Counterpart
+from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
 from finetune.config.schema import NESTED, Lora, keys_of, recipe_keys
 from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
@@ -42,7 +43,6 @@ from finetune.errors import UserError
 
 REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 MOST_REFERENCES = 10  # references to references; a cycle ends here
-FROZEN_ONLY = ("load_in_4bit", "load_in_8bit")
 MASTER_WEIGHTS = (
     "of the weights as they are loaded: ZeRO and FSDP under bf16 train a copy in float32 there, as is the default here"
 )
@@ -185,7 +185,7 @@ def _set(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
         notes = (note for pattern, note in OPTIMIZER_NOTES.items() if re.search(pattern, str(value).lower()))
         found.remarks += [f"{key}: {shorten(value)}   ({note})" for note in notes]
     if value == "qlora" and pair.carry == "adapter":
-        found.recipe["load_in_4bit"] = True
+        found.recipe |= QLORA
     elif pair.carry == "bits" and value == 8:
         found.remarks.append(f"{key}: {shorten(value)}   ({INT8})")
     elif pair.inexact:
@@ -216,7 +216,7 @@ def _add_defaults(theirs: Mapping[str, Any], found: Conversion) -> None:
         recipe.setdefault("lora_alpha", 2 * rank if isinstance(rank, int) else 16)
     if recipe.get("use_peft", given.get("use_peft")):
         given |= LORA_DEFAULTS[tool]
-    if recipe.get("load_in_4bit"):
+    if read_recipe_quantization(recipe).bits == 4:
         given |= FOUR_BIT_DEFAULTS[tool]
     if tool == "Axolotl" and any(entry.get("type") != "text" for entry in recipe.get("datasets", ())):
         given["overlength"] = "drop"  # plain text is split, there as here
@@ -276,13 +276,13 @@ def _remove_contradictions(found: Conversion) -> None:
             found.ignored.append(steps)  # only the strategy steps reads it
         if recipe.get(strategy) == "no":
             del recipe[strategy]  # without steps the default here
-    for key in FROZEN_ONLY:
+    for key in LOAD_KEYS:
         if not recipe.get("use_peft") and recipe.pop(key, False):
             found.add_difference(key, True, "only a frozen base can be quantized; every parameter is trained here")
     is_stored = BITSANDBYTES_MODEL.search(str(recipe.get("model_name_or_path")).lower()) is not None
-    if is_stored and (asked := [key for key in FROZEN_ONLY if recipe.pop(key, False)]):
+    if is_stored and (asked := [key for key in LOAD_KEYS if recipe.pop(key, False)]):
         found.remarks.append(f"{', '.join(asked)}: left to the model, whose files are quantized already")
-    if not recipe.get("load_in_4bit"):
+    if read_recipe_quantization(recipe).bits != 4:
         for key in FOUR_BIT_DEFAULTS[found.tool]:
             recipe.pop(key, None)
     held_out = "eval_datasets" in recipe or "eval_split_size" in recipe

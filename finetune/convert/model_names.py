@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.rules import read_section
 
 Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
@@ -50,7 +51,7 @@ QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 
 
-FEW_BITS = ("load_in_4bit", "load_in_8bit", "quantization_bit", "quantize_moe_experts")
+FEW_BITS = (*LOAD_KEYS, "quantization_bit", "quantize_moe_experts")
 MOE_KEYS = (
     "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
 )  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any, get_args
 
 from finetune.config.optimizers import convert_optimizer
 from finetune.config.other_tools import TOKEN_NAMES, Counterpart
+from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
 from finetune.convert.tool_keys import NF4_OF_TORCHAO, Tool
 
@@ -144,7 +145,7 @@ def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         layers = [*layers, "w1", "w3", "w2"] if model.get("apply_lora_to_mlp") and isinstance(layers, list) else layers
         found.recipe |= {"use_peft": True, "lora_target_modules": convert_targets(layers)}
     if "qlora_" in str(model.get("_component_")):
-        found.recipe |= {"use_peft": True, "load_in_4bit": True}
+        found.recipe |= QLORA
         found.remarks.append(f"model._component_: {shorten(model['_component_'])}   ({NF4_OF_TORCHAO})")
     if read_section(theirs, "optimizer"):
         found.recipe.setdefault("weight_decay", 0.01)  # torch's AdamW

@@ -13,7 +13,7 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import ModelFacts, Problem, read_model_facts, with_expert_parallelism
 from finetune.config.families import find_family, find_linear_layers, read_family_source
-from finetune.config.layout import Fp8
+from finetune.config.layout import DIVISIONS, Fp8
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
 from finetune.convert.model_names import guess_family
@@ -59,7 +59,7 @@ def make_runnable(found: Conversion) -> None:
         _rename_targets(found, facts)
     for _ in range(MOST_CHANGES):
         problems = judge(found, facts)
-        known = recipe_keys().keys() | {"mixed_precision", "tp_size", "cp_size"}
+        known = recipe_keys().keys() | {"mixed_precision", *DIVISIONS}
         change = next((problem for problem in problems if problem.fix and problem.fix.keys() <= known), None)
         if change is None:
             found.to_do += [_say(problem, found) for problem in problems]
@@ -101,7 +101,7 @@ def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
         return []  # the reader says what is wrong
     file = yaml.safe_load(found.accelerate_file or "{}")
     mesh, precision = file.get("parallelism_config", {}), file.get("mixed_precision", layout.mixed_precision)
-    tensors, sequences = (mesh.get(f"parallelism_config_{key}", 1) for key in ("tp_size", "cp_size"))
+    sizes = {name: mesh.get(f"parallelism_config_{key}", 1) for key, (name, _) in DIVISIONS.items()}
     layout = replace(
         layout,
         mixed_precision="bf16" if precision == "fp8" else precision,
@@ -109,8 +109,7 @@ def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
         strategy="FULL_SHARD" if layout.strategy == "HYBRID_SHARD" else layout.strategy,  # whose sizes are an example
         replicate_size=None,
         shard_size=None,
-        tensor_parallel_size=tensors,
-        sequence_parallel_size=sequences,
+        **sizes,
     )
     least = 1 if layout.layout == "single" else 2
     ranks = layout.ranks_per_batch if layout.ranks_per_batch > 1 else max(least, layout.expert_parallel_size)

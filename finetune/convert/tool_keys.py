@@ -7,6 +7,7 @@ Sources: torchtune's recipes and builders; Automodel's `recipes/llm/train_ft.py`
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
+from finetune.config.layout import DIVISIONS
 from finetune.config.other_tools import (
     AXOLOTL,
     BITSANDBYTES,
@@ -14,6 +15,7 @@ from finetune.config.other_tools import (
     FP8,
     INT8,
     LLAMA_FACTORY,
+    MESH_SIZES,
     OFFLOADED,
     ONE_LOSS,
     OPTIMIZER_NAMES,
@@ -32,7 +34,6 @@ TOOL_NAMES: tuple[Tool, ...] = get_args(Tool)
 OWN_FOLDER = "output_dir is the run's folder, for everything"
 NF4_OF_TORCHAO = "NF4 by torchao there and by bitsandbytes here: the same codes, scales rounded differently"
 NO_STAGES = "no pipeline stages here: the layers are sharded over the ranks instead, and the loss is the same"
-SIZES = "parallelism_config_tp_size and parallelism_config_cp_size belong in the Accelerate file"
 LAYOUT = "sharding, mixed_precision and activation checkpointing belong in the Accelerate file"
 
 TORCHTUNE = (
@@ -65,7 +66,7 @@ TORCHTUNE = (
     Counterpart("kd_loss", "distill_beta", "forward KL is 0, reverse KL is 1", "by-code"),
     Counterpart("kd_ratio", "distill_alpha", "the share of the divergence", "by-code"),
     *unsupported("LoRA on the head", "model.apply_lora_to_output"),
-    *in_accelerate_file(SIZES, "tensor_parallel_dim", "context_parallel_dim"),
+    *in_accelerate_file(MESH_SIZES, "tensor_parallel_dim", "context_parallel_dim"),
     *unsupported("early exit", "early_exit_loss", "layer_dropout"),
     *in_accelerate_file(FP8, "enable_fp8_training", "fp8_recipe_name"),
     *ignored("the tokenizer of model_name_or_path is used", "tokenizer.path", "tokenizer.merges_file", "tokenizer._component_"),
@@ -125,7 +126,7 @@ AUTOMODEL = (
     *ignored("the teacher is spread as the model is", "teacher_distributed", "separate_meshes"),
     *in_accelerate_file(LAYOUT, "distributed.strategy", "distributed.activation_checkpointing", "distributed.offload_policy",
              "distributed.dp_replicate_size", "distributed._target_", "distributed.mp_policy"),
-    *in_accelerate_file(SIZES, "distributed.tp_size", "distributed.cp_size"),
+    *in_accelerate_file(MESH_SIZES, *(f"distributed.{key}" for key in DIVISIONS)),
     Counterpart("distributed.ep_size", "expert_parallel_size"),
     *without_counterpart(NO_STAGES, "distributed.pp_size", "distributed.pipeline"),
     *in_accelerate_file(LAYOUT, "distributed.cpu_offload"),

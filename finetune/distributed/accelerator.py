@@ -31,9 +31,10 @@ def make_mesh(sharding: Sharding, device_type: str) -> DeviceMesh | None:
 def make_sequence_group(sharding: Sharding, ranks: int, device_type: str) -> ProcessGroup | None:
     """The ranks that divide a row's tokens with this one; None where a rank has whole rows. All `ranks` call it
     together."""
-    if sharding.sequence_parallel_size == 1:
+    sequences = sharding.sequence_parallel_size
+    if sequences == 1:
         return None
-    sizes = (ranks // sharding.ranks_per_batch, sharding.sequence_parallel_size, sharding.tensor_parallel_size)
+    sizes = (ranks // sharding.ranks_per_batch, sequences, sharding.ranks_per_batch // sequences)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=(BATCH, SEQUENCE, TENSOR))
     return mesh.get_group(SEQUENCE)
 

@@ -115,7 +115,7 @@ def sum_partial_gradients(model: nn.Module, world: World) -> None:
 
     Each rank has computed them from its own heads only. Called after the last micro-batch of a step.
     """
-    if world.mesh is None or world.sharding.tensor_parallel_size == 1:
+    if world.mesh is None or not world.sharding.divides_matrices:
         return
     parameters = (p for module in model.modules() if hasattr(module, PARTIAL) for p in module.parameters(recurse=False))
     gradients = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]

@@ -80,7 +80,7 @@ def divide_matrices(model: Any, world: World) -> None:
     Call it before FSDP shards the model. Raises `UserError` where transformers has no plan for the model that is
     understood here.
     """
-    if world.sharding.tensor_parallel_size == 1:
+    if not world.sharding.divides_matrices:
         return
     _check_plan(model, f"{world.sharding.source}: tp_size {world.sharding.tensor_parallel_size}")
     assert world.mesh is not None

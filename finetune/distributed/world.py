@@ -113,14 +113,14 @@ class World:
     def shard_rank(self) -> int:
         """This rank's position in its shard group, which ranks that hold the same values share; those of a tensor
         parallel group, which hold the same norms, share it too."""
-        return self.rank % self.shard_group_size // self.sharding.tensor_parallel_size
+        return self.sharding.tensor_group_of(self.rank % self.shard_group_size)
 
     @property
     def data_parallel(self) -> DataParallelRank:
         """This rank among those that train on rows of their own; ranks of one sequence or tensor group are one of
         them."""
         shared, sequence = self.sharding.ranks_per_batch, self.sharding.sequence_parallel_size
-        part = self.rank // self.sharding.tensor_parallel_size % sequence
+        part = self.tensor_group_index % sequence
         return DataParallelRank(self.rank // shared, self.size // shared, self.local_rank, self.device, part, sequence)
 
     @property
@@ -132,13 +132,13 @@ class World:
     def tensor_group_index(self) -> int:
         """The tensor parallel group of this rank among `tensor_group_count`: its ranks compute the same activations and
         losses."""
-        return self.rank // self.sharding.tensor_parallel_size
+        return self.sharding.tensor_group_of(self.rank)
 
     @property
     def tensor_group_count(self) -> int:
         """How many tensor parallel groups there are; without tensor parallelism every rank is one. Over them gradients
         are averaged."""
-        return self.size // self.sharding.tensor_parallel_size
+        return self.sharding.tensor_group_of(self.size)
 
     @property
     def mesh(self) -> "DeviceMesh | None":
@@ -154,8 +154,8 @@ class World:
 
     def sum_over_groups(self, tensor: torch.Tensor) -> torch.Tensor:
         """As `sum`, with each tensor parallel group, whose ranks have computed the same `tensor`, counted once."""
-        summed = self.sum(tensor)
-        return summed if self.sharding.tensor_parallel_size == 1 else summed.div_(self.sharding.tensor_parallel_size)
+        summed, copies = self.sum(tensor), self.size // self.tensor_group_count
+        return summed if copies == 1 else summed.div_(copies)
 
     def any(self, flag: bool) -> bool:
         """Whether the flag is set on any rank."""

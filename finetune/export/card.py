@@ -50,7 +50,6 @@ RECIPE_KEYS = (
     "use_rslora",
     "use_dora",
 )
-FOUR_BIT_KEYS = ("load_in_4bit", "bnb_4bit_quant_type", "bnb_4bit_use_double_quant")
 LICENSE_KEYS = ("license", "license_name", "license_link")  # the hub's fields; the last two where the first is "other"
 UNKNOWN_LICENSE = "unknown"
 OTHER_BASE = "**These are not the weights that the adapter was trained on**: `--base-model` named them for the export."
@@ -228,7 +227,7 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
 def _recipe_rows(source: Source) -> list[tuple[str, str]]:
     recipe, bits = source.recipe, source.quantization.bits
     shown = [key for key in RECIPE_KEYS if recipe.get("use_peft") or key == "use_peft" or key not in keys_of(Lora)]
-    shown += FOUR_BIT_KEYS if bits == 4 else ["load_in_8bit"] if bits == 8 else []
+    shown += [key for key in keys_of(Quantization) if f"{bits}bit" in key]
     values = {key: recipe[key] for key in shown if recipe.get(key) not in (None, [], {})}
     if isinstance(adapter := values.get("adapter_name_or_path"), str):
         values["adapter_name_or_path"] = _shown_path(adapter)

@@ -10,6 +10,7 @@ import yaml
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS
+from finetune.config.quantization import LOAD_KEYS
 from finetune.config.reader import read_recipe, to_dict
 from finetune.config.row_formats import RENDERINGS
 from finetune.config.schema import DatasetSource
@@ -24,7 +25,7 @@ Trained = Literal["full", "lora", "qlora"]
 Keys = dict[str, Any]
 FULL: Keys = {"learning_rate": 1e-5}
 LORA: Keys = {"use_peft": True, "lora_r": 16, "lora_alpha": 32, "learning_rate": 2e-4}
-QLORA: Keys = LORA | {"load_in_4bit": True}
+QLORA: Keys = LORA | {LOAD_KEYS[0]: True}
 COMPARING_RATE = 1 / 40  # of the usual rate: a method that compares answers moves a trained model a little
 ACCELERATE_CONFIG = "fsdp_full_shard_auto"  # every family, any number of GPUs
 GLOBAL_BATCH_SIZE = 32  # at most
@@ -205,7 +206,7 @@ def _trained(fit: Fit) -> Iterator[str]:
         yield _line("lora_r", fit.keys["lora_r"], "their rank: more learns more, and takes more memory")
         yield _line("lora_alpha", fit.keys["lora_alpha"], "they are scaled by lora_alpha / lora_r")
     if fit.trained == "qlora":
-        yield _line("load_in_4bit", True, "the frozen model in 4 bits (QLoRA)")
+        yield _line(LOAD_KEYS[0], True, "the frozen model in 4 bits (QLoRA)")
 
 
 def _datasets(data: DataSummary) -> Iterator[str]:

@@ -141,7 +141,7 @@ def load_model(
 
         multiply_in_fp8(built, world.sharding)
     divide_experts(built, world)
-    if lora.use_peft and world.sharding.layout != "fsdp1" and world.sharding.tensor_parallel_size == 1:
+    if lora.use_peft and world.sharding.layout != "fsdp1" and not world.sharding.divides_matrices:
         fuse_adapters(built)
     sharded = parallelize(built, values, world, unfilled)
     fill_quantized_layers(unwrap(sharded), base, stored, world)

@@ -7,6 +7,7 @@ from itertools import combinations
 from math import gcd, prod
 from typing import Any
 
+from finetune.config.layout import DIVISIONS, UNDIVIDED
 from finetune.config.optimizers import list_smaller
 from finetune.plan.resources import plan_host
 from finetune.plan.run_spec import RunSpec
@@ -16,10 +17,6 @@ CONFIG_KEY = "accelerate_config="
 A_FOLDER = "A_FOLDER_ON_NVME"  # for the user to fill in
 MIN_ROW_TOKENS = 512  # rows are not halved below this
 GROUP_SIZES = (2, 4, 8, 16, 32, 64)  # ranks that divide what one rank had
-DIVISIONS = {  # a key of an Accelerate file -> what it is here, and what it divides
-    "cp_size": ("sequence_parallel_size", "the tokens of a row"),
-    "tp_size": ("tensor_parallel_size", "the matrices of each layer"),
-}
 ROW_DIVIDING_RANKS = 8  # in accelerate_configs/fsdp_sequence_parallel.yaml
 
 
@@ -171,8 +168,7 @@ def _list_divisions(spec: RunSpec) -> Iterator[Change]:
     if sharding.strategy == "HYBRID_SHARD":
         return
     wide: list[Change] = []
-    for key, (field, _) in DIVISIONS.items():
-        size = getattr(sharding, field)
+    for key, size in sharding.group_sizes.items():
         others = sharding.ranks_per_batch // size  # of a group already, by the other key
         larger = [each for each in GROUP_SIZES if each > size and spec.ranks % (each * others) == 0]
         usable = [each for each in larger if sharding.layout == "fsdp2" or _is_shipped(key, each, spec)]
@@ -196,7 +192,7 @@ def _divide(spec: RunSpec, key: str, size: int) -> Change:
     keep = "" if spec.recipe.batch.global_batch_size else f"global_batch_size={rows}"
     keep_rows = _set_keys("batch", global_batch_size=rows, gradient_accumulation_steps=None)
     field, what = DIVISIONS[key]
-    group = {name: getattr(sharding, other) for name, (other, _) in DIVISIONS.items()} | {key: size}
+    group = sharding.group_sizes | {key: size}
     groups = spec.ranks // prod(group.values())
     sizes: dict[str, Any] = {field: size, "shard_size": groups}
     is_wide = spec.ranks_per_node % prod(group.values()) != 0
@@ -219,7 +215,7 @@ def _list_quantizations(spec: RunSpec) -> Iterator[Change]:
     for bits in (8, 4):
         if (spec.recipe.quantization.bits or 16) <= bits:
             continue
-        keys = {"load_in_8bit": bits == 8, "load_in_4bit": bits == 4}
+        keys = {f"load_in_{each}bit": each == bits for each in (8, 4)}
         quantize, adapt = _set_keys("quantization", **keys), _set_keys("lora", use_peft=True)
         yield Change(
             f"{adapters}load_in_{bits}bit=true",
@@ -252,8 +248,7 @@ def _shard_fully(spec: RunSpec, **keys: Any) -> RunSpec:
         "activation_checkpointing": True,
         "replicate_size": None,
         "shard_size": None,
-        "sequence_parallel_size": 1,
-        "tensor_parallel_size": 1,
+        **UNDIVIDED,
     }
     return _set_sharding(**shipped | keys)(spec)
 

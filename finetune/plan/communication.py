@@ -70,7 +70,7 @@ def _of_units(spec: RunSpec) -> Iterator[Collective]:
         return
     times, replicas = spec.accumulation, spec.ranks // spec.state_ranks
     for tensors, gathers in _list_units(spec):
-        divided, stride = tensors[0].divided, spec.sharding.tensor_parallel_size
+        divided, stride = tensors[0].divided, spec.tensor_ranks
         shards = spec.shards // divided
         whole = sum(
             _padded(t, shards) * (1 if t.name in spec.fp8_gathered else spec.computation.itemsize) for t in tensors
@@ -134,7 +134,7 @@ def _of_tensors(spec: RunSpec) -> Iterator[Collective]:
     """In a layer the outputs of attention and MLP are summed, and the gradients of their inputs; where transformers'
     plan gathers products, these in the forward and the gradients of the next layer's input in the backward; at the ends
     the embedding's output, the softmax's numbers and the gradient of what enters the head."""
-    ranks, a, run = spec.sharding.tensor_parallel_size, spec.architecture, spec.computation
+    ranks, a, run = spec.tensor_ranks, spec.architecture, spec.computation
     if ranks == 1:
         return
     forward, backward = _count_passes(spec)
@@ -165,7 +165,7 @@ def _of_sequences(spec: RunSpec) -> Iterator[Collective]:
     forward, backward = _count_passes(spec)
     moved = spec.tokens * spec.computation.itemsize * (a.query_width + key_value + output)
     times = forward + backward
-    yield Collective("all-to-all", 2 * times, times * moved, ranks, spec.sharding.tensor_parallel_size)
+    yield Collective("all-to-all", 2 * times, times * moved, ranks, spec.tensor_ranks)
 
 
 def _of_experts(spec: RunSpec) -> Iterator[Collective]:

@@ -10,7 +10,7 @@ from typing import Any
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.compatibility import refuse_problems
 from finetune.config.facts import adopt_quantization, with_expert_parallelism
-from finetune.config.layout import Sharding
+from finetune.config.layout import UNDIVIDED, Sharding
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.quantization import read_teacher_quantization
 from finetune.config.schema import Method, Model, Recipe
@@ -200,8 +200,7 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         cpu_offload=False,
         replicate_size=None,
         shard_size=None,
-        sequence_parallel_size=1,
-        tensor_parallel_size=1,
+        **UNDIVIDED,
         expert_parallel_size=1,
     )
     layouts = {
@@ -212,11 +211,7 @@ def compare_layouts(spec: RunSpec) -> list[tuple[str, list[int | None]]]:
         "ddp": replace(plain, layout="ddp", strategy="FULL_SHARD"),
     }
     own = spec.sharding
-    sizes = {
-        "cp_size": own.sequence_parallel_size,
-        "tp_size": own.tensor_parallel_size,
-        "expert_parallel_size": own.expert_parallel_size,
-    }
+    sizes = own.group_sizes | {"expert_parallel_size": own.expert_parallel_size}
     if named := ", ".join(f"{key} {size}" for key, size in sizes.items() if size > 1):
         layouts = {f"this run's: {named}": own} | layouts
 

@@ -85,7 +85,7 @@ class RunSpec:
     def part(self) -> Architecture:
         """What one rank of a tensor parallel group holds of the model, before FSDP shards it; all of it where there is
         none."""
-        ranks, a = self.sharding.tensor_parallel_size, self.architecture
+        ranks, a = self.tensor_ranks, self.architecture
         if ranks == 1:
             return a
         return replace(
@@ -139,13 +139,17 @@ class RunSpec:
     @property
     def shards(self) -> int:
         """The number of ranks that FSDP splits a parameter over, or one rank's part of it under tensor parallelism."""
-        replica = self.sharding.count_replica_ranks(self.ranks, self.ranks_per_node)
-        return replica // self.sharding.tensor_parallel_size
+        return self.sharding.tensor_group_of(self.state_ranks)
 
     @property
     def state_ranks(self) -> int:
         """The number of ranks that hold one replica of the model between them."""
-        return self.shards * self.sharding.tensor_parallel_size
+        return self.sharding.count_replica_ranks(self.ranks, self.ranks_per_node)
+
+    @property
+    def tensor_ranks(self) -> int:
+        """The number of ranks that divide the matrices of a layer between them."""
+        return self.sharding.ranks_per_batch // self.sharding.sequence_parallel_size
 
     def state(self, rank: int = 0) -> State:
         """Bytes of parameters, gradients and optimizer state on `rank`; rank 0 holds the most."""
@@ -160,7 +164,9 @@ class RunSpec:
     def loaded_state(self, rank: int = 0) -> State:
         """As `state`, but all of it in memory, as its parameters are when they have just been read."""
         keys = self.recipe.optimization
-        return count_state(self.part_tensors, self.sharding, self.shards, keys.optim, self._shard_rank(rank))
+        return count_state(
+            self.part_tensors, self.sharding, self.shards, keys.optim, self.sharding.tensor_group_of(rank)
+        )
 
     def files(self, rank: int = 0) -> Files | None:
         """The file of `rank` with the optimizer's state; None where that is in memory."""
@@ -168,11 +174,7 @@ class RunSpec:
         if keys.optim_offload == "none" or self.sharding.layout != "fsdp2":
             return None
         dtypes = self.trained_dtype, self.compute_dtype
-        return count_files(self.part_tensors, self.shards, keys.optim, *dtypes, self._shard_rank(rank))
-
-    def _shard_rank(self, rank: int) -> int:
-        """The place of `rank` among those over which FSDP splits its part of a parameter, counted over all replicas."""
-        return rank // self.sharding.tensor_parallel_size
+        return count_files(self.part_tensors, self.shards, keys.optim, *dtypes, self.sharding.tensor_group_of(rank))
 
     @property
     def trained_numel(self) -> int:
@@ -212,7 +214,7 @@ class RunSpec:
             cpu=self.device == "cpu",
             compiled=self.recipe.model.torch_compile,
             grouped_attention=self.grouped_attention or self.device == "cpu",
-            divides_vocabulary=self.sharding.tensor_parallel_size > 1,
+            divides_vocabulary=self.sharding.divides_matrices,
             expert_ranks=self.sharding.expert_parallel_size,
             sequence_ranks=self.sharding.sequence_parallel_size,
             drops_attention=self.drops_attention,

@@ -37,8 +37,8 @@ def name_layout(spec: RunSpec) -> str:
     name = sharding.layout if not sharding.is_fsdp else f"{sharding.layout} {sharding.strategy}"
     if sharding.strategy == "HYBRID_SHARD" and sharding.is_fsdp:
         name += f" ({spec.ranks // spec.state_ranks} x {spec.shards})"
-    if sharding.tensor_parallel_size > 1:
-        name += f", tensor parallel over {sharding.tensor_parallel_size}"
+    if sharding.divides_matrices:
+        name += f", tensor parallel over {spec.tensor_ranks}"
     if sharding.expert_parallel_size > 1:
         name += f", a layer's experts over {sharding.expert_parallel_size} ranks"
     return name + (", offloaded to the host" if sharding.cpu_offload else "")

@@ -156,7 +156,7 @@ def answer(
     expected, at `max_new_tokens`.
     """
     model.eval()
-    groups, shared = world.tensor_group_count, world.sharding.tensor_parallel_size
+    groups = world.tensor_group_count
     mine = [
         prompts[i % len(prompts)]
         for i in range(world.tensor_group_index, len(prompts) + -len(prompts) % groups, groups)
@@ -166,7 +166,7 @@ def answer(
     keys = tokenizer, world, eot_tokens, max_new_tokens
     answers = [sample for batch in batches for sample in _generated(model, batch, *keys)]
     by_rank = world.gather([asdict(sample) for sample in answers])
-    return [Sample(**by_rank[i % groups * shared][i // groups]) for i in range(len(prompts))]
+    return [Sample(**by_rank[i % groups * (world.size // groups)][i // groups]) for i in range(len(prompts))]
 
 
 def _generated(

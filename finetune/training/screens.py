@@ -93,12 +93,12 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
 
 def describe_tensor_groups(world: World) -> list[str]:
     """The ranks that divide the layers' matrices between them, if any."""
-    size = world.sharding.tensor_parallel_size
-    if size == 1:
+    if not world.sharding.divides_matrices:
         return []
-    groups = counted(world.tensor_group_count, "group")
+    count = world.tensor_group_count
     return [
-        f"        tensor parallel over {size} ranks, {groups}: heads, intermediate features and vocabulary are divided"
+        f"        tensor parallel over {world.size // count} ranks, {counted(count, 'group')}: heads, intermediate "
+        "features and vocabulary are divided"
     ]
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import TypedDict
 
-from finetune.config.quantization import BLOCK, NESTED_BLOCK
+from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantize_to
 from finetune.config.schema import Quantization
 from finetune.distributed.parallelize import Slices, Values, find_local_slices
 from finetune.distributed.world import World
@@ -138,9 +138,7 @@ def _four_bit(weight: str, state: str, stored: Mapping[str, StoredTensor], where
         codes=_as_bytes(stored, weight, math.ceil(rows * columns / 2), where),
         scales=scales,
         shape=(rows, columns),
-        quantization=Quantization(
-            load_in_4bit=True, bnb_4bit_quant_type=settings["quant_type"], bnb_4bit_use_double_quant=is_nested
-        ),
+        quantization=quantize_to(4, settings["quant_type"], is_nested),
         block=settings["blocksize"],
         mean=settings.get("nested_offset", 0.0),
     )
@@ -152,7 +150,7 @@ def _eight_bit(weight: str, stored: Mapping[str, StoredTensor], where: str) -> S
     if len(shape) != 2 or stored[weight].dtype != torch.int8 or math.prod(scales[".SCB"].shape) != shape[0]:
         raise _unreadable(where, weight, "8-bit rows with a scale each are expected")
     codes = _as_bytes(stored, weight, math.prod(shape), where)
-    return StoredQuantized(codes, scales, (shape[0], shape[1]), Quantization(load_in_8bit=True), BLOCK, 0.0)
+    return StoredQuantized(codes, scales, (shape[0], shape[1]), quantize_to(8), BLOCK, 0.0)
 
 
 def _read_state(weight: str, state: str, stored: Mapping[str, StoredTensor], where: str) -> _State:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, library, nn
 
-from finetune.config.quantization import BLOCK, NESTED_BLOCK, quantized_bytes
+from finetune.config.quantization import BLOCK, LOAD_KEYS, NESTED_BLOCK, quantize_to, quantized_bytes
 from finetune.config.schema import Quantization
 from finetune.constants import FP32
 from finetune.distributed.language_model import text_modules
@@ -163,7 +163,7 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
     ]
     if not found:
         raise UserError(
-            f"load_in_4bit, load_in_8bit: {type(model).__name__} has no linear layers to quantize; leave the key out"
+            f"{', '.join(LOAD_KEYS)}: {type(model).__name__} has no linear layers to quantize; leave the key out"
         )
     return found
 
@@ -262,12 +262,7 @@ def _dequantize(
     dtype: torch.dtype,
 ) -> Tensor:
     """The weight [rows, columns] of which `codes` and `scales` are the parameters, padding included."""
-    quantization = Quantization(
-        load_in_4bit=bits == 4,
-        load_in_8bit=bits == 8,
-        bnb_4bit_quant_type="fp4" if quant_type == "fp4" else "nf4",
-        bnb_4bit_use_double_quant=double,
-    )
+    quantization = quantize_to(bits, quant_type, double)
     sizes = quantized_bytes(rows, columns, quantization, block)
     code_bytes, scale_bytes = codes.view(torch.uint8)[: sizes.codes], scales.view(torch.uint8)[: sizes.scales]
     return dequantize_tensor(QuantizedTensor(code_bytes, scale_bytes, (rows, columns), quantization, block), dtype)
