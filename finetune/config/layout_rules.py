@@ -25,6 +25,7 @@ OPTIMIZER_CONFLICTS: Mapping[
     str, tuple[tuple[str, ...], tuple[Literal["layout", "model"], ...], Callable[[Case], object]]
 ] = {
     "FSDP1": (("fsdp_version",), ("layout",), lambda c: c.layout.layout == "fsdp1"),
+    "CPU offload": (("fsdp_offload_params",), ("layout",), lambda c: c.layout.cpu_offload),
     "tp_size": (("tp_size",), ("layout",), lambda c: c.layout.tensor_parallel_size > 1),
     "expert_parallel_size": (("expert_parallel_size",), ("layout",), lambda c: c.layout.expert_parallel_size > 1),
     "optim_offload: nvme": (("optim_offload",), (), is_set("optim_offload", "nvme")),

@@ -24,8 +24,10 @@ class OptimizerFacts:
     # (shape of a rank's part of a tensor, bytes per number) -> bytes of optimizer state in memory.
     count_state: Callable[[Shape, int], int]
     count_saved: Callable[[Shape, int], int] | None = None  # the same in a checkpoint; None: as in memory
+    count_matrix: Callable[[Shape, int], int] | None = None  # the same of a layer's matrix; None: as of the others
     moment_itemsize: int | None = None  # bytes of a number of its moments in the files of nvme; None: as its parameter
     update_copies: int = 0  # fp32 copies of a rank's part of the largest tensor, while that is updated
+    update_bytes: int = 0  # for each number of the largest tensor, whole on every rank, while that is updated
     allocates_roots: bool = False  # the roots of all second moments that it updates together
     advice: str | None = None  # what the plan says where it advises this one instead of a larger one; None: never
 
@@ -125,6 +127,24 @@ OPTIMIZERS: Mapping[str, OptimizerFacts] = {
         },
         converted="adafactor",  # not torch.optim.Adafactor, which scales the rate by the parameters
     ),
+    "muon": OptimizerFacts(
+        help="orthogonalizes the updates of the matrices in layers, and is AdamW for the embedding, the head and "
+        "vectors: 4 bytes a parameter of a layer; not under FSDP1",
+        count_state=_adam,
+        count_matrix=lambda shape, itemsize: itemsize * prod(shape),
+        update_copies=2,  # the update in bf16 before and after, and in fp32
+        update_bytes=8,  # in bf16: the whole update, its iterate, and two products that are never larger
+        conflicts={
+            "FSDP1": "FSDP1 flattens the matrices that it orthogonalizes",
+            "CPU offload": "the host would multiply whole matrices",
+            "tp_size": "it orthogonalizes whole matrices",
+            "expert_parallel_size": "it orthogonalizes whole matrices",
+            "optim_offload: nvme": "its state cannot be kept in files",
+            "optim_in_backward": "it gathers each matrix over the ranks",
+            "trained experts": "it orthogonalizes matrices, and the experts of a layer are a stack of them",
+        },
+        converted="muon",  # not torch.optim.Muon without its adjust_lr_fn, nor dion's, which scale updates otherwise
+    ),
     "sgd": OptimizerFacts(
         help="keeps nothing",
         count_state=lambda shape, itemsize: 0,
@@ -152,20 +172,37 @@ _LION = (
 REFUSED_OPTIMIZERS: Mapping[str, str] = {  # other tools' values of `optim` -> why there is none
     **dict.fromkeys(("lion", "lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit"), _LION),
     "adamw_torch_4bit": "not supported; adamw_8bit is the smallest AdamW here",
-    "muon": "not supported; adamw_bf16_moments takes the memory of Muon's one moment in fp32",
+    "muon_8bit": "not supported; muon keeps one moment in fp32",
 }
 
 
-def count_optimizer_bytes(optim: str | None, shape: Shape, itemsize: int, *, on_disk: bool = False) -> int:
+NOT_IN_LAYERS = re.compile(r"embed|(^|\.)(wte|wpe|(lm_)?head)\.")  # by names of parameters: embeddings and heads
+
+
+def is_layers_matrix(name: str, shape: Shape) -> bool:
+    """Whether a parameter is a matrix of a layer, which Muon orthogonalizes: no embedding, head or vector.
+
+    >>> [is_layers_matrix(f"{name}.weight", (8, 8)) for name in ("h.0.attn.c_proj", "lm_head", "model.embed_tokens")]
+    [True, False, False]
+    """
+    return len(shape) == 2 and NOT_IN_LAYERS.search(name) is None
+
+
+def count_optimizer_bytes(
+    optim: str | None, shape: Shape, itemsize: int, *, name: str = "", on_disk: bool = False
+) -> int:
     """Bytes of the optimizer's state of a rank's part, of this `shape`, of one trained tensor; None: no optimizer.
 
     >>> [count_optimizer_bytes(name, (10, 8), 4) for name in ("adamw_torch", "adafactor", "sgd", None)]
     [644, 76, 0, 0]
+    >>> [count_optimizer_bytes("muon", (10, 8), 4, name=name) for name in ("h.0.fc.weight", "lm_head.weight")]
+    [320, 644]
     """
     if optim is None:
         return 0
     facts = OPTIMIZERS[optim]
-    return ((on_disk and facts.count_saved) or facts.count_state)(shape, itemsize)
+    of_matrix = facts.count_matrix if is_layers_matrix(name, shape) else None
+    return ((on_disk and facts.count_saved) or of_matrix or facts.count_state)(shape, itemsize)
 
 
 def list_smaller(optim: str, *, with_package: bool) -> Mapping[str, str]:

@@ -123,7 +123,7 @@ TORCHTUNE_PREFERENCES = (
 
 
 SCHEDULE_NAMES = "cosine, linear, constant, polynomial, inverse_sqrt and warmup_stable_decay, by Transformers' names"
-OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, and SGD"
+OPTIMIZER_NAMES = "AdamW, also with moments in bf16 or 8 bits, Adafactor as Trainer has it, Muon, and SGD"
 NOISE = "bounded by each document's own tokens, not by those of the padded batch"
 PRECISION = "mixed_precision belongs in the Accelerate file"
 FP8 = "mixed_precision: fp8, by torchao, in the Accelerate file that is written beside the recipe"
@@ -342,7 +342,8 @@ LLAMA_FACTORY = (
     Counterpart("freeze_trainable_modules", "trainable_modules", "the modules of these layers", "by-code"),
     Counterpart("freeze_extra_modules", "trainable_modules", "beside the layers", "by-code"),
     Counterpart("additional_target", "modules_to_save", "", "names"),
-    *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini", "use_muon"),
+    *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini"),
+    Counterpart("use_muon", "optim", "muon", "by-code"),
     *unsupported("PiSSA", "pissa_init"),
     *in_accelerate_file(FP8, "fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
     *unsupported("KTransformers", "use_kt", "kt_weight_path", "kt_expert_checkpoint_path", "kt_optimize_rule"),

@@ -58,11 +58,13 @@ def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
     _adapt_tokens(theirs, found)
     _adapt_frozen(theirs, found)
-    is_decayed = found.tool in ("torchtune", "Automodel") and not found.recipe.get("use_peft")
+    if theirs.get("use_muon") and found.tool == "LLaMA-Factory":
+        found.recipe["optim"] = "muon"
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
-    if is_decayed and not found.recipe.get("use_peft") and found.recipe.get("weight_decay"):
+    decays_all = found.tool in ("torchtune", "Automodel") or theirs.get("use_muon")
+    if decays_all and not found.recipe.get("use_peft") and found.recipe.get("weight_decay"):
         found.remarks.append("weight_decay: norms and biases are decayed too there, matrices alone here")
 
 
@@ -126,6 +128,10 @@ def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> N
             found.recipe[ours] = 1 / (events * epochs)  # else at the end only, there too
     if theirs.get("pretraining_dataset"):
         found.recipe["streaming"] = True
+    if found.recipe.get("optim") == "muon" and ("fsdp_config" in theirs or theirs.get("fsdp")):
+        found.add_difference("optimizer", "muon", DIONS_MUON)
+    elif found.recipe.get("optim") == "muon" and not found.recipe.get("use_peft"):
+        found.add_difference("optimizer", "muon", "norms and biases are not trained there")
 
 
 def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -195,6 +201,7 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe["report_to"] = "wandb"
 
 
+DIONS_MUON = "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov momentum"
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 SCHEDULES = {
     "cosine": "cosine", "cosine_with_min_lr": "cosine", "linear": "linear", "constant": "constant", "wsd": "warmup_stable_decay",

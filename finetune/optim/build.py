@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from finetune.config.optimizers import is_layers_matrix
 from finetune.config.schema import Optimization
 from finetune.distributed.gradients import group_by_mesh
 from finetune.distributed.world import World
 from finetune.optim.adafactor import Adafactor
 from finetune.optim.adamw_bf16 import AdamWBf16Moments
+from finetune.optim.muon import MOMENTUM, Muon
 from finetune.optim.nvme import OffloadedOptimizer
 
 Groups = list[dict[str, Any]]
@@ -32,7 +34,7 @@ def build_optimizer(model: nn.Module, optimization: Optimization, world: World |
     assert trainable, "no parameter is trained"
     on_meta = [name for name, parameter in trainable.items() if parameter.is_meta]
     assert not on_meta, f"parameters without memory: {on_meta}"
-    groups = make_parameter_groups(model, optimization.weight_decay)
+    groups = make_parameter_groups(model, optimization.weight_decay, MOMENTUM if optimization.optim == "muon" else None)
     covered = sum(len(group["params"]) for group in groups)
     assert covered == len(trainable), f"the optimizer covers {covered} of {len(trainable)} trainable parameters"
     make = CONSTRUCTORS[optimization.optim]
@@ -64,24 +66,29 @@ CONSTRUCTORS: Mapping[str, Callable[[Groups, Optimization], torch.optim.Optimize
     "adamw_8bit": _make_adamw_8bit,
     "adafactor": lambda groups, keys: Adafactor(groups, lr=keys.learning_rate),
     # foreach, torch's choice on CUDA, would allocate all gradients again to decay weights
+    "muon": partial(_make_adamw, Muon),
     "sgd": lambda groups, keys: torch.optim.SGD(groups, lr=keys.learning_rate, foreach=False),
 }
 
 
-def make_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def make_parameter_groups(model: nn.Module, weight_decay: float, momentum: float | None = None) -> list[dict[str, Any]]:
     """Groups the trained parameters by weight decay: matrices decay, vectors do not (`NOT_DECAYED`).
 
-    The parameters of a group are sharded over one mesh.
+    The parameters of a group are sharded over one mesh. `momentum`: Muon's, of the matrices in layers, which become
+    groups of their own.
     """
     dims = _count_dims(model)
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {(True, False): [], (True, True): [], (False, False): []}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            groups[dims[parameter] > 1 and NOT_DECAYED.search(name) is None].append(parameter)
+            decays = dims[parameter] > 1 and NOT_DECAYED.search(name) is None
+            is_muons = momentum is not None and decays and is_layers_matrix(name, parameter.shape)
+            kinds[decays, is_muons].append(parameter)
     return [
         {"params": parameters, "weight_decay": weight_decay if decays else 0.0}
-        for decays, all_parameters in groups.items()
-        for parameters in group_by_mesh(all_parameters)
+        | ({} if momentum is None else {"momentum": momentum if is_muons else 0.0})
+        for (decays, is_muons), of_kind in kinds.items()
+        for parameters in group_by_mesh(of_kind)
     ]
 
 

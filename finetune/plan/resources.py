@@ -59,7 +59,7 @@ def plan_disk(spec: RunSpec, base_dtype: str) -> Disk:
     `base_dtype`."""
     trained, lora = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.lora.use_peft
     recipe, files, optim = spec.recipe.checkpoint, spec.files(), spec.recipe.optimization.optim
-    moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, on_disk=True) for t in trained)
+    moments = sum(count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name, on_disk=True) for t in trained)
     # A full model's checkpoint is complete, also where some is frozen.
     checkpoint = sum(t.numel * t.itemsize for t in (trained if lora else spec.tensors)) + moments
     exported = ITEMSIZE[recipe.export_dtype or base_dtype] * spec.architecture.parameters
@@ -78,7 +78,9 @@ def plan_host(spec: RunSpec) -> Host:
     ranks, files, on_cpu = min(spec.ranks, spec.ranks_per_node), spec.files(), spec.device == "cpu"
     trained, optim = [tensor for tensor in spec.tensors if tensor.trainable], spec.recipe.optimization.optim
     if files is None:
-        state = sum(t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize) for t in trained)
+        state = sum(
+            t.numel * t.itemsize + count_optimizer_bytes(optim, t.shape, t.itemsize, name=t.name) for t in trained
+        )
     else:
         state = sum(t.numel * ITEMSIZE[spec.compute_dtype] + FP32 for t in trained)
     gradients, teacher = (sum(t.numel * t.itemsize for t in of) for of in (trained, spec.teacher_tensors))

@@ -217,7 +217,7 @@ def _split_by_rows(tensors: Iterable[StateTensor], shards: int, rank: int, optim
     """FSDP2 splits each tensor as `StateTensor.shard` says, and pads every rank's part to the size of the first."""
     for tensor in tensors:
         real, stored = tensor.shard(shards, rank), prod(tensor.shard(shards, 0))
-        state = count_optimizer_bytes(optim, real, tensor.itemsize) if tensor.trainable else 0
+        state = count_optimizer_bytes(optim, real, tensor.itemsize, name=tensor.name) if tensor.trainable else 0
         yield _Part(stored * tensor.itemsize, tensor.trainable, state)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from finetune.config.module_patterns import is_parameter_named
-from finetune.config.optimizers import OPTIMIZERS
+from finetune.config.optimizers import OPTIMIZERS, is_layers_matrix
 from finetune.constants import FP32, ITEMSIZE, divergence_chunk_tokens, loss_chunk_tokens
 from finetune.plan.activations import Computation, evaluation_bytes, mask_bytes
 from finetune.plan.architecture import Architecture
@@ -254,7 +254,8 @@ def _temporaries(spec: RunSpec, tensors: Sequence[StateTensor], at_once: int) ->
     facts = OPTIMIZERS[spec.recipe.optimization.optim]
     largest = -(-max((tensor.numel for tensor in tensors), default=0) // spec.shards)
     norm = FP64 * largest if spec.device == "cpu" else 0
-    return max(norm, facts.update_copies * FP32 * largest, at_once if facts.allocates_roots else 0)
+    whole = facts.update_bytes * max((t.numel for t in tensors if is_layers_matrix(t.name, t.shape)), default=0)
+    return max(norm, facts.update_copies * FP32 * largest + whole, at_once if facts.allocates_roots else 0)
 
 
 def _trained(spec: RunSpec, unit: str) -> list[StateTensor]:

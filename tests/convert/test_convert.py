@@ -968,6 +968,19 @@ def test_optimizers_that_decay_by_the_gradient_or_keep_master_weights_are_told_a
     assert (ours["optim"], "dtype" in ours) == ("adamw_torch_fused", False)
 
 
+def test_muon_is_moonshots_where_the_tools_is(converted: Convert) -> None:
+    """LLaMA-Factory's third_party/muon and axolotl-contribs-mit's Muon scale updates by 0.2 x the root of the larger size;
+    the latter leaves out vectors, and under FSDP2 takes Microsoft's, which scales otherwise."""
+    ours, said, _ = converted(LLAMA_FACTORY.replace("lora\n", "full\n") + "use_muon: true\nweight_decay: 0.1\n")
+    assert ours["optim"] == "muon" and "norms and biases are decayed too there" in said
+    muon = AXOLOTL.replace("adamw_torch_fused", "muon").replace("adapter: lora\n", "")
+    ours, said, _ = converted(muon)
+    assert ours["optim"] == "muon" and "norms and biases are not trained there" in said
+    assert "root of rows / columns" in converted(muon + "fsdp_config: {offload_params: false}\n")[1]
+    assert "optimizer" not in converted(AXOLOTL.replace("adamw_torch_fused", "muon"))[1]
+    assert "optim" not in converted(AUTOMODEL.replace("torch.optim.AdamW", "dion.Muon"))[0]
+
+
 def test_streams_of_axolotl_name_their_column_and_a_pad_token_is_mentioned(converted: Convert) -> None:
     stream = AXOLOTL + "pretraining_dataset: [{path: a/b, type: pretrain, text_column: body}]\nmax_steps: 10\n"
     ours, _, path = converted(stream + "special_tokens: {pad_token: <pad>}\n")

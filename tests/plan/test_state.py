@@ -57,6 +57,8 @@ RECIPES: dict[str, dict[str, Any]] = {
     "base in 8 bits": {"use_peft": True, "lora_r": 4, "load_in_8bit": True},
     "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd"},
+    "muon": {"optim": "muon", "tied": True},
+    "muon lora": {"optim": "muon", "use_peft": True, "lora_r": 4, "modules_to_save": ["lm_head"]},
     "8-bit": {"optim": "adamw_8bit", "even": True},
     "even": {"even": True},
     "even lora": {"use_peft": True, "lora_r": 4, "even": True, "modules_to_save": ["lm_head"]},
@@ -115,12 +117,19 @@ TWO_RANKS = [
 ] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
 TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
 TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("fsdp2", "sgd")]
+TWO_RANKS += [("fsdp2", "muon"), ("ddp", "muon lora")]
 TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
 TWO_RANKS += [("fsdp2", "divided"), ("fsdp2 offload", "divided"), ("fsdp2", "divided, frozen")]
 TWO_RANKS += [("fsdp2", "deepseek_v3's experts"), ("fsdp2", "mixtral's experts"), ("ddp", "mixtral's experts")]
 TWO_RANKS += [("tensor parallel", recipe) for recipe in ("even", "even lora")] + [("tensor parallel, offload", "even")]
 TWO_RANKS += [("fsdp2", "vision"), ("fsdp1", "vision"), ("ddp", "vision lora"), ("fsdp2", "vision qlora")]
-FOUR_RANKS = [("hybrid", "full"), ("hybrid", "lora"), ("fsdp2", "divided"), ("fsdp2", "divided, frozen")]
+FOUR_RANKS = [
+    ("hybrid", "muon lora"),
+    ("hybrid", "full"),
+    ("hybrid", "lora"),
+    ("fsdp2", "divided"),
+    ("fsdp2", "divided, frozen"),
+]
 FOUR_RANKS += [("hybrid", "divided"), ("hybrid", "divided, frozen")]
 FOUR_RANKS += [("tensor parallel x 2", recipe) for recipe in ("even", "even lora")]
 IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]

@@ -1,4 +1,4 @@
-"""Adafactor, SGD, label smoothing and NEFTune: the same losses in every layout, held against transformers and torch."""
+"""Adafactor, SGD, Muon, label smoothing and NEFTune: the same losses in every layout, held against transformers and torch."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,16 +17,18 @@ STEPS = 6
 KEYS: dict[str, dict[str, Any]] = {
     "adafactor": {"optim": "adafactor", "save_steps": 3, "weight_decay": 0.1},
     "sgd": {"optim": "sgd", "learning_rate": 0.3, "save_steps": 3, "weight_decay": 0.01},
+    "muon": {"optim": "muon", "save_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.95},
     "smoothing": {"label_smoothing": 0.1, "eval_datasets": True},
     "noise": {"neftune_noise_alpha": 5.0},
     "plain": {"eval_datasets": True},
 }
 TWO_RANKS = [
     ("full_shard", "adafactor"), ("ddp", "adafactor"), ("full_shard", "sgd"), ("FULL_SHARD", "sgd"),
+    ("full_shard", "muon"), ("ddp", "muon"),
     ("full_shard", "smoothing"), ("full_shard", "noise"), ("FULL_SHARD", "noise"),
 ]  # fmt: skip
-ONE_RANK = [("single", "noise"), ("single", "plain"), ("single", "smoothing")]
-RESUMED = {"adafactor": ("full_shard", "ddp"), "sgd": ("FULL_SHARD", "full_shard")}
+ONE_RANK = [("single", "muon"), ("single", "noise"), ("single", "plain"), ("single", "smoothing")]
+RESUMED = {"adafactor": ("full_shard", "ddp"), "sgd": ("FULL_SHARD", "full_shard"), "muon": ("full_shard", "ddp")}
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +59,14 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in steps_of(run)]
 
 
-@pytest.mark.parametrize(("layout", "name"), [which for which in TWO_RANKS if which[1] != "noise"])
+@pytest.mark.parametrize(("layout", "name"), [w for w in [*TWO_RANKS, ("single", "muon")] if w[1] != "noise"])
 def test_losses_are_those_of_a_plain_loop(layout: str, name: str, folder: Path) -> None:
-    optimizers: dict[str, Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]] = {
+    optimizers: dict[str, Callable[[list[torch.nn.Parameter]], Any]] = {
         "adafactor": lambda trained: TransformersAdafactor(
             groups_of(trained, 0.1), lr=1.0, scale_parameter=False, relative_step=False, warmup_init=False
         ),
         "sgd": lambda trained: torch.optim.SGD(groups_of(trained, 0.01), lr=0.0),
+        "muon": MuonAndAdamW,
     }
     given = {"make_optimizer": optimizers[name]} if name in optimizers else {"label_smoothing": 0.1}
     expected = reference.train(folder / f"{name}.yaml", **given)
@@ -72,6 +75,25 @@ def test_losses_are_those_of_a_plain_loop(layout: str, name: str, folder: Path) 
         assert line["loss"] == pytest.approx(loss, rel=2e-5), f"step {line['step']}"
         assert line["grad_norm"] == pytest.approx(norm, rel=2e-5), f"step {line['step']}"
     assert lines[-1]["loss"] < 0.99 * lines[0]["loss"]
+
+
+class MuonAndAdamW:
+    """torch.optim.Muon for the matrices of layers, torch.optim.AdamW for the (tied) embedding and the norms."""
+
+    def __init__(self, trained: list[torch.nn.Parameter]) -> None:
+        matrices = [p for p in trained if p.dim() == 2 and p.shape[0] != 509]
+        decaying, others = groups_of([p for p in trained if p.dim() == 1 or p.shape[0] == 509], 0.1)
+        muon = torch.optim.Muon(matrices, lr=0.0, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+        self.both = [muon, torch.optim.AdamW([decaying, others], lr=0.0, betas=(0.9, 0.95))]
+        self.param_groups = [group for optimizer in self.both for group in optimizer.param_groups]
+
+    def step(self) -> None:
+        for optimizer in self.both:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.both:
+            optimizer.zero_grad()
 
 
 def groups_of(trained: list[torch.nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
