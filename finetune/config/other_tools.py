@@ -16,7 +16,7 @@ Carry = Literal[
     "same", "not", "adapter", "lora-only", "all-linear", "targets", "schedule", "optimizer", "attention", "tracker",
     "dtype", "template", "resume", "overlength", "on-if-true", "steps", "warmup", "min-rate", "clip", "betas", "strategy",
     "names", "parameters", "module-patterns", "bits", "quantizer", "schedule-argument",
-    "flag", "by-code",
+    "flag", "optimizer-flag", "by-code",
 ]  # fmt: skip
 
 
@@ -342,8 +342,8 @@ LLAMA_FACTORY = (
     Counterpart("freeze_trainable_modules", "trainable_modules", "the modules of these layers", "by-code"),
     Counterpart("freeze_extra_modules", "trainable_modules", "beside the layers", "by-code"),
     Counterpart("additional_target", "modules_to_save", "", "names"),
+    Counterpart("use_muon", "optim", "updates scaled as by Moonshot", "optimizer-flag"),
     *unsupported("another optimizer", "use_galore", "use_badam", "use_apollo", "use_adam_mini"),
-    Counterpart("use_muon", "optim", "muon", "by-code"),
     *unsupported("PiSSA", "pissa_init"),
     *in_accelerate_file(FP8, "fp8", "fp8_backend", "fp8_enable_fsdp_float8_all_gather"),
     *unsupported("KTransformers", "use_kt", "kt_weight_path", "kt_expert_checkpoint_path", "kt_optimize_rule"),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args
 
-from finetune.config.optimizers import convert_optimizer
+from finetune.config.optimizers import OPTIMIZERS, convert_optimizer
 from finetune.config.other_tools import TOKEN_NAMES, Counterpart
 from finetune.config.quantization import QLORA
 from finetune.config.schema import recipe_keys
@@ -58,8 +58,6 @@ def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
     _adapt_tokens(theirs, found)
     _adapt_frozen(theirs, found)
-    if theirs.get("use_muon") and found.tool == "LLaMA-Factory":
-        found.recipe["optim"] = "muon"
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
@@ -128,10 +126,11 @@ def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> N
             found.recipe[ours] = 1 / (events * epochs)  # else at the end only, there too
     if theirs.get("pretraining_dataset"):
         found.recipe["streaming"] = True
-    if found.recipe.get("optim") == "muon" and ("fsdp_config" in theirs or theirs.get("fsdp")):
-        found.add_difference("optimizer", "muon", DIONS_MUON)
-    elif found.recipe.get("optim") == "muon" and not found.recipe.get("use_peft"):
-        found.add_difference("optimizer", "muon", "norms and biases are not trained there")
+    optim = found.recipe.get("optim")
+    if optim and OPTIMIZERS[optim].count_matrix and ("fsdp_config" in theirs or theirs.get("fsdp")):
+        found.add_difference("optimizer", optim, DIONS_MUON)
+    elif optim and OPTIMIZERS[optim].count_matrix and not found.recipe.get("use_peft"):
+        found.add_difference("optimizer", optim, "norms and biases are not trained there")
 
 
 def _adapt_torchtune(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -362,6 +361,8 @@ def convert_value(pair: Counterpart, value: Any, recipe: Mapping[str, Any]) -> A
             return LEAVE if name == "steps" else name if name in STRATEGIES[str(pair.ours)] else None
         case "schedule-argument":
             return recipe.get("lr_scheduler_kwargs", {}) | {pair.theirs.rsplit(".", 1)[-1]: convert_number(value)}
+        case "optimizer-flag":
+            return convert_optimizer(pair.theirs.removeprefix("use_")) if value else LEAVE
         case "min-rate":
             rate = convert_number(recipe.get("learning_rate"))
             return round(convert_number(value) / rate, 9) if rate else None
