@@ -1,6 +1,6 @@
 """What can be wrong with training data, or worth knowing about it: how severe each is, and how it is reported."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -247,7 +247,7 @@ class Tally:
             shown = [*self.where.get(name, ()), *places[:MAX_SHOWN_ROWS]]
             self.where[name] = list(dict.fromkeys(shown))[:MAX_SHOWN_ROWS]  # a stream can read a row again
 
-    def list_findings(self, of: int, unused_columns: Iterable[str] = ()) -> list[Finding]:
+    def list_findings(self, of: int, unused_columns: Collection[str] = ()) -> list[Finding]:
         """The findings in `of` rows, the most severe first. `unused_columns`: that hold a value and were not read."""
         found = []
         for name, rows in self.rows.items():

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
+from itertools import islice
 from typing import Any
 
 Message = dict[str, Any]  # role, content and whatever else the chat template reads
@@ -35,6 +36,7 @@ CALL_ROLES = ("function_call", "tool_call")  # the content is the calls, as JSON
 # What rendering gives a chat template itself, so that chat_template_kwargs cannot.
 OWN_VARIABLES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 KNOWN_KEYS = frozenset({"role", "from", "content", "value", "train", "weight", "tool_calls", "function_call"})
+SHOWN_COLUMNS = 100
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")  # transformers passes them to templates as one
 THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
@@ -114,13 +116,15 @@ def describe_value(value: Any) -> str:
     return f"{text[:60]}... ({type(value).__name__})" if len(text) > 60 else f"{text} ({type(value).__name__})"
 
 
-def list_columns(columns: Iterable[str]) -> str:
-    r"""The names of columns in one line; one that would break the line is quoted.
+def list_columns(columns: Collection[str]) -> str:
+    r"""The names of columns in one line, the first SHOWN_COLUMNS of them; one that would break the line is quoted.
 
     >>> print(list_columns(["text", "a\nb"]))
     text, 'a\nb'
     """
-    return ", ".join(name if name.isprintable() else repr(name) for name in map(str, columns))
+    names = [name if name.isprintable() else repr(name) for name in map(str, islice(columns, SHOWN_COLUMNS))]
+    more = [f"{len(columns) - SHOWN_COLUMNS:,} more"] if len(columns) > SHOWN_COLUMNS else []
+    return ", ".join([*(name if len(name) <= 200 else f"{name[:200]}..." for name in names), *more])
 
 
 def _parse_message(turn: Any, number: int) -> tuple[Message, bool]:

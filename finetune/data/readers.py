@@ -29,6 +29,7 @@ from finetune.errors import UserError
 from finetune.units import has_lines
 
 PARQUET_ROWS = 32  # held at a time
+BLANK_LINES = 1024  # after which those that follow are skipped together
 UNPACKED_TIMES = 64  # what a .gz or a Parquet file unpacks to, as a multiple of its size; text makes 3 to 20
 UNPACKED_BYTES = 64 * 2**20  # whatever its size
 MAGIC = {
@@ -164,10 +165,9 @@ def _read_lines(stream: IO[bytes]) -> Iterator[tuple[int, str | BadRow]]:
             continue
         if text.strip():
             yield number, text
-        elif isinstance(stream, io.BufferedReader):  # blank lines that follow are skipped together
-            while blank := len(ahead := stream.peek()) - len(ahead.lstrip(b"\n")):
-                stream.read(blank)
-                number += blank
+        elif number % BLANK_LINES == 0 and isinstance(stream, io.BufferedReader):
+            ahead = stream.peek()  # a copy of all that is buffered
+            number += len(stream.read(len(ahead) - len(ahead.lstrip(b"\n"))))
 
 
 def _read_text(path: str) -> Iterator[NumberedRow]:

@@ -122,10 +122,11 @@ def parse_json(text: bytes | str, *, is_strict: bool = False) -> Any:
 
 
 def _make_unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    entries = dict(pairs)
-    if len(entries) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise RepeatedName(next(name for number, name in enumerate(names) if name in names[:number]))
+    entries: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in entries:
+            raise RepeatedName(name)
+        entries[name] = value
     return entries
 
 

@@ -1,6 +1,8 @@
 """Hostile and broken files: an error with file and row, or a bad row in its place; never a traceback, and no other row lost."""
 
+import cProfile
 import gzip
+import io
 import json
 import tracemalloc
 from itertools import islice
@@ -10,9 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune.config.schema import DatasetSource
+from finetune.data.formats import parse_row
 from finetune.data.json_rows import MAX_ROW_BYTES, RepeatedKeys
 from finetune.data.messages import BadRow
-from finetune.data.readers import read_file
+from finetune.data.readers import _read_lines, read_file
 from finetune.data.sources import find_splits
 from finetune.errors import UserError
 
@@ -216,6 +220,52 @@ def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) 
     assert [isinstance(row, BadRow) for _, row in islice(read_file(str(cut)), 3)] == [True, False, False]
     assert tracemalloc.get_traced_memory()[1] < 12 * 2**20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize("blank", [b"\n", b"\r\n", b" \n", b"\n \n", b"\n" * 5000 + b"\r\n"])
+def test_blank_lines_are_read_in_linear_time_and_counted(tmp_path: Path, blank: bytes) -> None:
+    class Counting(io.BufferedReader):
+        copied = 0
+
+        def peek(self, size: int = 0, /) -> bytes:
+            ahead = super().peek(size)
+            self.copied += len(ahead)
+            return ahead
+
+    content = blank * (300_000 // len(blank)) + b"last"
+    stream = Counting(io.BytesIO(content), 2**20)  # type: ignore[type-var]
+    assert list(_read_lines(stream)) == [(content.count(b"\n") + 1, "last")]
+    assert stream.copied < 100 * len(content)
+    rows = read_file(str(written(tmp_path, "a.jsonl.gz", gzip.compress(content[:-4] + b'{"text": "a"}'))))
+    assert list(rows) == [(content.count(b"\n") + 1, {"text": "a"})]
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
+def test_a_hundred_thousand_columns_are_one_short_sentence_and_linear_in_memory_and_calls(
+    tmp_path: Path, name: str
+) -> None:
+    def measure(columns: int) -> tuple[int, float]:
+        row = {f"column {number}": "1" for number in range(columns)}
+        lines = f"{','.join(row)}\n{','.join(row.values())}\n" if name == "a.csv" else json.dumps(row)
+        path = written(tmp_path, name, (f"[{lines}]" if name == "a.json" else lines).encode())
+
+        def read() -> None:
+            ((_, found),) = read_file(str(path))
+            assert found == row
+            with pytest.raises(BadRow, match=rf"column 99, {columns - 100:,} more; known formats: ") as refused:
+                parse_row(row, DatasetSource(path=name))
+            assert len(str(refused.value)) < 3000
+
+        profile = cProfile.Profile()
+        tracemalloc.start()
+        profile.runcall(read)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        return sum(entry.callcount for entry in profile.getstats()), peak / path.stat().st_size
+
+    (calls, _), (more_calls, share) = measure(50_000), measure(100_000)
+    assert more_calls < 2.2 * calls
+    assert share < 30
 
 
 def test_repetitive_text_is_no_bomb(tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Reading safetensors: what is right comes back bit for bit, what is wrong is reported with file and tensor."""
 
+import cProfile
 import json
 import os
 import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from finetune.errors import UserError
+from finetune.files.run_json import RepeatedName, _make_unique
 from finetune.files.tensors import DTYPES, read, read_folder, read_slice
 
 ROWS = torch.arange(24, dtype=torch.float32).reshape(6, 4)
@@ -156,6 +159,39 @@ def test_a_hostile_header_is_reported_with_file_and_tensor(case: str, tmp_path: 
     write_raw(tmp_path / "model.safetensors", header, data, length)
     with pytest.raises(UserError, match=rf"model\.safetensors: .*{message}|model\.safetensors: {message}"):
         read_folder(tmp_path)
+
+
+def test_a_header_of_many_tensors_takes_linear_time_and_memory(tmp_path: Path) -> None:
+    def measure(count: int) -> tuple[int, float]:
+        write_raw(tmp_path / "model.safetensors", {f"a{number}": entry(0, 0, [0]) for number in range(count)})
+        profile = cProfile.Profile()
+        tracemalloc.start()
+        assert len(profile.runcall(read_folder, tmp_path)) == count
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        calls = sum(found.callcount for found in profile.getstats())
+        return calls, peak / (tmp_path / "model.safetensors").stat().st_size
+
+    (calls, _), (more_calls, share) = measure(2000), measure(4000)
+    assert more_calls < 2.2 * calls
+    assert share < 30
+
+
+def test_a_repeated_name_is_found_in_linear_time() -> None:
+    class Name(str):
+        __slots__ = ()
+        compared = 0
+
+        def __eq__(self, other: object) -> bool:
+            Name.compared += 1
+            return str(self) == str(other)
+
+        __hash__ = str.__hash__
+
+    names = [Name(f"a{number}") for number in range(3000)]
+    with pytest.raises(RepeatedName, match="a2999"):
+        _make_unique([(name, 0) for name in [*names, Name("a2999")]])
+    assert Name.compared < 10 * len(names)
 
 
 @pytest.mark.parametrize(
