@@ -1,8 +1,9 @@
 """Runs on freshly forked ranks: `preferences_on_ranks.py STARTS.json`.
 
-STARTS.json: a list of {ranks, log, killed_after, stopped_at, runs}; runs: a list of [recipe, config, overrides], which one set
-of ranks walks. `killed_after`: all ranks are killed once this step has been saved; null: they are not. `stopped_at`: the last rank
-gets SIGTERM in this batch of the reference's pass; 0: in none. Prints the exit codes of each start.
+STARTS.json: a list of {ranks, log, killed_after, stopped_at, signal, runs}; runs: a list of [recipe, config, overrides], which one
+set of ranks walks. `killed_after`: all ranks are killed once this step has been saved; null: they are not. `stopped_at`: the last
+rank gets `signal` in this batch of the reference's pass, with SIGKILL every rank, and each batch before it has been kept; 0: in
+none. Prints the exit codes of each start.
 """
 
 import json
@@ -29,7 +30,7 @@ def start(given: dict[str, Any]) -> list[int]:
         if given["killed_after"] is not None:
             kill_after(given["killed_after"])
         if given["stopped_at"] is not None:
-            stop_at(given["stopped_at"])
+            stop_at(given["stopped_at"], signal.Signals(given["signal"]))
         launched = dict(os.environ)
         for number, (recipe, config, overrides) in enumerate(given["runs"]):
             os.environ.clear()
@@ -52,8 +53,8 @@ def kill_after(step: int) -> None:
     Saver.save = save_and_die  # type: ignore[method-assign]
 
 
-def stop_at(batch: int) -> None:
-    """Writes a line for each batch of the reference's pass; the last rank is sent SIGTERM in the one with this number, from 1."""
+def stop_at(batch: int, sent: signal.Signals) -> None:
+    """Writes a line for each batch of the reference's pass; the last rank is sent a signal in the one with this number, from 1."""
     heard, calls, compute = Event(), [0], reference.sum_log_probabilities
     on_signal = watch.SignalListener._on_signal
 
@@ -65,11 +66,14 @@ def stop_at(batch: int) -> None:
         calls[0] += 1
         if os.environ["RANK"] == "0":
             print("batch of the reference", flush=True)
-        if calls[0] == batch and int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if calls[0] == batch and (
+            sent == signal.SIGKILL or int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        ):
+            os.kill(os.getpid(), sent)
             assert heard.wait(60)
         return compute(*arguments)
 
+    reference.SAVE_SECONDS = 0.0 if sent == signal.SIGKILL else reference.SAVE_SECONDS
     watch.SignalListener._on_signal = hear  # type: ignore[method-assign]
     reference.sum_log_probabilities = count
 

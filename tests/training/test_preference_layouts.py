@@ -16,7 +16,7 @@ from tests.training import reference
 from tests.training.layouts import steps_of, write_config, write_recipe
 
 STEPS, SAVED_AT = 3, 1
-STOPPED_AT = 2  # the batch of the reference's pass
+STOPPED_AT, DIED_AT = 2, 3  # the batch of the reference's pass, which is finished; that in which the ranks are killed
 STOPPED = [(1, "single"), (2, "full_shard")]
 ROWS = 14  # pairs, 6 in a step: 3 steps an epoch, the last of 2 pairs, fewer than 3 ranks
 LORA = {"use_peft": True, "lora_r": 4}
@@ -86,6 +86,7 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
         return {
             "killed_after": None,
             "stopped_at": None,
+            "signal": signal.SIGTERM,
             "ranks": ranks,
             "log": str(folder / log),
             "runs": its_runs,
@@ -103,12 +104,22 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
         name = f"stopped-{ranks}"
         stopped = run(ranks, layout, "packed", held_out, f"dataset_cache_dir={folder}/cache-{ranks}", name=name)
         starts += [start(ranks, stopped, log=f"{name}.{batch}", stopped_at=batch) for batch in (STOPPED_AT, 0)]
+    died = run(2, "full_shard", "packed", held_out, f"dataset_cache_dir={folder}/cache-died", name="died")
+    how = {"signal": signal.SIGKILL}
+    starts += [start(2, died, log=f"died.{batch}", stopped_at=batch, **how) for batch in (DIED_AT, 0)]
     (folder / "starts.json").write_text(json.dumps(starts))
     script = Path(__file__).with_name("preferences_on_ranks.py")
     done = run_python([str(script), str(folder / "starts.json")], timeout=500)
     codes = [json.loads(line) for line in done.stdout.splitlines()]
     expected = [
-        [-signal.SIGKILL if each["killed_after"] else EXIT_PREEMPTED if each["stopped_at"] else 0] * each["ranks"]
+        [
+            -signal.SIGKILL
+            if each["killed_after"] or (each["stopped_at"] and each["signal"] == signal.SIGKILL)
+            else EXIT_PREEMPTED
+            if each["stopped_at"]
+            else 0
+        ]
+        * each["ranks"]
         for each in starts
     ]
     assert codes == expected, done.stderr + "".join(log.read_text() for log in folder.glob("*.txt"))
@@ -176,6 +187,19 @@ def test_a_reference_that_is_stopped_continues_where_it_was(ranks: int, layout: 
     assert 0 < int(kept[1]) == int(kept[2]) - sum(computed), "none is computed twice"
     assert "Traceback" not in first + second
     assert _metrics(runs / f"stopped-{ranks}") == _metrics(runs / f"{ranks}-{layout}-packed"), "bit for bit"
+
+
+def test_a_reference_that_is_killed_continues_from_what_is_on_disk(runs: Path) -> None:
+    """SIGKILL to all ranks in a batch, after the batches before it were kept: the next start computes the others alone."""
+    first, second = ((runs / f"died.{batch}").read_text() for batch in (DIED_AT, 0))
+    assert first.count("batch of the reference\n") == DIED_AT
+    assert first.count("reference  training: ") == DIED_AT - 1, "the batches before it are on disk"
+    computed, of_stopped = (
+        re.findall(r"reference  (\d+) documents \(", text) for text in (second, (runs / "stopped-2.0").read_text())
+    )
+    assert computed == of_stopped, "none is computed twice: as after the run that was stopped when it had as many"
+    assert not list((runs / "cache-died").rglob("*.part"))
+    assert _metrics(runs / "died") == _metrics(runs / "2-full_shard-packed"), "bit for bit"
 
 
 def _metrics(run: Path) -> list[dict[str, float]]:
