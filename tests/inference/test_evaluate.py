@@ -15,7 +15,7 @@ from finetune.errors import UserError
 from finetune.export.card import add_evaluation
 from finetune.files.run_json import BenchmarkResult, benchmark_table, merge_results, read_benchmarks, write_benchmarks
 from finetune.inference.cli import keep_results
-from finetune.inference.find_model import ModelReference
+from finetune.inference.find_model import ModelReference, find_model
 from tests.ranks import ROOT, environment
 
 PROMPTS = ["What is 3 plus 3?", "What is 4 plus 4?", "And 5?", "One more"]
@@ -100,6 +100,34 @@ def test_base_beside_trained_in_run_report_and_card(
     (tmp_path / "tasks" / "rows.jsonl").unlink()
     assert main(["evaluate", str(run), *options, "--no-compare"]) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("copied: lm-eval cannot measure it: ")
+
+
+def test_a_row_is_measured_as_if_it_were_alone_under_longrope(
+    tiny_llama: Callable[..., Path], tmp_path: Path
+) -> None:
+    """transformers chooses the frequencies of a batch by its longest row: with two in a batch the short one's score would move."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[evaluate]'")
+    from finetune.inference.harness import BenchmarkOptions, make_task_manager, measure
+    from finetune.inference.inference_model import LoadOptions, load_model
+
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [3.0] * 8, "rope_theta": 1e4}
+    rope |= {"original_max_position_embeddings": 64}
+    folder = tiny_llama("phi", model_type="phi3", original_max_position_embeddings=64, rope_parameters=rope)
+    model = load_model(find_model(str(folder)), LoadOptions(), print)
+    make_task(tmp_path / "tasks", ["word " * count for count in (3, 5, 40, 60)])
+    path = tmp_path / "tasks" / "copied.yaml"
+    task = yaml.safe_load(path.read_text())
+    for name in ("generation_kwargs", "metric_list"):
+        del task[name]
+    metric = {"metric": "bits_per_byte", "aggregation": "bits_per_byte", "higher_is_better": False}
+    path.write_text(yaml.safe_dump(task | {"output_type": "loglikelihood_rolling", "metric_list": [metric]}))
+
+    def bits_per_byte(batch_size: str) -> float:
+        options = BenchmarkOptions(tasks=("copied",), include_path=str(tmp_path / "tasks"), batch_size=batch_size)
+        found = measure(model, options, make_task_manager(options))["results"]["copied"]["bits_per_byte,none"]
+        return float(found)
+
+    assert bits_per_byte("4") == bits_per_byte("1")
 
 
 def test_a_mistyped_task_is_answered_without_starting_lm_eval(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
