@@ -112,6 +112,7 @@ def _open_server(page: LivePage, port: int | None) -> ThreadingHTTPServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = os.name == "posix"
+    request_queue_size = MAX_CONNECTIONS  # of five at a time, the others would wait for seconds
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
         return threading.active_count() <= MAX_CONNECTIONS  # one beyond them is closed

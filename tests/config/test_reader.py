@@ -297,6 +297,7 @@ def test_all_mistakes_are_told_at_once_and_none_twice(problems: Callable[..., li
         (b"seed: \x00", "F: not YAML: "),
         (b"a: " + b"[" * 5000, "F: nested too deep to be read"),
         (b"seed: " + b"9" * 5000, "F:1: seed: "),
+        (b"# a" * 2**17, "F: more than 256 KiB of YAML; name a folder or a glob of files instead"),
         (b"? [a, b]\n: c", "F:1: "),
         (b"- \t\n ]:", "F:"),
     ],

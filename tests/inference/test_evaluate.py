@@ -102,9 +102,7 @@ def test_base_beside_trained_in_run_report_and_card(
     assert capsys.readouterr().err.splitlines()[-1].startswith("copied: lm-eval cannot measure it: ")
 
 
-def test_a_row_is_measured_as_if_it_were_alone_under_longrope(
-    tiny_llama: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_a_row_is_measured_as_if_it_were_alone_under_longrope(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
     """transformers chooses the frequencies of a batch by its longest row: with two in a batch the short one's score would move."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install -e '.[evaluate]'")
     from finetune.inference.harness import BenchmarkOptions, make_task_manager, measure

@@ -1,13 +1,19 @@
 """`finetune report` on folders as runs leave them, read as text and looked at in a browser."""
 
+import cProfile
+import json
+import math
 import re
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from finetune.cli import main
+from finetune.report.page import render_page
+from finetune.report.run_data import read_run
 from tests.conftest import make_chat
 from tests.ranks import run_python
 from tests.report.browser import look
@@ -161,6 +167,9 @@ def test_what_is_not_a_run_is_one_sentence(made: str, tmp_path: Path) -> None:
     assert str(run) in errors
 
 
+HUGE = dict.fromkeys(("hidden_size", "intermediate_size", "num_attention_heads", "vocab_size"), 8) | {
+    "model_type": "llama", "num_hidden_layers": 10**9,
+}  # fmt: skip
 DAMAGED: list[tuple[str, str]] = [
     ("metrics.jsonl", '{"step": 60, "epoch": "x", "loss": [1], "tokens_per_second": {}, "exact_match": "all"}\n'),
     ("metrics.jsonl", '{"step": 1' + "0" * 4000 + ', "loss": 1' + "0" * 4000 + ', "peak_memory_bytes": 1e400}\n'),
@@ -176,6 +185,8 @@ DAMAGED: list[tuple[str, str]] = [
     ("checkpoints/step-00000060/manifest.json", '{"files": [1]}'),
     ("checkpoints/step-00000060/manifest.json", '{"files": {"a": 1, "b": {"size": "x"}}}'),
     ("benchmarks.json", '{"results": [1, {"task": 2, "trained": "x"}]}'),
+    ("checkpoints/step-00000060/model/config.json", json.dumps(HUGE)),
+    ("checkpoints/step-00000060/model/config.json", json.dumps({"architectures": 5, "vision_config": [], "text_config": HUGE})),
     ("recipe.yaml", "a: &a [1,1,1,1,1,1,1,1,1]\n" + "".join(f"{'abcdefghij'[i]}: &{'abcdefghij'[i]} [{'*' + 'abcdefghij'[i - 1]},{'*' + 'abcdefghij'[i - 1]}]\n" for i in range(1, 9))),
 ]  # fmt: skip
 
@@ -187,11 +198,34 @@ def test_a_damaged_run_is_a_report_or_one_sentence(
     for number, (name, content) in enumerate(DAMAGED):
         run = tmp_path / str(number)
         shutil.copytree(whole, run)
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
         (run / name).write_text(content)
         code, errors = main(["report", str(run)]), capsys.readouterr().err.splitlines()
         sentences = [line for line in errors if line.startswith(str(run))]
         is_named = len(sentences) == 1 and name in sentences[0]
         assert code == 0 or (code == 2 and is_named), (name, content[:60])
+
+
+def test_a_long_run_takes_linear_time_and_memory_and_a_page_of_the_same_size(tmp_path: Path) -> None:
+    numbers = {"learning_rate": 1e-3, "grad_norm": 1.0, "tokens_per_second": 9.0, "peak_memory_bytes": 2**30}
+
+    def measure(steps: int) -> tuple[int, float, int]:
+        lines = ({"step": step, "loss": 2 + math.sin(step), **numbers} for step in range(1, steps + 1))
+        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        (tmp_path / "samples.jsonl").write_text('{"step": 1, "prompt": "a", "answer": "b"}\n' * steps)
+        profile = cProfile.Profile()
+        page = profile.runcall(lambda: render_page([read_run(tmp_path)], [None]))
+        tracemalloc.start()
+        render_page([read_run(tmp_path)], [None])
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        size = (tmp_path / "metrics.jsonl").stat().st_size
+        return sum(entry.callcount for entry in profile.getstats()), peak / size, len(page)
+
+    (calls, _, size), (more_calls, share, more_size) = measure(2000), measure(8000)
+    assert more_calls < 4.4 * calls
+    assert share < 30
+    assert more_size < 1.2 * size
 
 
 def _has_color(picture: Path, css: str) -> bool:

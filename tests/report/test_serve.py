@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,9 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-from finetune.report.cli import MAX_CONNECTIONS
+import pytest
+
+from finetune.report.cli import MAX_CONNECTIONS, LivePage, _Handler, _open_server
 from tests.ranks import ROOT, default_interrupt, environment, run_command
 from tests.report.browser import watch
 from tests.report.runs import STEPS, make_run
@@ -126,6 +129,28 @@ def test_only_what_has_changed_is_sent_and_to_this_machine_alone(
         taken = run_command(["python", "-m", "finetune", "report", str(run), "--serve", "--port", str(port)])
         assert (taken.returncode, taken.stderr) == (2, f"--port {port}: Address already in use; choose another port\n")
     assert not (run / "report.html").exists()
+
+
+def test_connections_that_ask_for_nothing_are_let_go(
+    tiny_recipe: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half-open ones, and one that sends a letter now and then: each has a thread, and the page must answer again."""
+    monkeypatch.setattr(_Handler, "timeout", 0.2)
+    run = make_run(tmp_path / "run", tiny_recipe())
+    with _open_server(LivePage((run,)), None) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        address = ("127.0.0.1", server.server_port)
+        held = [socket.create_connection(address, timeout=30) for _ in range(MAX_CONNECTIONS)]
+        for connection in held[:5]:
+            connection.sendall(b"GET / HT")
+        assert [connection.recv(1) for connection in held] == [b""] * len(held), "closed by the server"
+        while threading.active_count() > MAX_CONNECTIONS // 2:
+            threading.Event().wait(0.01)
+        connection = http.client.HTTPConnection(*address, timeout=30)
+        connection.request("GET", "/")
+        assert connection.getresponse().status == 200
+        connection.close()
+        server.shutdown()
 
 
 def test_what_cannot_be_served_is_one_sentence(tmp_path: Path) -> None:
