@@ -10,6 +10,7 @@ import yaml
 from finetune.cli import read_arguments
 from finetune.config.accelerate_file import ACCELERATE_CONFIGS, read_sharding
 from finetune.config.reader import RECIPES, find_file, read_recipe
+from finetune.config.schema import recipe_keys
 from finetune.errors import UserError
 from tests.ranks import ROOT
 
@@ -32,6 +33,21 @@ def test_it_is_short_and_your_own_data_come_second() -> None:
     sections = re.findall(r"^## (.*)$", README, re.M)
     assert sections[:2] == ["Two minutes, no GPU", "Your own data"]
     assert "make quickstart" in README[: README.index("## ")], "the first screen has the command"
+
+
+def test_the_package_tree_is_on_another_page_and_other_tools_have_an_honest_line_each() -> None:
+    assert "  checkpoint/" not in README and "tree of packages" in README
+    assert "a tenth of a second" not in README
+    (beside,) = re.findall(r"^## Beside other tools\n(.*?)^## ", README, re.M | re.S)
+    lines = re.findall(r"^- \*\*(\w+)\*\*", beside, re.M)
+    assert lines == ["vLLM", "Ollama", "Docker", "Colab", "Windows"] and len(beside.strip().splitlines()) == len(lines)
+
+
+def test_the_page_of_recipes_begins_with_the_ten_keys_that_most_need() -> None:
+    first = re.split(r"^## ", (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8"), flags=re.M)[1]
+    assert first.startswith("The ten keys that most recipes need\n")
+    keys = re.findall(r"^\| `(\w+)` \|", first, re.M)
+    assert len(keys) == 10 and set(keys) <= recipe_keys().keys()
 
 
 def test_its_finetune_commands_are_read() -> None:
@@ -82,7 +98,10 @@ def test_its_recipe_is_read_and_its_mistakes_are_told_so(tmp_path: Path, monkeyp
         Path(source["path"]).touch()
     recipe = Path("my_recipe.yaml")
     recipe.write_text(text)
-    read_recipe("my_recipe.yaml")
+    read = read_recipe("my_recipe.yaml")
+    assert all(each.type == "messages" for each in read.data.datasets if each.prompt_column), (
+        "an Instruct model learns questions and answers in its chat template"
+    )
 
     wrong = text.replace("eval_split_size", "eval_split").replace("max_length", "sequence_len")
     recipe.write_text(wrong.replace("learning_rate: 1e-5", "learning_rate: fast"))

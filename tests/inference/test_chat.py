@@ -300,7 +300,10 @@ def test_odd_settings_of_a_model_are_one_answer_or_one_sentence(
 
 
 def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
-    tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tiny_llama: Callable[..., Path],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And an answer that is cut where the model can read no further says so, instead of advising more tokens."""
     model = tiny_llama(max_position_embeddings=48)
@@ -308,6 +311,7 @@ def test_a_prompt_that_is_too_long_ends_only_its_own_answer(
     arguments = ["chat", str(model), "--prompts", str(tmp_path / "prompts.txt"), "--json", "--temperature", "0"]
     assert main(arguments) == 2
     shown = capsys.readouterr()
+    assert "Token indices" not in shown.err + caplog.text, "our sentence alone, no warning of a library before it"
     first, second = (json.loads(line)["answers"][0] for line in shown.out.splitlines())
     assert "and the model reads 48 at most" in first["error"] and second["tokens"] > 0
     assert shown.err.splitlines()[-1].startswith(f"prompt 1: {model}: the conversation has ")

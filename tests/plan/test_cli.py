@@ -58,7 +58,18 @@ def test_what_does_not_fit_is_answered_with_settings_that_do(tiny_recipe: Callab
 
 
 def test_a_model_that_cannot_be_had_is_one_sentence(tiny_recipe: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").touch()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    adapter = (
+        f"to train it further set model_name_or_path: some/base, use_peft: true and adapter_name_or_path: {tmp_path}"
+    )
     for name, said in (
+        (
+            str(tmp_path / "model.gguf"),
+            "a GGUF file, which inference engines read and nothing trains; name the original",
+        ),
+        (str(tmp_path / "adapter"), adapter),
         ("nobody/nothing", "nobody/nothing: config.json is not on this machine and HF_HUB_OFFLINE is set; download it"),
         (str(tmp_path / "absent"), "absent: no such file or folder"),
         (str(tmp_path), "no config.json"),
