@@ -8,6 +8,7 @@ import finetune
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "api.md"
 OF_THE_COMMAND = ("computing", "inputs", "start")  # what run.py alone uses of a session
+TYPES = ("MicroBatch", "Recipe", "StepBatch")  # whose attributes may change
 BEGINS = "## Chat\n"  # the first of finetune.__all__
 
 
@@ -17,7 +18,7 @@ def make_page() -> str:
     for name in finetune.__all__:
         value = getattr(finetune, name)
         parts.append(f"## {name}\n\n{_describe(value, name)}")
-        if inspect.isclass(value) and not issubclass(value, Exception | tuple):
+        if inspect.isclass(value) and not issubclass(value, Exception | tuple) and name not in TYPES:
             own = {key: each for key, each in vars(value).items() if is_public(key) and inspect.getdoc(each)}
             parts += [f"### {name}.{key}\n\n{_describe(each, key)}" for key, each in own.items()]
     return "\n".join(parts)
@@ -31,7 +32,9 @@ def is_public(name: str) -> bool:
 def _describe(value: Any, name: str) -> str:
     lines = (inspect.getdoc(value) or "").splitlines()
     text = "\n".join(lines[: next((i for i, line in enumerate(lines) if line.startswith(">>>")), len(lines))]).strip()
-    is_called = inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Exception))
+    is_called = name not in TYPES and (
+        inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Exception))
+    )
     signature = str(inspect.signature(value)) if is_called else ""
     for noise in ("self, ", "self", "'", "collections.abc.", "typing.", "pathlib."):
         signature = signature.replace(noise, "")

@@ -12,6 +12,9 @@ __version__ = "0.1.0"
 PUBLIC = {
     "api": ("Chat", "RunResult", "chat", "export_run", "load_recipe", "make_plan", "prepare", "train"),
     "session": ("Loss", "Session", "Update"),
+    "training.hooks": ("Callback", "Event"),
+    "data.batches": ("MicroBatch", "StepBatch"),
+    "config.schema": ("Recipe",),
     "errors": ("Preempted", "UserError"),
 }
 __all__ = [name for names in PUBLIC.values() for name in names]

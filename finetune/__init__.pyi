@@ -6,11 +6,16 @@ from finetune.api import load_recipe as load_recipe
 from finetune.api import make_plan as make_plan
 from finetune.api import prepare as prepare
 from finetune.api import train as train
+from finetune.config.schema import Recipe as Recipe
+from finetune.data.batches import MicroBatch as MicroBatch
+from finetune.data.batches import StepBatch as StepBatch
 from finetune.errors import Preempted as Preempted
 from finetune.errors import UserError as UserError
 from finetune.session import Loss as Loss
 from finetune.session import Session as Session
 from finetune.session import Update as Update
+from finetune.training.hooks import Callback as Callback
+from finetune.training.hooks import Event as Event
 
 __version__: str
 __all__: list[str]

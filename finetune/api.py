@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
     from finetune.inference.inference_model import InferenceModel
     from finetune.plan.plan import Plan
+    from finetune.training.hooks import Callback
 
 
 def load_recipe(recipe: str | Path | None = None, **keys: Any) -> Recipe:
@@ -94,7 +95,7 @@ class RunResult:
         return self.folder / name if (self.folder / name).is_dir() else None
 
 
-def train(recipe: Recipe, config: str | None = None) -> RunResult:
+def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callback"] = ()) -> RunResult:
     """Trains, evaluates, saves and exports, as `finetune launch` does; resumes where a run was stopped.
 
     On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
@@ -103,6 +104,7 @@ def train(recipe: Recipe, config: str | None = None) -> RunResult:
     Args:
         recipe: Of `load_recipe`.
         config: An Accelerate file, or a name in accelerate_configs/; by default the recipe's.
+        callbacks: What is called at the run's events, after those that the recipe names.
 
     Raises:
         UserError: For what a person can correct.
@@ -111,7 +113,7 @@ def train(recipe: Recipe, config: str | None = None) -> RunResult:
     from finetune.run import fine_tune
     from finetune.training.run_folder import run_folder
 
-    fine_tune(recipe, read_sharding(config, recipe.run.accelerate_config, os.environ))
+    fine_tune(recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=callbacks)
     return RunResult(run_folder(recipe))
 
 

@@ -29,6 +29,7 @@ class Progress:
     best_step: int | None = None  # the step that had it
     evaluations_since_best: int = 0
     scaler: dict[str, Any] | None = None  # the fp16 gradient scaler's state
+    callbacks: dict[str, Any] | None = None  # of a checkpoint: the states of a user's callbacks, by their names
 
     def after_step(self, batch: StepCounts, *, is_skipped: bool = False) -> "Progress":
         """The progress one step later, `batch`'s. `is_skipped`: its update was skipped."""

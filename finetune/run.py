@@ -4,7 +4,9 @@ key=value`."""
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 # A script's own folder comes first on sys.path, where our `data` or `export` would hijack another's: the project's root
 # must.
@@ -36,8 +38,8 @@ def main() -> None:
     fine_tune(recipe, sharding, options.dry_run)
 
 
-def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None:
-    """A run from its recipe to its export."""
+def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False, callbacks: Sequence[Any] = ()) -> None:
+    """A run from its recipe to its export. `callbacks`: beside the recipe's."""
     recipe, sharding = complete_lora(recipe), with_expert_parallelism(sharding, recipe)
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     refuse_problems(find_problems(recipe, sharding, find_local_facts(recipe.model), ranks))  # before torch is imported
@@ -46,8 +48,10 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
     from finetune.training.dry_run import print_plan
     from finetune.training.evaluate import evaluate_after_training, evaluate_before_training
     from finetune.training.finish import finish, is_finished, leave_ranks
+    from finetune.training.hooks import load_hooks
     from finetune.training.loop import train
 
+    hooks = load_hooks(recipe, callbacks)
     with Session(recipe, sharding, saves=not dry_run) as session:
         data, world = session.data, session.world
         if dry_run:
@@ -56,11 +60,13 @@ def fine_tune(recipe: Recipe, sharding: Sharding, dry_run: bool = False) -> None
             return None
         with session.signals as signals:
             progress = session.load()
-            run = session.start()
+            run = session.start(hooks)
             with session.computing(), run.log:
+                run.notify("on_start", progress)
                 evaluate_before_training(run, progress, signals)
                 progress = train(run, progress, signals)
                 progress = evaluate_after_training(run, progress, signals)
+                run.notify("on_end", progress)
                 leave_ranks(run, signals)
     return finish(run, progress)
 

@@ -47,6 +47,7 @@ from finetune.progress import Progress
 from finetune.terminal import set_library_environment
 from finetune.training.dry_run import check_offload_dir, explain_out_of_memory
 from finetune.training.evaluate import SAMPLE_TOKENS, answer
+from finetune.training.hooks import Hooks
 from finetune.training.objectives.distill import read_teacher_facts
 from finetune.training.objectives.sft import SFT, Measured, Objective, Objectives
 from finetune.training.reference import evaluating
@@ -357,12 +358,12 @@ class Session:
         self.close()
         return export_run(self.folder) if self.world.is_main else self.folder / EXPORT
 
-    def start(self) -> TrainingRun:
+    def start(self, hooks: Hooks) -> TrainingRun:
         """The run that the command trains, from the progress so far: its log, and its first screen."""
         model, size, optimizer, objectives = self._loaded
         assert objectives is not None, "without data nothing is prepared to train on"
         keys = self.recipe, self.world, self.folder, self.tokenizer, self.data
-        return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs)
+        return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs, hooks)
 
     def _objective(self, loss: LossFunction | None, *, has_own_rows: bool) -> Objective:
         facts = self.recipe.method_facts

@@ -6,6 +6,7 @@
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import finetune
 from finetune import run
 from finetune.data.batches import MicroBatch
 from finetune.errors import exit_code
-from tests.ranks import open_stores
+from tests.ranks import ROOT, open_stores
 
 Steps = list[tuple[float, float]]  # (loss, gradient norm)
 QUICK = {"max_steps": 5, "logging_steps": 1, "eval_datasets": [], "exact_match_samples": 0}
@@ -29,7 +30,7 @@ ROWS = [
 
 def main() -> None:
     folder, layout = Path(sys.argv[1]), sys.argv[2]
-    starts = launches(8)
+    starts = launches(9)
     found: dict[str, Any] = {}
 
     next(starts)
@@ -46,9 +47,45 @@ def main() -> None:
         next(starts)
         found[name] = compare_pairs(folder / name, layout, model, by_hand)
     next(starts)
+    watched = finetune.load_recipe("quickstart", output_dir=f"{folder}/hooks", **QUICK | HOOKS, **own_files(folder))
+    finetune.train(watched, layout)
+    next(starts)
     found["rows"] = train_on_rows(folder / "rows", layout, model)
     if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
+
+
+HOOKS: dict[str, Any] = {"max_steps": 2, "exact_match_samples": 5, "export_at_end": False}
+HOOKS |= {"eval_datasets": [{"path": str(ROOT / "recipes/quickstart/heldout.jsonl")}]}
+CODE = """
+import json
+
+def rows():
+    for number in range(200):
+        yield {"messages": [{"role": "user", "content": f"{number}?"}, {"role": "assistant", "content": str(2 * number)}]}
+
+def closeness(prompt, answer, expected):
+    return 1 / (1 + abs(len(answer) - len(expected)))
+
+class Note:
+    def on_log(self, event):
+        if event.is_main:
+            (event.folder / "noted.json").write_text(json.dumps(event.metrics))
+"""
+
+
+def own_files(folder: Path) -> dict[str, Any]:
+    """Keys that name functions of a file in `folder`."""
+    if os.environ["RANK"] == "0":
+        (folder / "my_code.py").write_text(CODE)
+    while not (folder / "my_code.py").exists():
+        time.sleep(0.05)
+    function = f"{folder}/my_code.py"
+    return {
+        "datasets": [{"function": f"{function}:rows"}],
+        "metrics": [f"{function}:closeness"],
+        "callbacks": [f"{function}:Note"],
+    }
 
 
 def launches(count: int) -> Iterator[None]:

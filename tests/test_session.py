@@ -1,6 +1,7 @@
 """The library: the command's losses bit for bit, and losses and rows that a user brings."""
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,20 @@ def test_a_users_dpo_is_the_methods(found: dict[str, Any]) -> None:
     for own, ours in zip(found["dpo by hand"], found["dpo"], strict=True):
         assert own == pytest.approx(ours, rel=1e-6)
     assert found["dpo"][-1] != found["dpo"][0]
+
+
+def test_hooks_of_a_recipe_see_all_ranks(folder: Path) -> None:
+    """A metric is the mean over all answers, to the last bit but metrics.jsonl's nine digits; a callback gets the line of all ranks."""
+    lines = [json.loads(line) for line in (folder / "hooks" / "metrics.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (folder / "hooks" / "samples.jsonl").read_text().splitlines()]
+    for step in (0, 2):
+        scores = [1 / (1 + abs(len(s["answer"]) - len(s["expected"]))) for s in samples if s["step"] == step]
+        assert len(scores) == 5
+        logged = next(line for line in lines if line["step"] == step and "exact_match" in line)
+        assert logged["metrics/closeness"] == float(f"{math.fsum(scores) / 5:.9g}")
+    noted = json.loads((folder / "hooks" / "noted.json").read_text())
+    trained = next(line for line in lines if line["step"] == 2 and "loss" in line)
+    assert (noted["step"], float(f"{noted['loss']:.9g}")) == (2, trained["loss"])
 
 
 def test_rows_in_memory_are_trained_on_as_transformers_would(folder: Path, found: dict[str, Any]) -> None:

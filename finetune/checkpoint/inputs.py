@@ -14,8 +14,10 @@ import xxhash
 from finetune.checkpoint.manifest import MODEL, STATE, find_checkpoint_of, find_problems
 from finetune.config.pretrained_adapter import find_adapter
 from finetune.config.schema import Model, Recipe
+from finetune.config.user_code import file_of
 from finetune.constants import CONFIG_FILE
 from finetune.data.prepare import PreparedData
+from finetune.data.sources import hash_file
 from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -46,6 +48,8 @@ INPUTS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "config": (OF_MODEL, "model_name_or_path: the same name is given, but its config.json has changed"),
     "base": (OF_MODEL, f"model_name_or_path: {STARTED}"),
     "adapter": (("adapter_name_or_path",), f"adapter_name_or_path: {STARTED}"),
+    "metrics": (("metrics",), "metrics: the same functions are named, but their files have changed"),
+    "callbacks": (("callbacks",), "callbacks: the same classes are named, but their files have changed"),
     "teacher": (OF_TEACHER, f"{OF_TEACHER[0]}: the same name is given, but its config.json or weights have changed"),
 }
 
@@ -105,6 +109,9 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
         "chat_template": _hash(tokenizer.chat_template),
         "tokenizer": _hash([vocabulary, tokenizer.special_tokens_map]),
     }
+    for key in ("metrics", "callbacks"):
+        named = getattr(recipe.run, key)
+        found[key] = _hash([hash_file(str(file_of(name))) for name in named]) if named else None
     base, teacher = _find_folder(recipe.model), _find_folder(recipe.teacher)
     if base is not None:
         found["config"] = _hash_config(base)

@@ -102,6 +102,7 @@ _STATE = {
     "best_eval_loss": "number none",
     "best_step": "count none",
     "scaler": "object none",
+    "callbacks": "object none missing",
     "recipe": "object",
     "global_batch_size": "count",
     **dict.fromkeys(("data_fingerprint", "base_model"), "text none missing"),

@@ -100,7 +100,7 @@ def load(checkpoint: Path, model: torch.nn.Module, optimizer: torch.optim.Optimi
 def read_progress(checkpoint: Path) -> Progress:
     """How far the run was when `checkpoint`, which has been verified, was written."""
     content = read_state(checkpoint)
-    return Progress(**{field.name: content[field.name] for field in fields(Progress)})
+    return Progress(**{field.name: content[field.name] for field in fields(Progress) if field.name in content})
 
 
 def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, str]) -> tuple[list[str], list[str]]:
@@ -113,8 +113,9 @@ def list_changes(state: Mapping[str, Any], recipe: Recipe, inputs: Mapping[str, 
     inputs_then = state.get("inputs", {}) | {"datasets": state.get("data_fingerprint")}
     changed = find_changed_inputs(inputs_then, inputs, deciding + other)
     held_out = [change for change in other + changed if change.startswith("eval_datasets")]
-    deciding += [change for change in changed if change not in held_out]
-    other = [change for change in other if change not in held_out]
+    watching = [change for change in changed if change.startswith(("metrics", "callbacks"))]  # not what is trained
+    deciding += [change for change in changed if change not in held_out + watching]
+    other = [change for change in other if change not in held_out] + watching
     is_decided_by_them = recipe.checkpoint.keep_best_checkpoint or recipe.run.early_stopping_patience is not None
     return (deciding + held_out, other) if is_decided_by_them else (deciding, other + held_out)
 

@@ -89,7 +89,7 @@ def _table(keys: Iterable[Key]) -> str:
 def _default(key: Key) -> str:
     if key.is_required:
         return "must be given"
-    if key.default is None:
+    if key.default in (None, ""):
         return "`null`"
     return f"`{json.dumps(key.default)}`".replace('"', "")
 

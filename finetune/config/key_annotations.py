@@ -16,6 +16,10 @@ class FileOrName:
     folder."""
 
 
+class PythonName:
+    """Marks a key whose value, or each of a list, names a function or a class in a file: see user_code.py."""
+
+
 class ModulePatterns:
     """Marks a key whose value (a list, or the keys of a mapping) is patterns for modules' names; see
     module_patterns.py."""

@@ -16,6 +16,7 @@ from finetune.config.module_patterns import find_problem
 from finetune.config.overrides import COMMAND_LINE, read_override
 from finetune.config.schema import NESTED, SECTIONS, DatasetSource, Key, Recipe, keys_of, recipe_keys
 from finetune.config.unknown_keys import ACCELERATE_KEYS, explain_unknown, explain_value
+from finetune.config.user_code import locate
 from finetune.config.yaml_file import UNREADABLE, Entry, read_entries
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
@@ -225,6 +226,11 @@ def _check_value(entry: Entry, key: Key, folder: Path, values: dict[str, Any]) -
         ]
     if key.is_patterns and (problems := [problem for pattern in value or () if (problem := find_problem(pattern))]):
         return [f"{entry.where}: {entry.key}: {problem}" for problem in problems]
+    if key.is_python_name and value is not None:
+        try:
+            value = locate(value, folder) if isinstance(value, str) else tuple(locate(name, folder) for name in value)
+        except ValueError as error:
+            return [f"{entry.where}: {entry.key}: {error}"]
     if key.is_file_or_name and isinstance(value, str):
         try:
             is_inline = any(mark in value for mark in ("\n", "://", "{{", "{%"))  # Jinja text, or an address
@@ -252,7 +258,7 @@ def _check_sources(
             continue
         checked = _check(item, keys_of(schema), folder)
         problems += checked.problems
-        if "path" not in checked.values.keys() | checked.unusable:
+        if not {"path", "function"} & (checked.values.keys() | checked.unusable):
             where = item[0].where if item else entry.where
             problems.append(f"{where}: {entry.key}: an entry without a path; name its file, folder or hub name")
         elif not checked.problems:

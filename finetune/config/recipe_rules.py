@@ -9,7 +9,7 @@ from finetune.config.facts import Case, Rule
 from finetune.config.methods import COLUMN_KEYS, METHODS, PAIRED, RATED, Method
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
-from finetune.config.schema import Lora, Quantization, recipe_keys
+from finetune.config.schema import DatasetSource, Lora, Quantization, keys_of, recipe_keys
 
 SMALLEST_BF16_RATE = 1e-5  # bf16 weights of 0.02 are 1.2e-4 apart: most updates by less than half of that are lost
 LARGEST_RATE = 1.0  # Adam moves every number by about the learning rate
@@ -64,6 +64,18 @@ def _column_key(entry: str, key: str) -> Rule:
         keys=(entry, "method"),
         when=is_unused,
         message=lambda case: f"{key} has no effect with method: {case['method']}; it is for {users}",
+    )
+
+
+def _function_beside(entry: str, key: str) -> Rule:
+    return Rule(
+        name=f"function beside {key} of {entry}",
+        keys=(entry,),
+        when=lambda case: any(
+            s.function and getattr(s, key) != keys_of(DatasetSource)[key].default for s in case[entry]
+        ),
+        message=f"an entry of {entry} cannot combine function with {key}",
+        advice=f"keep one of the two; what {key} would choose, the function can",
     )
 
 
@@ -176,6 +188,7 @@ RULES: tuple[Rule, ...] = (
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
     _method_key("label_smoothing"),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
+    *(_function_beside(entry, key) for entry in ("datasets", "eval_datasets") for key in ("path", "name", "split")),
     Rule(
         name="label_smoothing with another loss", keys=("label_smoothing", "loss_type", "method"),
         when=lambda c: c["label_smoothing"] > 0 and c["loss_type"] != "sigmoid",
@@ -410,6 +423,7 @@ RULES: tuple[Rule, ...] = (
         when=lambda c: c["exact_match_samples"] and not _holds_out(c),
         message="exact_match_samples, but no held-out rows", advice="set eval_datasets or eval_split_size",
     ),
+    no_effect("metrics", "without exact_match_samples", is_set("exact_match_samples", to=0), "exact_match_samples"),
     _needs_evaluation("early_stopping_patience"),
     _needs_evaluation("keep_best_checkpoint"),
     _interval_without_effect("eval_strategy", "eval_steps"),

@@ -20,6 +20,7 @@ from finetune.config.key_annotations import (
     FileOrName,
     ModulePatterns,
     Positive,
+    PythonName,
     ReadAs,
     SameOnResume,
     StepsOrShare,
@@ -211,7 +212,13 @@ Turns = Literal["auto", "split", "whole", "last"]
 class DatasetSource:
     """One entry of `datasets` or `eval_datasets`."""
 
-    path: Annotated[str, FileOrName, "A file, glob, folder or hub name."]
+    path: Annotated[str, FileOrName, "A file, glob, folder or hub name; must be given, or function."] = ""
+    function: Annotated[
+        str | None,
+        PythonName,
+        "A function of a file of yours that yields the rows, such as my_data.py:rows. The same rows at each call: they "
+        "are read again where they are counted, and their tokens are kept until the file changes.",
+    ] = None
     name: Annotated[str | None, "The hub data set's configuration."] = None
     split: Annotated[str, "Which split, slices such as train[:5%] included."] = "train"
     type: Annotated[FormatName | None, "The rows' format; null: recognized from the columns."] = None
@@ -247,6 +254,11 @@ class DatasetSource:
         "What the chat template reads beside the messages, as enable_thinking: false. A row's own "
         "chat_template_kwargs come before these.",
     ] = None
+
+    @property
+    def origin(self) -> str:
+        """Where the rows come from: the path, or the function."""
+        return self.function or self.path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -484,6 +496,12 @@ class Run:
         Ge(0),
         "The number of held-out prompts answered greedily before and after training and compared with the reference.",
     ] = 0
+    metrics: Annotated[
+        tuple[str, ...],
+        PythonName,
+        "Functions of files of yours, such as my_eval.py:score, beside the exact match: each gets the prompt, the "
+        "model's answer and the expected one, and returns a number, whose mean is logged as metrics/score.",
+    ] = ()
     sample_prompts: Annotated[
         tuple[str, ...], "Prompts that are answered greedily at every evaluation, to be read; each is a user's turn."
     ] = ()
@@ -498,6 +516,12 @@ class Run:
         "First and last step to profile, 1-based, such as [11, 13]: a Chrome trace and a snapshot of GPU "
         "memory in profile/.",
     ] = None
+    callbacks: Annotated[
+        tuple[str, ...],
+        PythonName,
+        "Classes of files of yours, such as my_callbacks.py:Notify, whose on_start, on_step, on_log, on_evaluate, "
+        "on_save and on_end are called: docs/api.md.",
+    ] = ()
     report_to: Annotated[
         Literal["none", "all", "tensorboard", "wandb", "mlflow", "trackio"]
         | tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...],
@@ -615,6 +639,7 @@ class Key:
     default: Any
     help: str
     is_file_or_name: bool
+    is_python_name: bool
     same_on_resume: bool
     is_patterns: bool
     read_as: ReadAs | None
@@ -638,6 +663,7 @@ def keys_of(schema: type, section: str = "") -> dict[str, Key]:
             default=attribute.default,
             help=next(text for text in metadata if isinstance(text, str)),
             is_file_or_name=FileOrName in metadata,
+            is_python_name=PythonName in metadata,
             same_on_resume=SameOnResume in metadata,
             is_patterns=ModulePatterns in metadata,
             read_as=next((mark for mark in metadata if isinstance(mark, ReadAs)), None),

@@ -109,7 +109,7 @@ def _torchtune_columns(entry: TheirEntry, component: str) -> dict[str, Any]:
 
 
 AUTOMODEL_FORMATS = {"make_squad_dataset": "squad", "HellaSwag": "hellaswag"}
-BY_CODE = "this class joins several columns of a row in code; write the rows as messages and name that file as path"
+BY_CODE = "this class joins several columns of a row in code; write the rows as messages and name that file as path, or yield them: `function: my_data.py:rows`"
 
 
 def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversion) -> tuple[Sources, Sources]:
@@ -123,7 +123,7 @@ def read_automodel_data(theirs: Mapping[str, Any], source: Path, found: Conversi
         path = next((p for p in map(entry.take, ("path_or_dataset_id", "path_or_dataset", "dataset_name")) if p), None)
         if path is None:
             raise UserError(
-                f"{source}: {entry.where}: {kind} names no path_or_dataset_id; a data set of code is not read"
+                f"{source}: {entry.where}: {kind} names no path_or_dataset_id; code that makes rows goes under `function: my_data.py:rows`"
             )
         split = entry.take("split")
         keys = {"name": entry.take("name"), "split": None if str(path).endswith((".json", ".jsonl")) else split}

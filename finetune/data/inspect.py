@@ -83,7 +83,8 @@ def _build_recipe(options: argparse.Namespace) -> Recipe:
         return read_recipe(options.recipe or "quickstart", options.overrides)
     if options.file is not None and options.file.endswith((".yaml", ".yml")):
         raise UserError(f"{options.file}: not a data file; for a recipe write --recipe {options.file}")
-    overrides = [f"datasets={json.dumps([{'path': options.file}])}"] if options.file is not None else []
+    named = "function" if ".py:" in (options.file or "") else "path"
+    overrides = [f"datasets={json.dumps([{named: options.file}])}"] if options.file is not None else []
     if options.model is not None:
         overrides += [
             f"model_name_or_path={json.dumps(options.model)}",

@@ -31,7 +31,7 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
     _add_documents(tally, "truncated_equal", store, examples.document[equal * examples.group_size])
     _add_documents(tally, "duplicates", store, duplicates)
     report = SourceReport(
-        path=source.path,
+        path=source.origin,
         formats=tuple(stats.formats),
         rows_in_source=stats.rows_in_source,
         rows_read=stats.rows_read,

@@ -28,7 +28,7 @@ from finetune.data.data_report import DataReport, Report, SourceReport, StreamRe
 from finetune.data.examples import Examples, Prompt, cut_prompts
 from finetune.data.mixture import find_held_out_in_training, find_same_ratings, hold_out, mix_sources, select_examples
 from finetune.data.sampler import BatchConfig, make_generator
-from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, read_rows
+from finetune.data.sources import RowBatch, find_splits, fingerprint_samples, list_files, read_rows
 from finetune.data.token_cache import cache_folder, hash_inputs, open_cached_store, open_or_write_store
 from finetune.data.token_store import Tokens, TokenStore, keep_in_memory
 from finetune.data.tokenize import SourceStats, tokenize_rows
@@ -119,7 +119,7 @@ class StreamedBatches:
             raise UserError.of(map(str, stop))
         if not len(examples):
             raise UserError(
-                f"{self.data.datasets[0].path}: no row of a block of {BLOCK_ROWS} holds a token to train on"
+                f"{self.data.datasets[0].origin}: no row of a block of {BLOCK_ROWS} holds a token to train on"
             )
         batches = self._make_batches(examples, number)
         note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
@@ -213,7 +213,9 @@ def open_stream(
     launch = f"run-{os.getppid()}-{os.environ.get('MASTER_PORT', '0')}"
     folder = cache_folder(data) / f"stream-{key}" / launch
     folder.mkdir(parents=True, exist_ok=True)
-    first_rows = tuple((source.path, source.max_samples) for source in data.datasets if source.max_samples is not None)
+    first_rows = tuple(
+        (source.origin, source.max_samples) for source in data.datasets if source.max_samples is not None
+    )
     report = StreamReport(data.max_length, eval_sources, first_rows)
     size = recipe.batch.per_device_train_batch_size
     return StreamedBatches(data, tokenizer, config, size, steps, world, report, folder, kind)
@@ -240,7 +242,7 @@ def interleave_sources(
             readers[i] = read_rows(sources[i], streaming=True, batch_rows=RUN_ROWS)
             batch = next(readers[i], None)
             if batch is None:
-                raise UserError(f"{sources[i].path}: it has no rows")
+                raise UserError(f"{sources[i].origin}: it has no rows")
         drawn += 1
         if drawn > skip:
             yield sources[i], batch, min(passes)
@@ -248,7 +250,7 @@ def interleave_sources(
 
 def _describe(source: DatasetSource) -> Any:
     """A source and, where it is local, its files with size and time: their content would take too long to hash."""
-    splits = find_splits(source.path) or {}
+    splits = {"function": list_files(source)} if source.function else find_splits(source.path) or {}
     files = [(file, Path(file).stat().st_size, Path(file).stat().st_mtime_ns) for f in splits.values() for file in f]
     return asdict(source), files
 

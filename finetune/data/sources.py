@@ -15,6 +15,7 @@ from typing import Any
 
 import xxhash
 
+from finetune.config import user_code
 from finetune.config.schema import DatasetSource
 from finetune.data.json_rows import NumberedRow
 from finetune.data.messages import BadRow
@@ -72,7 +73,11 @@ def _select_rows(source: DatasetSource, drawn: Collection[int]) -> Iterator[RowB
 
 
 def _open_rows(source: DatasetSource, streaming: bool = False) -> Iterator[tuple[str, Iterator[NumberedRow]]]:
-    """(file, its numbered rows) for every stretch that `split` names; the hub's name in place of a file."""
+    """(file, its numbered rows) for every stretch that `split` names; the hub's or the function's name in place of a
+    file."""
+    if source.function is not None:
+        yield source.function, enumerate(map(remove_none_values, user_code.read_rows(source.function)), 1)
+        return
     splits = find_splits(source.path)
     if splits is None:
         yield source.path, enumerate(map(remove_none_values, load_hub_rows(source, streaming)), 1)
@@ -98,13 +103,18 @@ def find_splits(path: str) -> dict[str, tuple[str, ...]] | None:
         if not found:
             raise UserError(f"{path}: no file matches")
         return {"train": found}
+    if ".py:" in path:
+        raise UserError(f"{path}: a function is named by the key function, in place of path")
     if file_kind(path) or path.startswith(("/", ".", "~")) or path.count("/") > 1:
         raise UserError(f"{path}: no such file or folder")
     return None
 
 
 def list_files(source: DatasetSource) -> tuple[str, ...]:
-    """The local files that a source's split names; empty for a hub name."""
+    """The local files that a source's split names; empty for a hub name. Of a function its file, but not what that
+    reads."""
+    if source.function is not None:
+        return (str(user_code.file_of(source.function)),)
     splits = find_splits(source.path)
     return () if splits is None else tuple(f for name in _split_names(source, splits) for f in splits[name])
 

@@ -125,9 +125,9 @@ def _tokenize_source(
     batches, stats.rows_in_source = draw_rows(source, seed)
     yield from tokenize_rows(((source, batch) for batch in batches), data, tokenizer, stats, kind)
     if stats.rows_read == 0:
-        raise UserError(f"{source.path}: it has no rows")
+        raise UserError(f"{source.origin}: it has no rows")
     if stats.rows_read == stats.rows_skipped:
-        raise UserError(f"{source.path}: every row was skipped; the first: {stats.skipped[0]}")
+        raise UserError(f"{source.origin}: every row was skipped; the first: {stats.skipped[0]}")
 
 
 def publish_store(folder: Path, tokens: Callable[[SourceStats], Iterator[Tokens]]) -> None:

@@ -216,7 +216,7 @@ def _data_cells(entry: Mapping[str, Any], reported: Mapping[str, Any]) -> tuple[
     formats, examples, pairs = (reported.get(key) for key in ("formats", "examples", "pairs"))
     recognized = ", ".join(map(str, formats)) if isinstance(formats, list) and formats else "recognized"
     return (
-        _shown_path(str(entry.get("path"))),
+        _shown_path(str(entry.get("function") or entry.get("path"))),
         str(entry.get("split", "")),
         str(entry.get("type") or recognized),
         str(entry.get("weight", 1.0)),
@@ -288,7 +288,7 @@ def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
 
 def _entries(recipe: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     entries = recipe.get(key) or []
-    return [entry for entry in entries if isinstance(entry, dict) and entry.get("path")]
+    return [entry for entry in entries if isinstance(entry, dict) and (entry.get("function") or entry.get("path"))]
 
 
 def _shown_path(path: str) -> str:

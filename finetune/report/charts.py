@@ -169,8 +169,14 @@ def make_charts(runs: Sequence[RunRecord], planned_bytes: Sequence[float | None]
         _make_chart("largest_expert_share", "Busiest expert", "% of its layer's tokens; the layer where it is largest", _make_lines(runs, "largest_expert_share", lambda v: 100 * v), zero=True),
         _make_chart("idle_expert_share", "Idle experts", "% of a layer's experts without a token; the layer with most", _make_lines(runs, "idle_expert_share", lambda v: 100 * v), zero=True),
         _make_chart("exact_match", "Held-out questions answered exactly", "%", _make_lines(runs, "exact_match", lambda v: 100 * v, dots=True), zero=True),
+        *(_make_chart(key.replace("/", "_"), key.partition("/")[2], "a function of the recipe, over the held-out answers", _make_lines(runs, key, dots=True), zero=True) for key in list_metrics(runs)),
     ]  # fmt: skip
     return [chart for chart in found if chart is not None]
+
+
+def list_metrics(runs: Sequence[RunRecord]) -> list[str]:
+    """The keys of the recipes' own `metrics` in the lines of the runs."""
+    return list(dict.fromkeys(key for run in runs for line in run.lines for key in line if key.startswith("metrics/")))
 
 
 def _step_range(run: RunRecord) -> tuple[float, float]:

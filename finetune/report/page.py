@@ -17,7 +17,7 @@ from finetune.console.metrics import find_divergence, losses_of
 from finetune.files.run_json import benchmark_table, describe_models
 from finetune.plan.plan import Plan
 from finetune.plan.table import memory_rows
-from finetune.report.charts import format_compact, make_charts
+from finetune.report.charts import format_compact, list_metrics, make_charts
 from finetune.report.run_data import RunRecord
 from finetune.units import count, counted, gib
 
@@ -173,6 +173,9 @@ def _make_tiles(run: RunRecord) -> Iterator[Tile]:
         yield Tile(name, f"{run.last(f'{held_out}rewards/accuracies'):.0%}", margin)
     if run.last("exact_match") is not None:
         yield Tile("Answered exactly", f"{run.last('exact_match'):.0%}", f"from {run.first('exact_match'):.0%}")
+    for key in list_metrics([run]):
+        if (last := run.last(key)) is not None:
+            yield Tile(key.partition("/")[2], format_compact(last), f"from {format_compact(run.first(key))}")
     if run.last("tokens"):
         trained = run.last("trained_tokens")
         yield Tile("Tokens read", count(run.last("tokens")), f"{count(trained)} trained" if trained else "")

@@ -10,6 +10,7 @@ from torch import nn
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
 from finetune.data.tokenizer import end_of_answer_ids
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.parallelize import unwrap, unwrapped_call
 from finetune.distributed.world import World
 from finetune.files.run_json import append_json_lines
@@ -48,6 +49,7 @@ def evaluate(
     `watch`: wraps the held-out batches, and may raise before one.
     """
     step, results = progress.step, run.results.setdefault(progress.step, {})
+    line = None
     if run.data.evaluation is not None and "eval_loss" not in results:
         held_out = run.data.evaluation
 
@@ -59,7 +61,8 @@ def evaluate(
         if step == 0 and run.recipe.method_facts.needs_reference:
             metrics.pop(ACCURACY, None)  # the model still is its own reference: every margin is 0
         shown = {f"eval_{name}": value for name, value in metrics.items()}
-        run.log.write({"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown})
+        line = {"step": step, "epoch": progress.epoch, "eval_loss": loss, **shown}
+        run.log.write(line)
         run.log.say(f"step {step}: held-out loss {loss:.4f}{describe_order(metrics)}")
     if run.sample_prompts and "sample_prompts" not in results:
         samples = answer(run.model, run.sample_prompts, run.tokenizer, run.world)
@@ -67,7 +70,10 @@ def evaluate(
             run.log.say(f"step {step}: {prompt!r} -> {sample.answer!r}")
         _write_samples(run, step, samples)
         results["sample_prompts"] = True
-    return progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
+    progress = progress.after_evaluation(results["eval_loss"]) if "eval_loss" in results else progress
+    if line is not None:
+        run.notify("on_evaluate", progress, line)
+    return progress
 
 
 def describe_order(metrics: Mapping[str, float]) -> str:
@@ -109,8 +115,12 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
     share = sum(sample.is_exact for sample in samples) / len(samples)
     line = {"step": progress.step, "epoch": progress.epoch, "exact_match": share, "exact_match_samples": len(samples)}
     _write_samples(run, progress.step, samples)
-    run.log.write(line)
-    run.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly")
+    answers = [(sample.prompt, sample.answer, sample.expected) for sample in samples]
+    scores: dict[str, float] = RankGroup(run.world).main(lambda: run.hooks.score(answers))
+    run.log.write(line | scores)
+    shown = "".join(f", {name.removeprefix('metrics/')} {score:.4g}" for name, score in scores.items())
+    run.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly{shown}")
+    run.notify("on_evaluate", progress, line | scores)
 
 
 def _write_samples(run: TrainingRun, step: int, samples: Sequence[Sample]) -> None:

@@ -123,7 +123,9 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             if due.reads_device:
                 guard.raise_if_bad(recipe.optimization)
             if due.log:
-                run.log.step(window.metrics(run, progress, rate, result.grad_norm, compilation.seconds()))
+                line = window.metrics(run, progress, rate, result.grad_norm, compilation.seconds())
+                run.log.step(line)
+                run.notify("on_log", progress, line)
                 if news := compilation.news():
                     run.log.say(news)
                 window = Window(world.device)
@@ -133,10 +135,12 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
                     progress = evaluate(run, progress)
                     run.model.train()
                 due = find_due_after_evaluation(due, progress, recipe)
+            run.notify("on_step", progress)
             if due.save:
                 with window.paused():
-                    saver.save(progress)
+                    saver.save(run.hooks.save_states(progress))
                 signals.save = False
+                run.notify("on_save", progress)
             if due.end:
                 break
             if due.stop:

@@ -32,6 +32,7 @@ from finetune.models.probe import check_training_forward
 from finetune.pretrained_config import text_config_of
 from finetune.progress import Progress
 from finetune.training.evaluate import SAMPLES
+from finetune.training.hooks import Hooks
 from finetune.training.objectives.distill import Distillation, teacher_flop_per_token
 from finetune.training.objectives.preference import PreferenceObjective, RatingObjective
 from finetune.training.objectives.sft import SFT, Objectives
@@ -99,6 +100,7 @@ def start_run(
     objectives: Objectives,
     progress: Progress,
     inputs: Mapping[str, str],
+    hooks: Hooks,
 ) -> TrainingRun:
     """The run on this rank; rank 0 opens metrics.jsonl and prints the first screen. All ranks call it.
 
@@ -133,6 +135,7 @@ def start_run(
         log=log,
         results={progress.step: results},
         inputs=inputs,
+        hooks=hooks,
         watchdog=Watchdog(world.rank, recipe.run.timeout_seconds),
         count_flop=count_flop,
         fp8_share=fp8_share,
@@ -140,6 +143,7 @@ def start_run(
     )
     for line in first_screen(run, size, progress):
         log.say(line)
+    hooks.load_states(progress)
     return run
 
 

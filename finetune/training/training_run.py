@@ -4,18 +4,23 @@ saver."""
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from finetune.checkpoint.retention import step_folder
 from finetune.config.schedules import Schedule
 from finetune.config.schema import Recipe
 from finetune.console.metrics import MetricsLog
 from finetune.data.batches import StepBatch
 from finetune.data.examples import Prompt
+from finetune.distributed.collective import RankGroup
 from finetune.distributed.world import World
-from finetune.errors import Preempted
+from finetune.errors import Preempted, UserError
+from finetune.progress import Progress
+from finetune.training.hooks import Event, Hooks
 from finetune.training.objectives.sft import Objectives
 from finetune.training.watch import Watchdog
 
@@ -45,9 +50,36 @@ class TrainingRun:
     results: dict[int, dict[str, Any]]  # step -> what this run has logged of evaluations there, also in earlier starts
     inputs: Mapping[str, str]  # fingerprints of what the recipe names
     watchdog: Watchdog
+    hooks: Hooks
     count_flop: Callable[[float], float]  # to train on one token of a document of so many tokens
     fp8_share: float  # of those, what is multiplied in FP8
     peak_flops: float | None  # per second and device; None where it is not known
+
+    def notify(self, name: str, progress: Progress, metrics: Mapping[str, Any] = MappingProxyType({})) -> None:
+        """Calls the event `name` of the callbacks. All ranks call it.
+
+        Raises `UserError` on all ranks for what a callback raises on one; the steps done are saved before.
+        """
+        if not self.hooks.callbacks:
+            return
+        event = Event(
+            step=progress.step,
+            steps=self.schedule.steps,
+            metrics=metrics,
+            folder=self.folder,
+            is_main=self.world.is_main,
+            model=self.model,
+        )
+        try:
+            RankGroup(self.world).all(lambda: self.hooks.call(name, event))
+        except UserError as error:
+            if progress.step == 0 or name not in ("on_step", "on_log", "on_evaluate"):
+                raise
+            self.saver.finish()
+            if not step_folder(self.folder, progress.step).exists():
+                self.saver.save(self.hooks.save_states(progress))
+                self.saver.finish()
+            raise UserError(f"{error} (step {progress.step} is saved)") from error
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:
         """The exception of a run that a signal stops; `where` says what is saved."""

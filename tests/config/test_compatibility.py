@@ -6,6 +6,7 @@ from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from string import Formatter
 from typing import Any
 
@@ -47,6 +48,7 @@ SP = replace(FSDP2, sequence_parallel_size=4, shard_size=1)
 EP = replace(FSDP2, expert_parallel_size=2)
 CPU = MachineFacts(device="cpu")
 A100 = MachineFacts(device="cuda", gpu="NVIDIA A100", capability=(8, 0))
+CODE = f"{Path(__file__)}:test_no_rule"
 LORA, NVME = "use_peft=true", ["optim_offload=nvme", "offload_dir=/nvme"]
 BACKWARD = ["optim_in_backward=true", "max_grad_norm=null"]
 
@@ -282,6 +284,20 @@ def test_all_problems_are_reported_at_once_each_where_it_stands(tmp_path: Any) -
             False,
         ),
         (["profile_steps=[5, 2]"], None, None, "profile_steps: [5, 2]: the first step comes after the last", False),
+        (
+            [f"metrics=[{CODE}]"],
+            None,
+            None,
+            "metrics has no effect without exact_match_samples; set it, or remove metrics",
+            False,
+        ),
+        (
+            [f"datasets=[{{function: {CODE}, path: pyproject.toml}}]"],
+            None,
+            None,
+            "datasets cannot combine function with path; keep one",
+            False,
+        ),
         (["exact_match_samples=5"], None, None, "exact_match_samples, but no held-out rows; set eval_datasets", False),
     ],
 )

@@ -1,0 +1,113 @@
+"""Functions and classes of a user's own file, which a recipe names as `my_data.py:rows`."""
+
+import difflib
+import importlib.util
+import itertools
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from finetune.errors import Preempted, UserError
+
+OURS = str(Path(__file__).resolve().parents[1])
+
+
+def locate(text: str, folder: Path) -> str:
+    """`FILE.py:NAME` with the file as it is found from here or from the recipe's `folder`.
+
+    Raises `ValueError` with a sentence where the text names no function, or there is no such file.
+
+    >>> locate("my_data.py", Path())
+    Traceback (most recent call last):
+    ValueError: my_data.py: name a Python file and what is in it, such as my_data.py:rows
+    """
+    file, _, name = text.rpartition(":")
+    if not file.endswith(".py") or not name.isidentifier():
+        raise ValueError(f"{text}: name a Python file and what is in it, such as my_data.py:rows")
+    found = next((path for path in (Path(file).expanduser(), folder / file) if path.is_file()), None)
+    if found is None:
+        raise ValueError(f"{file}: no such file, here or in the recipe's folder")
+    return f"{found}:{name}"
+
+
+def file_of(name: str) -> Path:
+    """The file of `FILE.py:NAME`."""
+    return Path(name.rpartition(":")[0])
+
+
+def load(name: str) -> Any:
+    """What `FILE.py:NAME` names. The file is run once for all that it holds, and again once it was edited.
+
+    Raises:
+        UserError: Where the file cannot be run, or lacks the name; with the line.
+    """
+    path, wanted = file_of(name), name.rpartition(":")[2]
+    with explained(str(path)):
+        module = _run_file(str(path.resolve()), path.stat().st_mtime_ns)
+    if not callable(getattr(module, wanted, None)):
+        known = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        close = difflib.get_close_matches(wanted, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known) or 'none'}"
+        raise UserError(f"{path}: no function or class {wanted}; {hint}")
+    return getattr(module, wanted)
+
+
+def read_rows(name: str) -> Iterator[dict[str, Any]]:
+    """The rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises, and for no row."""
+    function = load(name)
+    with explained(name):
+        rows = function()
+    if not hasattr(rows, "__iter__") or isinstance(rows, str | Mapping):
+        raise UserError(f"{name}: returned {type(rows).__name__}; yield rows, each a mapping as {{'text': ...}}")
+    rows, end = iter(rows), object()
+    for number in itertools.count(1):
+        with explained(f"{name}, row {number}"):
+            row = next(rows, end)
+        if row is end:
+            return
+        if not isinstance(row, Mapping):
+            raise UserError(f"{name}, row {number}: {type(row).__name__}; a mapping is expected, as {{'text': ...}}")
+        yield dict(row)
+
+
+@contextmanager
+def explained(what: str) -> Iterator[None]:
+    """Turns what a user's code raises within it into a `UserError` that names the file and the line.
+
+    Args:
+        what: What is called, for the sentence.
+    """
+    try:
+        yield
+    except (UserError, Preempted):
+        raise
+    except Exception as error:
+        frames = [
+            (frame.filename, frame.lineno)
+            for frame in traceback.extract_tb(error.__traceback__)
+            if not frame.filename.startswith((OURS, "<frozen"))
+        ]
+        own = [frame for frame in frames if frame[0] == frames[0][0]]  # not of a library that it calls
+        if isinstance(error, SyntaxError) and error.filename:
+            own.append((error.filename, error.lineno))
+        place = f"{own[-1][0]}:{own[-1][1]}: " if own else ""
+        said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
+        raise UserError(f"{place}{what}: {type(error).__name__}{f': {said}' if said else ''}") from error
+
+
+@lru_cache
+def _run_file(path: str, modified_ns: int) -> ModuleType:
+    name = f"{Path(path).stem} of a recipe"  # no import finds it: a file named json.py replaces nothing
+    folder = str(Path(path).parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # what stands beside it can be imported, after all else
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None, path
+    sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look
+    spec.loader.exec_module(module)
+    return module
