@@ -39,6 +39,7 @@ from finetune.models.lora import is_adapter
 from finetune.models.quantized.base import quantized_layers
 from finetune.models.quantized.linear import CODES, SCALES
 from finetune.optim.nvme import OffloadedOptimizer, OffloadedTensor
+from finetune.optim.scratch_file import allocate_aligned
 
 
 def is_quantized(tensor: Any) -> bool:
@@ -70,11 +71,13 @@ def plain_chunks(tensor: Any) -> Iterator[torch.Tensor]:
 
 
 def allocate_on_host(tensor: Any) -> Any:
-    """Memory on the host for a copy of `tensor`, quantized or not; pinned where it is on a GPU."""
+    """Memory on the host for a copy of `tensor`, quantized or not: whole pages, pinned where it is on a GPU."""
     if is_quantized(tensor):
         parts = allocate_on_host(tensor.codes), allocate_on_host(tensor.scale), tensor.qmap.cpu()
         return type(tensor)(*parts, tensor.signed, dtype=tensor.dtype)
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    if not tensor.is_cuda:
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return allocate_aligned(tensor.nbytes, tensor.device)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
 
 def record_event(device: torch.device) -> Any:

@@ -4,7 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from finetune.checkpoint.shards import allocate_on_host
 from finetune.config.schema import Optimization
 from finetune.constants import OFFLOAD_ALIGNMENT
 from finetune.plan.advice import list_changes
@@ -58,3 +61,22 @@ def test_layouts_that_keep_it_in_memory_are_counted_as_that() -> None:
 def test_no_advice_asks_for_what_cannot_be_in_files() -> None:
     texts = [change.text for change in list_changes(in_files())]
     assert "optim=adamw_8bit" not in texts and "optim=adamw_bf16_moments" in texts
+
+
+def test_an_async_save_pins_what_is_planned_and_not_powers_of_two(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On tensors that say they are on a GPU; CUDA's own registration of the pages is recorded in its place."""
+    pinned: list[int] = []
+
+    class Runtime:
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> None:  # noqa: N802
+            assert address % 4096 == flags == 0
+            pinned.append(size)
+
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    spec = make_spec({**LLAMA_31_8B, "num_hidden_layers": 1, "vocab_size": 1000}, ranks=1)
+    with FakeTensorMode():
+        saved = [torch.empty(t.shape, device="cuda") for t in spec.tensors for _ in range(3)]  # AdamW's two moments
+    copies = [allocate_on_host(tensor) for tensor in saved]
+    assert [(copy.shape, copy.dtype) for copy in copies] == [(tensor.shape, tensor.dtype) for tensor in saved]
+    steps = 4 * len(spec.tensors)  # on the host already
+    assert 0 <= sum(pinned) - (plan_host(spec).saving - steps) < OFFLOAD_ALIGNMENT * len(saved)
