@@ -46,8 +46,7 @@ def _fused_class() -> type[nn.Module]:
     class Linear(PeftLinear):  # type: ignore[misc]
         def forward(self, x: Tensor, *arguments: Any, **keys: Any) -> Tensor:
             is_usual = not (arguments or keys or self.disable_adapters or self.merged)
-            # torch.compile fuses peft's operations by itself.
-            if torch.compiler.is_compiling() or not is_usual or not _is_fusable(self.base_layer):
+            if not is_usual or not _is_fusable(self.base_layer):
                 output: Tensor = super().forward(x, *arguments, **keys)
                 return output
             return _multiply(self, x)

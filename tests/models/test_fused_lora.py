@@ -13,6 +13,7 @@ from finetune.models.fused_lora import fuse_adapters
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
 from tests.plan.traced import allocated_peak, saved_for_backward
 
+aten = torch.ops.aten
 WIDTH_IN, WIDTH_OUT, RANK, TOKENS = 96, 160, 8, 40
 AUTOCAST = "autocast"
 
@@ -111,8 +112,12 @@ def test_a_quantized_base_is_fused_too(keeps: bool) -> None:
             padded = nn.functional.pad(part, (0, -len(part) % 4)).view(torch.float32)
             setattr(layer.base_layer, name, nn.Parameter(padded, requires_grad=False))
     fuse_adapters(fused)
-    assert worst_error(run(fused, torch.float32), run(peft, torch.float32)) < 1e-5
+    theirs = run(peft, torch.float32)
+    assert worst_error(run(fused, torch.float32), theirs) < 1e-5
     assert worst_error(run(fused, torch.float32), run(unquantized, torch.float32)) > 1e-2
+    for parameter in fused.parameters():
+        parameter.grad = None
+    assert worst_error(run_compiled(fused, torch.float32, []), theirs) < 1e-5
 
 
 def test_less_is_kept_and_allocated_than_by_peft(capsys: pytest.CaptureFixture[str]) -> None:
@@ -153,3 +158,44 @@ def test_a_layer_whose_adapter_is_off_or_merged_is_the_base() -> None:
     assert torch.equal(layer(x), adapted)
     layer.merge()
     torch.testing.assert_close(layer(x), adapted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, AUTOCAST], ids=str)
+def test_the_compiled_form_reads_and_writes_less_than_pefts(dtype: Any) -> None:
+    """Counted in the graphs that a compiler gets: what is computed number by number over the outputs of a layer."""
+    passes = {}
+    for name in ("peft", "fused"):
+        layers = make_layers(dtype)
+        if name == "fused":
+            fuse_adapters(layers)
+        graphs: list[Any] = []
+        found = run_compiled(layers, dtype, graphs)
+        assert worst_error(found, run(make_layers(dtype), dtype)) < (1e-5 if dtype == torch.float32 else 1e-2)
+        nodes = [node for graph in graphs for node in graph.graph.nodes if "val" in node.meta]
+        wide = [
+            node for node in nodes if node.target in (aten.mul.Tensor, aten.add.Tensor) and is_wide(node.meta["val"])
+        ]
+        passes[name] = len(wide)
+    # In graphs that both layers share: the product scaled and added, the gradient scaled, two gradients of the input added.
+    assert passes == {"peft": 4, "fused": 0}
+
+
+def is_wide(value: Tensor) -> bool:
+    """Whether it has a number for each token and output."""
+    return value.shape[-1] in (WIDTH_IN, WIDTH_OUT) and value.numel() >= TOKENS * WIDTH_IN
+
+
+def run_compiled(layers: nn.Module, dtype: Any, graphs: list[Any]) -> dict[str, Tensor]:
+    """`run` with compiled layers, each whole; their forward and backward graphs are added to `graphs`."""
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+
+    def compiler(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=compiler, bw_compiler=compiler)
+    for layer in layers.values():
+        layer.forward = torch.compile(layer.forward, dynamic=True, fullgraph=True, backend=backend)
+    return run(layers, dtype)
