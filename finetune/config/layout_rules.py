@@ -268,6 +268,10 @@ RULES: tuple[Rule, ...] = (
         fix={"activation_checkpointing_keeps": "attention"},
     ),
     _exclude(
+        "tp_size", has_tp, "token_loss", is_set("token_loss", "eaft"), "token_loss: eaft",
+        why="no rank has all scores of a token", advice="set tp_size: 1, or token_loss: dft",
+    ),
+    _exclude(
         "tp_size", has_tp, "neftune_noise_alpha", is_set("neftune_noise_alpha"), "neftune_noise_alpha",
         fix={"neftune_noise_alpha": None},
     ),

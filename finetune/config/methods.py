@@ -36,8 +36,9 @@ class MethodFacts:
         return GROUP_SIZES[self.rows]
 
 
+LABEL_KEYS = ("label_smoothing", "token_loss", "eaft_alpha")  # of the cross entropy of labels
 METHODS: Mapping[str, MethodFacts] = {
-    DEFAULT_METHOD: MethodFacts(says="learns the answers (supervised fine-tuning)", keys=("label_smoothing",)),
+    DEFAULT_METHOD: MethodFacts(says="learns the answers (supervised fine-tuning)", keys=LABEL_KEYS),
     "dpo": MethodFacts(
         says="learns from pairs which answer is the better one, against the model before training",
         rows="pairs",
@@ -67,7 +68,7 @@ METHODS: Mapping[str, MethodFacts] = {
             "distill_beta",
             "temperature",
             "distill_alpha",
-            "label_smoothing",
+            *LABEL_KEYS,
         ),
         needs_teacher=True,
     ),

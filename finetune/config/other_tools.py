@@ -145,7 +145,8 @@ RESUMES = "a run whose output_dir has a checkpoint resumes; name another output_
 OFFLOADED = "to host memory, where the Accelerate file turns activation checkpointing on"
 ONE_LOSS = "one chunked loss is built in"
 LAUNCHER = "the launcher starts the ranks"
-LOSSES = ("use_dft_loss", "use_asft_loss", "use_eaft_loss", "use_eaft", "mixture_of_depths")
+LABEL_LOSSES = ("use_dft_loss", "use_dft", "use_eaft_loss", "use_eaft")  # -> token_loss
+WEIGHTED = "dft or eaft"
 
 # What TRL and Axolotl call alike, mostly after transformers' TrainingArguments.
 SHARED = (
@@ -276,7 +277,8 @@ AXOLOTL = (
     *unsupported("LoRA+", "loraplus_lr_ratio", "loraplus_lr_embedding"),
     *unsupported("LISA", "lisa_n_layers", "lisa_step_interval", "lisa_layers_attribute"),
     *unsupported("LoftQ", "peft"),
-    *unsupported("another loss", *LOSSES),
+    *(Counterpart(key, "token_loss", WEIGHTED, "by-code") for key in LABEL_LOSSES),
+    Counterpart("eaft_k", "token_loss", "20 of the likeliest tokens", "by-code"),
     *in_accelerate_file(FP8, "fp8", "fp8_enable_fsdp_float8_all_gather"),
     *in_accelerate_file(MESH_SIZES, "tensor_parallel_size", "context_parallel_size", "sequence_parallel_degree"),
     Counterpart("lora_model_dir", "adapter_name_or_path", "a LoRA adapter to train further"),
@@ -286,7 +288,8 @@ AXOLOTL = (
     *ignored("memory and speed only; the loss is the same", "experimental_skip_move_to_device"),
     *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
     *ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
-               "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model"),
+               "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model",
+               "cls_model_config"),
     *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "shuffle_merged_datasets",
                "remove_unused_columns", "skip_prepare_dataset", "ddp_find_unused_parameters", "max_packed_sequence_len"),
     *ignored("packed attention is built in; attn_implementation: flash_attention_2 asks for the package", "flash_attention",
@@ -337,7 +340,10 @@ LLAMA_FACTORY = (
     Counterpart("quantization_method", "load_in_4bit", "bitsandbytes is the only one", "quantizer"),
     Counterpart("quantization_type", "bnb_4bit_quant_type"),
     Counterpart("double_quantization", "bnb_4bit_use_double_quant"),
-    *unsupported("another loss", *LOSSES),
+    *(Counterpart(key, "token_loss", WEIGHTED, "by-code") for key in LABEL_LOSSES),
+    Counterpart("use_asft_loss", "method", "distill, from the model before training, with token_loss: dft", "by-code"),
+    Counterpart("asft_alpha", "distill_alpha", "asft_alpha / (1 + asft_alpha)", "by-code"),
+    *unsupported("mixture of depths", "mixture_of_depths"),
     Counterpart("freeze_trainable_layers", "trainable_modules", "the first or last layers, by their numbers", "by-code"),
     Counterpart("freeze_trainable_modules", "trainable_modules", "the modules of these layers", "by-code"),
     Counterpart("freeze_extra_modules", "trainable_modules", "beside the layers", "by-code"),

@@ -6,7 +6,7 @@ from datetime import date
 from typing import Any
 
 from finetune.config.facts import Case, Rule
-from finetune.config.methods import COLUMN_KEYS, METHODS, PAIRED, RATED, Method
+from finetune.config.methods import COLUMN_KEYS, LABEL_KEYS, METHODS, PAIRED, RATED, Method
 from finetune.config.optimizers import OPTIMIZERS
 from finetune.config.schedules import DEFAULT_SCHEDULE, SCHEDULES, find_schedule_problems
 from finetune.config.schema import DatasetSource, Lora, Quantization, keys_of, recipe_keys
@@ -186,7 +186,7 @@ RULES: tuple[Rule, ...] = (
         message="method: {method} learns from a teacher", advice="set teacher_model_name_or_path",
     ),
     *(_method_key(key.name) for key in fields(Method) if key.name != "method"),
-    _method_key("label_smoothing"),
+    *map(_method_key, LABEL_KEYS),
     *(_column_key(entry, key) for entry in ("datasets", "eval_datasets") for key in COLUMN_KEYS),
     *(_function_beside(entry, key) for entry in ("datasets", "eval_datasets") for key in ("path", "name", "split")),
     Rule(
@@ -201,12 +201,21 @@ RULES: tuple[Rule, ...] = (
         message="label_smoothing: {label_smoothing:g}: under {method} it is the share of pairs whose order is wrong",
         advice="a number below 0.5 is expected",
     ),
-    Rule(
-        name="label_smoothing without labels", keys=("label_smoothing", "distill_alpha", "method"),
-        when=lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1 and c["label_smoothing"],
-        message="label_smoothing applies to the cross entropy, which distill_alpha: 1 gives no weight",
-        advice="set distill_alpha below 1, or remove it",
+    *(
+        Rule(
+            name=f"{key} without labels", keys=(key, "distill_alpha", "method"),
+            when=both(lambda c: c.recipe.method_facts.needs_teacher and c["distill_alpha"] == 1, is_set(key)),
+            message=f"{key} applies to the cross entropy, which distill_alpha: 1 gives no weight",
+            advice="set distill_alpha below 1, or remove it",
+        )
+        for key in LABEL_KEYS
     ),
+    Rule(
+        name="label_smoothing of weighted tokens", keys=("label_smoothing", "token_loss"),
+        when=lambda c: c["label_smoothing"] > 0 and c["token_loss"] != "cross_entropy",
+        message="label_smoothing cannot be combined with token_loss: {token_loss}", advice="remove one of the two",
+    ),
+    no_effect("eaft_alpha", "without token_loss: eaft", lambda c: c["token_loss"] != "eaft", "token_loss"),
     Rule(
         name="streaming with a reference",
         keys=("streaming", "method", "use_peft", "modules_to_save", "added_tokens", "adapter_name_or_path"),

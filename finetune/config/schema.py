@@ -93,6 +93,14 @@ class Optimization:
         "Train on this share of an even distribution over the vocabulary beside each label, as torch's "
         "cross_entropy; the held-out loss is without it.",
     ] = 0.0
+    token_loss: Annotated[
+        Literal["cross_entropy", "dft", "eaft"],
+        SameOnResume,
+        "What the cross entropy of a trained token is weighted by, which gets no gradient. cross_entropy: nothing; "
+        "dft: the token's probability; eaft: the entropy of the 20 likeliest tokens over 3. The held-out loss is "
+        "without it.",
+    ] = "cross_entropy"
+    eaft_alpha: Annotated[float, Gt(0), SameOnResume, "token_loss: eaft: the exponent of the weight."] = 1.0
     optim_in_backward: Annotated[
         bool,
         "Update each parameter in the backward, as soon as its gradient is complete, and free the gradient: the "

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import METHODS, Method
-from finetune.config.other_tools import LOSSES, MEAN_OF_MEANS, NO_DROPOUT
+from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT
 from finetune.config.schema import keys_of
 from finetune.convert.model_names import MOE_CAUSE, Found, find_refused_models
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
@@ -30,6 +30,10 @@ WITHOUT_DROPOUT = ("TRL", "Axolotl", "LLaMA-Factory")  # disable_dropout is the 
 WHOLE_ROW = "the cross entropy is over prompt and answer there, over the answer here"
 CPO_SIMPO = "the cross entropy of the chosen answers is added there (CPO-SimPO); not here"
 KTO_ROWS = "the KL term is estimated on the answers of a batch there, here on each row's successor in the data"
+ASFT = (
+    "the loss is divided by 1 + asft_alpha here, and so is max_grad_norm: AdamW's steps are the same; a mean over all "
+    "tokens of a step here, of each micro-batch's mean there"
+)
 NOT_SAID = "the file does not say which trainer reads it; for ORPO set method: orpo, for KTO kto"
 
 
@@ -40,6 +44,8 @@ def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
             return AXOLOTL_METHODS.get(str(theirs.get("rl")), "sft")
         case "LLaMA-Factory":
             loss, stage = theirs.get("pref_loss"), theirs.get("stage")
+            if theirs.get("use_asft_loss"):
+                return "distill"
             return (
                 "kto" if stage == "kto" else "sft" if stage != "dpo" else loss if loss in ("orpo", "simpo") else "dpo"
             )
@@ -56,8 +62,15 @@ def find_method(tool: Tool, theirs: Mapping[str, Any], source: Path) -> str:
 def find_distillation(theirs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Our keys for the distillation of torchtune and Automodel: (1 - kd_ratio) x cross entropy + kd_ratio x KL divergence.
 
-    None where a file has no teacher, or its divergence is another.
+    LLaMA-Factory's ASFT is that sum, not divided by 1 + asft_alpha, of DFT and the divergence from the model before
+    training. None where a file has no teacher, or its divergence is another.
     """
+    if theirs.get("use_asft_loss"):
+        share, clip = convert_number(theirs.get("asft_alpha", 0.1)), convert_number(theirs.get("max_grad_norm", 1.0))
+        return {
+            "method": "distill", "distill_beta": 0.0, "distill_alpha": round(share / (1 + share), 9), "token_loss": "dft",
+            "teacher_model_name_or_path": theirs.get("model_name_or_path"), "max_grad_norm": clip and clip / (1 + share),
+        }  # fmt: skip
     if "teacher_model" not in theirs:
         return None
     there, fn = read_section(theirs, "kd_loss").get("_component_"), read_section(theirs, "kd_loss_fn").get("_target_")
@@ -130,11 +143,14 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
     tool, recipe = found.tool, found.recipe
     if method == "distill":
         recipe |= find_distillation(theirs) or {}
+        if theirs.get("use_asft_loss"):
+            found.remarks.append(f"use_asft_loss: true   ({ASFT})")
         return
     if method == "sft":
+        _set_token_loss(theirs, found)
         _drop_unused("sft", found)
         losses = _losses("TRL", theirs) if tool == "TRL" else {}
-        for name in losses.keys() - {"None", "nll", "chunked_nll"}:
+        for name in losses.keys() - set(map(str, SFT_LOSSES)):
             note = "of supervised fine-tuning nll is the only one"
             found.add_difference("loss_type", name, note, f"another loss ({name.upper()})")
         return
@@ -163,6 +179,18 @@ def adapt_preferences(method: str, theirs: Mapping[str, Any], source: Path, foun
         if key in recipe and not (key == "packing" and recipe[key] is False):
             del recipe[key]  # only answers are compared; no tool packs pairs
     _drop_unused(method, found)
+
+
+def _set_token_loss(theirs: Mapping[str, Any], found: Conversion) -> None:
+    asked = next((key for key in LABEL_LOSSES if theirs.get(key)), "dft" if theirs.get("loss_type") == "dft" else "")
+    if asked:
+        found.recipe["token_loss"] = asked.removeprefix("use_").removesuffix("_loss")
+    if "eaft" not in asked:
+        found.recipe.pop("eaft_alpha", None)
+    elif theirs.get("eaft_k") not in (None, 20):
+        found.add_difference(
+            "eaft_k", theirs["eaft_k"], "the entropy is of the 20 likeliest tokens", "another loss (EAFT)"
+        )
 
 
 def _list_differences(method: str, theirs: Mapping[str, Any], found: Conversion) -> None:
@@ -322,10 +350,6 @@ def _methods(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield from ((f"{key}: {shorten(theirs[key])}", cause, True) for key in keys if theirs.get(key))
     others = {"Axolotl": _axolotl, "LLaMA-Factory": _factory, "torchtune": _torchtune, "Automodel": _automodel}
     yield from others[tool](theirs) if tool in others else ()
-    for key in LOSSES:
-        if theirs.get(key):
-            name = key.removeprefix("use_").removesuffix("_loss").upper()
-            yield f"{key}: {theirs[key]}", f"another loss ({name})", True
 
 
 def _axolotl(theirs: Mapping[str, Any]) -> Iterator[Found]:

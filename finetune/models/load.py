@@ -32,6 +32,7 @@ from finetune.models.checkpointing import (
 from finetune.models.cpu_products import multiply_in_fp32
 from finetune.models.embedding import install_embedding_noise, refuse_frozen_tokens, train_new_tokens
 from finetune.models.fused_lora import fuse_adapters
+from finetune.models.head.chunks import TokenWeights
 from finetune.models.head.cross_entropy import CrossEntropyHead, HeadFunction, install_loss
 from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from finetune.models.lora import add_adapters, is_adapter, names_of_parameters, read_adapter, with_adapters
@@ -100,7 +101,7 @@ def load_model(
         lora = train_new_tokens(built, lora, vocabulary)
     frozen, unfilled = DTYPES[frozen_dtype(world.sharding, lora)], frozenset[str]()
     install_attention(built, model.attn_implementation, world.sequence_group)
-    install_loss(built, optimization.label_smoothing if optimization else 0.0)
+    install_loss(built, *_read_token_loss(optimization))
     if optimization is not None and optimization.neftune_noise_alpha is not None:
         install_embedding_noise(built, optimization.neftune_noise_alpha)
     install_experts(built, world, frozen if lora.use_peft else DTYPES[model.dtype])
@@ -251,6 +252,14 @@ def weights_folder(model: Model) -> Path:
     return download_folder(model.model_name_or_path, patterns, "its safetensors", model.model_revision)
 
 
+def _read_token_loss(keys: Optimization | None) -> tuple[float, TokenWeights | None]:
+    """What `install_loss` takes; None: of a model that is not trained."""
+    if keys is None:
+        return 0.0, None
+    weighs = keys.token_loss != "cross_entropy"
+    return keys.label_smoothing, TokenWeights(keys.token_loss, keys.eaft_alpha) if weighs else None  # type: ignore[arg-type]
+
+
 @dataclass(frozen=True, slots=True)
 class Teacher:
     """A frozen model, and how a student learns from it. Returned by `load_teacher`."""
@@ -288,6 +297,7 @@ class Teacher:
                     logits=head.logits,
                     trained_positions=positions,
                     label_smoothing=head.label_smoothing if head.training else 0.0,
+                    weigh=head.token_weights if head.training else None,
                 )
 
         return diverge

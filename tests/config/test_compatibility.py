@@ -64,6 +64,7 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
     (["optim=muon"], Sharding(layout="fsdp1"), 2, None, None, "optim: muon cannot be combined with FSDP1: FSDP1 flattens the matrices"),
     (["optim=muon"], replace(FSDP2, cpu_offload=True), 2, None, None,
      "optim: muon cannot be combined with CPU offload: the host would multiply whole matrices; set optim to one of adamw_torch_fused,"),
+    (["token_loss=eaft"], TP, 4, None, None, "token_loss: eaft cannot be combined with tp_size"),
     (["optim=muon"], TP, 4, None, None, "optim: muon cannot be combined with tp_size"),
     (["optim=muon"], FSDP2, 2, MIXTURE, None, "it orthogonalizes matrices, and the experts of a layer are a stack of them"),
     (["optim=adamw_8bit"], Sharding(layout="fsdp1"), 2, None, None, "optim: adamw_8bit cannot be combined with FSDP1"),

@@ -25,6 +25,7 @@ def read(*keys: str) -> list[str]:
     "keys",
     [
         ["method=sft", "label_smoothing=0.9"],
+        ["method=sft", "token_loss=eaft", "eaft_alpha=2"],
         ["method=dpo", "beta=0.5", "loss_type=ipo", "rpo_alpha=1"],
         ["method=dpo", "label_smoothing=0.4"],
         ["method=orpo", "beta=0.2", "overlength=drop"],
@@ -52,6 +53,10 @@ def test_each_method_takes_its_keys(keys: list[str], tmp_path: Path) -> None:
         (["method=simpo", "label_smoothing=0.1"], "label_smoothing has no effect with method: simpo; it is for sft, dpo"),
         (["method=distill", "teacher_model_name_or_path=a/b", "label_smoothing=0.1"], "label_smoothing applies to the cross entropy, which"),
         (["method=dpo", "loss_type=ipo", "label_smoothing=0.1"], "label_smoothing has no effect with loss_type: ipo"),
+        (["token_loss=dft", "label_smoothing=0.1"], "label_smoothing cannot be combined with token_loss: dft; remove"),
+        (["token_loss=dft", "method=dpo"], "token_loss has no effect with method: dpo; it is for sft, distill"),
+        (["method=distill", "teacher_model_name_or_path=a/b", "token_loss=dft"], "token_loss applies to the cross entropy, which"),
+        (["eaft_alpha=2"], "eaft_alpha has no effect without token_loss: eaft"),
         (["method=dpo", "label_smoothing=0.5"], "label_smoothing: 0.5: under dpo it is the share of pairs whose order is"),
         (["method=distill"], "method: distill learns from a teacher; set teacher_model_name_or_path"),
         (["temperature=2"], "temperature has no effect with method: sft; it is for distill"),
@@ -71,7 +76,7 @@ def test_a_key_that_the_method_does_not_use_is_refused_with_those_that_do(keys: 
 
 def test_every_key_belongs_to_a_method() -> None:
     of_methods = {key for facts in METHODS.values() for key in facts.keys}
-    assert of_methods == keys_of(Method).keys() - {"method"} | {"label_smoothing"}
+    assert of_methods == keys_of(Method).keys() - {"method"} | {"label_smoothing", "token_loss", "eaft_alpha"}
     assert all(key.same_on_resume for key in keys_of(Method).values())
 
 

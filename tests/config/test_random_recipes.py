@@ -46,6 +46,7 @@ LEFT_OUT = {
 NUMBERS: dict[str, list[Any]] = {
     "neftune_noise_alpha": [5.0],
     "label_smoothing": [0.1, 0.6],
+    "token_loss": ["dft", "eaft"],
     "max_grad_norm": [None],
     "per_device_train_batch_size": [2],
     "gradient_accumulation_steps": [2],

@@ -1000,13 +1000,20 @@ def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(converted: Co
     )
 
 
-def test_a_row_that_is_cut_before_it_is_packed_and_a_loss_of_trl_are_listed(converted: Convert) -> None:
-    """Muse Glimmer's file packs rows of at most 1024 tokens into 16384; TRL's SFTConfig has dft beside nll."""
+def test_losses_of_tokens_have_a_key(converted: Convert) -> None:
+    """TRL's SFTConfig has dft beside nll; test_token_losses.py holds the losses to LLaMA-Factory's own functions."""
+    assert converted(TRL + "loss_type: dft\n")[0]["token_loss"] == "dft"
+    assert converted(LLAMA_FACTORY + "use_dft_loss: true\neaft_alpha: 2.0\n")[0]["token_loss"] == "dft"
+    ours, said, _ = converted(AXOLOTL + "use_eaft: true\neaft_alpha: 0.5\neaft_k: 20\n")
+    assert (ours["token_loss"], ours["eaft_alpha"]) == ("eaft", 0.5) and "eaft" not in said
+    assert "20 likeliest" in converted(AXOLOTL + "use_eaft: true\neaft_k: 10\n")[1]
+
+
+def test_a_row_that_is_cut_before_it_is_packed_is_listed(converted: Convert) -> None:
+    """Muse Glimmer's file packs rows of at most 1024 tokens into 16384."""
     packed = AUTOMODEL.replace("split: train}", "split: train, seq_length: 1024}")
     ours, said, _ = converted(packed + "packed_sequence: {packed_sequence_size: 16384}\n")
     assert (ours["packing"], ours["max_length"]) == (True, 16384) and "dataset.seq_length: 1024" in said
-    _, said, _ = converted(TRL + "loss_type: dft\n")
-    assert 'loss_type: "dft"' in said
 
 
 def test_what_a_schedule_and_a_decay_do_otherwise_is_said(converted: Convert) -> None:

@@ -193,6 +193,13 @@ def llama_factory(file: Mapping[str, Any], text: str) -> Meaning:
     if meaning["use_peft"]:
         rank = file.get("lora_rank", 8)
         meaning |= {"lora_r": rank, "lora_alpha": file.get("lora_alpha", 2 * rank), "lora_target_modules": "all-linear"}
+    if file.get("use_asft_loss"):  # the sum of DFT and asft_alpha x KL there, their mean by these weights here
+        meaning |= {
+            "max_grad_norm": pytest.approx(1 / (1 + file["asft_alpha"])),
+            "token_loss": "dft",
+            "distill_beta": 0.0,
+        }
+        meaning |= {"method": "distill", "distill_alpha": pytest.approx(file["asft_alpha"] / (1 + file["asft_alpha"]))}
     if file["stage"] in ("dpo", "kto"):  # its trainers are TRL's: without dropout
         meaning |= {"method": file["stage"], "beta": file["pref_beta"], "loss_type": "sigmoid", "lora_dropout": 0.0}
     return meaning

@@ -1,6 +1,7 @@
 """The chunked loss equals the plain one in fp32, in value and in every gradient; under FSDP2 the head is gathered once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.models.attention.documents import install_attention
-from finetune.models.head.chunks import LogitTransform
+from finetune.models.head.chunks import LogitTransform, TokenWeights, compute_fused_chunk
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.plan.traced import LargestTensor
@@ -84,6 +85,31 @@ def test_label_smoothing_is_that_of_torch_in_every_chunk(logits: LogitTransform)
     found = torch.autograd.grad(loss / 50, sources)
     assert relative_error(loss, truth) <= EXACT
     assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= EXACT
+
+
+def weighted(kind: str, logits: Tensor, labels: Tensor, alpha: float) -> Tensor:
+    """DFT: -p log p with a constant p (Wu et al. 2025); EAFT: the entropy of the 20 likeliest tokens over 3 as the weight."""
+    losses = F.cross_entropy(logits, labels, ignore_index=IGNORE_INDEX, reduction="none")
+    twenty = torch.distributions.Categorical(logits=logits.detach().topk(20).values)
+    weights = (-losses).exp().detach() if kind == "dft" else (twenty.entropy() / 3) ** alpha
+    return (losses * weights).sum()
+
+
+@pytest.mark.parametrize(("kind", "alpha"), [("dft", 1.0), ("eaft", 1.0), ("eaft", 0.5)])
+@pytest.mark.parametrize("logits", [LogitTransform(), LogitTransform(scale=2.5, softcap=3.0)])
+def test_weights_of_tokens_are_constants_of_the_gradient(kind: Any, alpha: float, logits: LogitTransform) -> None:
+    hidden, weight, bias, labels = problem(torch.float64)
+    sources = [hidden, weight, bias]
+    truth = weighted(kind, logits.forward(F.linear(hidden, weight, bias))[0], labels, alpha)
+    expected = torch.autograd.grad(truth / 50, sources)
+    for more in ({}, {"chunk_function": compute_fused_chunk}):
+        weigh = TokenWeights(kind, alpha)
+        loss = linear_cross_entropy(
+            hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=7, weigh=weigh, **more
+        )
+        found = torch.autograd.grad(loss / 50, sources)
+        assert relative_error(loss, truth) <= 1e-12
+        assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= 1e-12
 
 
 def test_in_double_the_difference_is_rounding_only() -> None:

@@ -19,13 +19,14 @@ KEYS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd", "learning_rate": 0.3, "save_steps": 3, "weight_decay": 0.01},
     "muon": {"optim": "muon", "save_steps": 3, "weight_decay": 0.1, "adam_beta2": 0.95},
     "smoothing": {"label_smoothing": 0.1, "eval_datasets": True},
+    "dft": {"token_loss": "dft", "eval_datasets": True},
     "noise": {"neftune_noise_alpha": 5.0},
     "plain": {"eval_datasets": True},
 }
 TWO_RANKS = [
     ("full_shard", "adafactor"), ("ddp", "adafactor"), ("full_shard", "sgd"), ("FULL_SHARD", "sgd"),
     ("full_shard", "muon"), ("ddp", "muon"),
-    ("full_shard", "smoothing"), ("full_shard", "noise"), ("FULL_SHARD", "noise"),
+    ("full_shard", "smoothing"), ("full_shard", "dft"), ("full_shard", "noise"), ("FULL_SHARD", "noise"),
 ]  # fmt: skip
 ONE_RANK = [("single", "muon"), ("single", "noise"), ("single", "plain"), ("single", "smoothing")]
 RESUMED = {"adafactor": ("full_shard", "ddp"), "sgd": ("FULL_SHARD", "full_shard"), "muon": ("full_shard", "ddp")}
@@ -68,13 +69,23 @@ def test_losses_are_those_of_a_plain_loop(layout: str, name: str, folder: Path) 
         "sgd": lambda trained: torch.optim.SGD(groups_of(trained, 0.01), lr=0.0),
         "muon": MuonAndAdamW,
     }
-    given = {"make_optimizer": optimizers[name]} if name in optimizers else {"label_smoothing": 0.1}
+    others = {"smoothing": {"label_smoothing": 0.1}, "dft": {"loss_of": dft}}
+    given = others.get(name) or {"make_optimizer": optimizers[name]}
     expected = reference.train(folder / f"{name}.yaml", **given)
     lines = steps_of(folder / f"{layout}-{name}")
     for line, (loss, norm) in zip(lines, expected, strict=True):
         assert line["loss"] == pytest.approx(loss, rel=2e-5), f"step {line['step']}"
         assert line["grad_norm"] == pytest.approx(norm, rel=2e-5), f"step {line['step']}"
-    assert lines[-1]["loss"] < 0.99 * lines[0]["loss"]
+    # -p log p of unlikely tokens rises with p.
+    assert lines[-1]["loss"] > 1.5 * lines[0]["loss"] if name == "dft" else lines[-1]["loss"] < 0.99 * lines[0]["loss"]
+
+
+def dft(documents: reference.Documents) -> torch.Tensor:
+    """-p log p of each trained token, p a constant, over their number."""
+    logits = torch.cat([logits[labels != -100] for logits, labels, _ in documents])
+    labels = torch.cat([labels[labels != -100] for _, labels, _ in documents])
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    return (losses * (-losses).exp().detach()).mean()
 
 
 class MuonAndAdamW:

@@ -8,7 +8,7 @@ around it.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -128,6 +128,24 @@ ChunkFunction = Callable[
 """`compute_chunk`, or a function that computes the same."""
 
 
+class TokenWeights(NamedTuple):
+    """What the loss of each token is multiplied by, without a gradient of its own."""
+
+    kind: Literal["dft", "eaft"]
+    alpha: float = 1.0
+
+    def of_logits(self, logits: Tensor) -> Tensor | None:
+        """[tokens]: the entropy of the 20 largest logits [tokens, vocabulary] over 3, to the power of alpha (EAFT)."""
+        if self.kind == "dft":
+            return None
+        largest = torch.log_softmax(logits.topk(min(20, logits.shape[1])).values, -1, dtype=widen(logits.dtype))
+        return (-(largest.exp() * largest).sum(1) / 3.0) ** self.alpha
+
+    def of_probabilities(self, log_probabilities: Tensor) -> Tensor:
+        """[tokens]: the probability of each label (DFT: Wu et al. 2025, arXiv:2508.05629)."""
+        return log_probabilities.exp()
+
+
 class Computed(NamedTuple):
     """What `compute_in_chunks` returns; the gradients are those of the loss, None where not asked for."""
 
@@ -150,6 +168,7 @@ def compute_in_chunks(
     token_weights: Tensor | None = None,
     shard: VocabularyShard | None = None,
     chunk_function: ChunkFunction | None = None,
+    weigh: TokenWeights | None = None,
 ) -> Computed:
     """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and bias, where needed.
 
@@ -162,6 +181,7 @@ def compute_in_chunks(
         shard: of the vocabulary, to which weight and bias belong; None: all of it. Its group's ranks call this
             together.
         chunk_function: computes a chunk of a whole vocabulary; None: `compute_chunk`.
+        weigh: what the loss and the gradients weigh each token by; None: all alike.
     """
     wide = widen(weight.dtype)
     # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
@@ -173,12 +193,19 @@ def compute_in_chunks(
         nonlocal loss
         weights = None if token_weights is None else token_weights[chunk]
         arguments = (scores, labels[chunk], weights, logits, label_smoothing, grad_dtype)
+        # Before the scores are overwritten.
+        by_token = None if weigh is None else weigh.of_logits(logits.forward(scores)[0])
         # A compiler makes another graph for one token, which the last chunk may have.
         if chunk_function is None or shard is not None or len(scores) == 1:
             found, grad_scores = compute_chunk(*arguments, shard)
         else:
             found, grad_scores = chunk_function(*arguments)
         log_probabilities[chunk] = found
+        if weigh is not None:
+            by_token = weigh.of_probabilities(found) if by_token is None else by_token
+            found = found * by_token
+            if grad_scores is not None:
+                grad_scores *= by_token.unsqueeze(1)
         loss -= found.sum()
         return grad_scores
 

@@ -18,6 +18,7 @@ from finetune.models.head.chunks import (
     Gradients,
     HeadLoss,
     LogitTransform,
+    TokenWeights,
     VocabularyShard,
     choose_chunk_tokens,
     compute_in_chunks,
@@ -42,6 +43,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     shard: VocabularyShard | None = None,
     chunk_function: ChunkFunction | None = None,
+    weigh: TokenWeights | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
 
@@ -59,6 +61,7 @@ def linear_cross_entropy(
             (Szegedy et al. 2016, section 7).
         shard: of the vocabulary, to which weight and bias belong; None: all of it.
         chunk_function: computes one chunk, compiled perhaps; see `compute_in_chunks`.
+        weigh: what each token's loss is multiplied by; None: nothing.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
     """
@@ -71,7 +74,7 @@ def linear_cross_entropy(
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
         arguments = (trained, weight, bias, ids, logits, label_smoothing, chunk_tokens, needs_grad)
-        found = compute_in_chunks(*arguments, shard=shard, chunk_function=chunk_function)
+        found = compute_in_chunks(*arguments, shard=shard, chunk_function=chunk_function, weigh=weigh)
         return found.loss, (found.grad_hidden, found.grad_weight, found.grad_bias)
 
     loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
@@ -86,6 +89,7 @@ class CrossEntropyHead(nn.Linear):
 
     logits: LogitTransform
     label_smoothing: float  # while training
+    token_weights: TokenWeights | None = None  # while training
     chunk_function: ChunkFunction | None = None  # compiled, where the recipe compiles
 
     def forward(
@@ -112,6 +116,7 @@ class CrossEntropyHead(nn.Linear):
             label_smoothing=self.label_smoothing if self.training else 0.0,
             shard=shard,
             chunk_function=self.chunk_function,
+            weigh=self.token_weights if self.training else None,
         )
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:
@@ -123,7 +128,7 @@ class CrossEntropyHead(nn.Linear):
         return logits.full_tensor()  # type: ignore[no-any-return]
 
 
-def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
+def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenWeights | None = None) -> None:
     """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32 scalar.
 
     Labels are shifted already: labels[i] is the id to predict at position i. With them may come `trained_positions`
@@ -141,6 +146,7 @@ def install_loss(model: Any, label_smoothing: float = 0.0) -> None:
     head.__class__ = CrossEntropyHead
     head.logits = LogitTransform.from_config(model.config)  # type: ignore[assignment]
     head.label_smoothing = label_smoothing  # type: ignore[assignment]
+    head.token_weights = token_weights  # type: ignore[assignment]
     plain = type(model).forward
 
     @functools.wraps(plain)  # generation reads the signature

@@ -25,6 +25,7 @@ from finetune.models.head.chunks import (
     Gradients,
     HeadLoss,
     LogitTransform,
+    TokenWeights,
     backward_in_chunks,
     cross_entropy_gradient,
     find_needed_gradients,
@@ -69,6 +70,7 @@ def linear_divergence(
     trained_positions: Tensor | None = None,
     chunk_tokens: int | None = None,
     label_smoothing: float = 0.0,
+    weigh: TokenWeights | None = None,
 ) -> Tensor:
     """The sums over the trained tokens of the mixed loss, the divergence, and the cross entropy; see
     `linear_cross_entropy`.
@@ -93,7 +95,9 @@ def linear_divergence(
         def compute_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
             of_teacher = teacher.log_probabilities(chunk, rows, options.temperature)
             transformed, capped = logits.forward(scores)
-            found, grad = _compute_chunk(transformed, of_teacher, ids[chunk], options, label_smoothing, any(needs_grad))
+            found, grad = _compute_chunk(
+                transformed, of_teacher, ids[chunk], options, label_smoothing, any(needs_grad), weigh
+            )
             sums.add_(found)
             return None if grad is None else logits.backward(grad, capped)
 
@@ -104,7 +108,13 @@ def linear_divergence(
 
 
 def _compute_chunk(
-    logits: Tensor, teacher: Tensor, labels: Tensor, options: DivergenceOptions, label_smoothing: float, gradient: bool
+    logits: Tensor,
+    teacher: Tensor,
+    labels: Tensor,
+    options: DivergenceOptions,
+    label_smoothing: float,
+    gradient: bool,
+    weigh: TokenWeights | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(the three sums, the gradient of the loss to the student's logits [tokens, vocabulary]) of one chunk.
 
@@ -117,7 +127,11 @@ def _compute_chunk(
     student = plain if is_plain else _log_softmax(logits[:, :rows], temperature)
     divergence, grad_divergence = measure_divergence(student, teacher, beta, gradient)
     cross_entropy = -label_log_probabilities(plain, labels, label_smoothing)
-    found = torch.stack([divergence, cross_entropy])
+    by_token = torch.ones_like(cross_entropy)
+    if weigh is not None:
+        of_logits = weigh.of_logits(logits)
+        by_token = weigh.of_probabilities(-cross_entropy) if of_logits is None else of_logits
+    found = torch.stack([divergence, cross_entropy * by_token])
     divergence_sum, cross_entropy_sum = torch.where(trained, found, 0.0).sum(1)
     loss = alpha * divergence_sum + (1 - alpha) * cross_entropy_sum
     sums = torch.stack([loss, divergence_sum, cross_entropy_sum])
@@ -125,7 +139,8 @@ def _compute_chunk(
         return sums, None
     grad_divergence *= alpha / temperature
     if alpha < 1:
-        grad = cross_entropy_gradient(plain, labels, label_smoothing).mul_(1 - alpha)
+        grad = cross_entropy_gradient(plain, labels, label_smoothing)
+        grad *= ((1 - alpha) * by_token).unsqueeze(1)
         grad[:, :rows] += grad_divergence
     else:
         grad = grad_divergence if rows == logits.shape[1] else F.pad(grad_divergence, (0, logits.shape[1] - rows))
