@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config.facts import ModelFacts, read_model_facts
+from finetune.config.facts import ModelFacts, read_model_facts, refuse_wrong_values
 from finetune.config.pretrained_adapter import refuse_other_path
 from finetune.config.schema import Model
 from finetune.errors import UserError
@@ -78,6 +78,8 @@ def read_facts(config: Any, name: str | None, tokens: int | None = None) -> Mode
     `tokens`: the number that the embedding must hold, which is the tokenizer's size.
     """
     text = text_config_of(config)
+    if text is not config:
+        refuse_wrong_values(config.to_dict().get("vision_config") or {}, name or "model_config")
     values = text.to_dict() | {"layer_types": getattr(text, "layer_types", None)}  # of some families a property
     return read_model_facts(values, name or "model_config", tokens, vision=is_vision_language(config))
 

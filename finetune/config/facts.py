@@ -31,6 +31,7 @@ LARGEST_SIZES: Mapping[str, int] = {
     "num_key_value_heads": 1 << 14,
     "head_dim": 1 << 14,
     "decoder_sparse_step": 1000,
+    "depth": 1000,  # layers of a vision tower
 }
 # The same, of sizes that may be 0.
 LARGEST_COUNTS: Mapping[str, int] = {
@@ -46,6 +47,8 @@ KINDS: Mapping[str, tuple[tuple[type, ...], str]] = {
     "mlp_only_layers": ((list, tuple), "a list"),
     "rope_scaling": ((dict,), "a mapping"),
     "rope_parameters": ((dict,), "a mapping"),
+    "text_config": ((dict,), "a mapping"),
+    "vision_config": ((dict,), "a mapping"),
 }
 # The names that transformers' ACT2FN knows (tests/config/test_compatibility.py compares them).
 ACTIVATIONS = frozenset(
@@ -235,22 +238,7 @@ def read_model_facts(
     Raises:
         UserError: For every size or name in the config with which no model can be built.
     """
-    problems = []
-    for key, largest in {**LARGEST_SIZES, **LARGEST_COUNTS}.items():
-        value = config.get(key)
-        least = 0 if key in LARGEST_COUNTS else 1
-        if value is not None and not _is_whole(value, least, largest) and not _are_sizes(value):
-            problems.append(f"{name}: {key}: {_shorten(value)}: a whole number from {least} to {largest:,} is expected")
-    for key, (kinds, expected) in KINDS.items():
-        if config.get(key) is not None and not isinstance(config[key], kinds):
-            problems.append(f"{name}: {key}: {_shorten(config[key])}: {expected} is expected")
-    activation = config.get("hidden_act", config.get("hidden_activation"))
-    if isinstance(activation, str) and activation not in ACTIVATIONS:
-        problems.append(
-            f"{name}: hidden_act: {_shorten(activation)}: no activation of transformers; for example silu is expected"
-        )
-    if problems:
-        raise UserError.of(problems)
+    refuse_wrong_values(config, name)
     positions, heads = config.get("max_position_embeddings"), _size(config, "num_attention_heads")
     hidden = _size(config, "hidden_size")
     return ModelFacts(
@@ -273,14 +261,35 @@ def read_model_facts(
     )
 
 
+def refuse_wrong_values(config: Any, name: str) -> None:
+    """Raises `UserError` for every size or name in (a part of) a config with which no model can be built."""
+    problems = []
+    for key, largest in {**LARGEST_SIZES, **LARGEST_COUNTS}.items():
+        value = config.get(key)
+        least = 0 if key in LARGEST_COUNTS else 1
+        if value is not None and not _is_whole(value, least, largest) and not _are_sizes(value):
+            problems.append(f"{name}: {key}: {_shorten(value)}: a whole number from {least} to {largest:,} is expected")
+    for key, (kinds, expected) in KINDS.items():
+        if config.get(key) is not None and not isinstance(config[key], kinds):
+            problems.append(f"{name}: {key}: {_shorten(config[key])}: {expected} is expected")
+    activation = config.get("hidden_act", config.get("hidden_activation"))
+    if isinstance(activation, str) and activation not in ACTIVATIONS:
+        problems.append(
+            f"{name}: hidden_act: {_shorten(activation)}: no activation of transformers; for example silu is expected"
+        )
+    if problems:
+        raise UserError.of(problems)
+
+
 def names_vision_language(config: Mapping[str, Any]) -> bool:
     """Whether a config.json is that of a vision-language model, by the class that it names.
 
     >>> names_vision_language({"architectures": ["Gemma3ForConditionalGeneration"], "vision_config": {}})
     True
     """
-    names = config.get("architectures") or ()
-    return "vision_config" in config and any(str(name).endswith("ForConditionalGeneration") for name in names)
+    names = config.get("architectures")
+    is_listed = isinstance(names, list) and any(str(name).endswith("ForConditionalGeneration") for name in names)
+    return is_listed and "vision_config" in config
 
 
 def count_experts(config: Mapping[str, Any]) -> int:

@@ -21,10 +21,9 @@ from finetune.files.run_json import load_json
 from finetune.files.tensors import StoredTensor, read_slice
 from finetune.models.load import build_on_meta
 from finetune.models.weights import Box, boxes_of_files, convert_to_parameters, find_mismatches
-from finetune.pretrained_config import text_config_of
+from finetune.pretrained_config import read_facts
 
 SECTIONS = ("text_config", "vision_config")  # of a vision-language model's config.json
-LAYERS_LIMIT = 10_000  # a config that claims more would be built for hours
 # In float32, the widest dtype that a block is converted to. Blocks that fit a core's cache, and that the allocator
 # keeps instead of returning them to the kernel, take a third of the CPU time of 32 MiB blocks.
 BLOCK_BYTES = 4 * 1024 * 1024
@@ -120,12 +119,10 @@ def _build_model(folder: Path, trust_remote_code: bool) -> nn.Module:
     path = folder / CONFIG_FILE
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-        layers = getattr(text_config_of(config), "num_hidden_layers", 0)
-        if not isinstance(layers, int) or layers > LAYERS_LIMIT:
-            raise UserError(f"num_hidden_layers: {layers} is not a number of layers")
+        read_facts(config, str(path))
         return build_on_meta(config, torch.float32, trust_remote_code).eval()
     except UserError as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {str(error).removeprefix(f'{path}: ')}") from None
     except Exception as error:  # a config can be wrong in any way
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"{path}: describes no causal language model that transformers can build: {reason}") from None

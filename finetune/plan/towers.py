@@ -7,13 +7,15 @@ Source: the model classes of transformers 5; tests/plan builds each on the meta 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from operator import index as whole_number
 from typing import Any
 
-from finetune.config.facts import names_vision_language
+from finetune.config.facts import names_vision_language, refuse_wrong_values
 from finetune.errors import UserError
 
 Config = Mapping[str, Any]
 Tensor = tuple[str, tuple[int, ...]]  # its name and shape
+LARGEST = 1 << 40  # a size of a tensor
 WHOLE = "vision_language_config"  # the key under which `split_config` keeps all of a config.json
 
 
@@ -39,13 +41,22 @@ def split_config(config: Mapping[str, Any], drop_vision: bool = False) -> dict[s
 def list_parts(whole: Mapping[str, Any], hidden: int, where: str) -> tuple[str, tuple[tuple[Tensor, ...], ...]]:
     """The name of the language model, whose hidden size is `hidden`, and the tensors of each part beside it.
 
-    Raises `UserError` for a family that is not in the table.
+    Raises `UserError` for a family that is not in the table, and for sizes with which no tower can be built.
     """
     kind = str(whole.get("model_type"))
     if kind not in _FAMILIES:
         raise UserError(f"{where}: the vision tower of {kind!r} cannot be planned; supported: {', '.join(_FAMILIES)}")
     family, vision = _FAMILIES[kind], whole.get("vision_config") or {}
-    return family.language_model, tuple(tuple(part) for part in family.parts(whole, vision, hidden))
+    for part in (whole, vision):
+        refuse_wrong_values(part, where)
+    whole, vision = ({key: value for key, value in part.items() if value is not None} for part in (whole, vision))
+    try:
+        parts = tuple(tuple(part) for part in family.parts(whole, vision, hidden))
+        if all(0 < size < LARGEST for part in parts for _, shape in part for size in map(whole_number, shape)):
+            return family.language_model, parts
+    except (TypeError, ValueError, LookupError, ArithmeticError):
+        pass
+    raise UserError(f"{where}: vision_config: no vision tower of {kind} has its sizes; copy or download it again")
 
 
 def _layer(name: str, *shape: int, bias: bool = True) -> Iterator[Tensor]:

@@ -120,7 +120,7 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any], dict[str, torch.Tensor]], objec
     "quantized": (lambda c, _: c.update(quantization_config={"bits": 4}), "quantization_config: quantized weights"),
     "layers": (
         lambda c, _: c.update(num_hidden_layers=10**9),
-        "num_hidden_layers: 1000000000 is not a number of layers",
+        "config.json: num_hidden_layers: 1000000000: a whole number from 1 to 1,000 is expected",
     ),
     "no model": (
         lambda c, _: c.update(model_type="t5"),
