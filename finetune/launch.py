@@ -14,7 +14,7 @@ from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.facts import with_expert_parallelism
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.reader import find_file, read_recipe
-from finetune.config.yaml_file import load_yaml
+from finetune.config.yaml_file import find_yaml
 from finetune.constants import count_cores
 from finetune.errors import EXIT_FAULT, EXIT_INTERRUPTED, EXIT_PREEMPTED, EXIT_USER_ERROR, UserError
 from finetune.plan.architecture import find_local_facts
@@ -49,8 +49,7 @@ def launch_command(options: argparse.Namespace) -> int:
 
 def _say_ranks(file: Path, ranks: int) -> None:
     """Says on stderr that num_processes of the Accelerate file is not read, where it is another number."""
-    settings = load_yaml(file.read_text(encoding="utf-8"))
-    asked = settings.get("num_processes") if isinstance(settings, dict) else None
+    asked = find_yaml(file).get("num_processes")
     if isinstance(asked, int) and asked != ranks:
         print(
             f"{file}: num_processes: {asked} is not read; {counted(ranks, 'rank')} "

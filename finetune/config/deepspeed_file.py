@@ -8,7 +8,6 @@ from typing import Any
 
 from finetune.config.yaml_file import read_entries
 from finetune.errors import UserError
-from finetune.files.run_json import parse_json, read_bounded
 
 STAGES = {
     0: "DDP, as every rank holds everything",
@@ -147,16 +146,15 @@ class _DeepspeedReader:
             self._refuse("deepspeed_config_file", f"{name}: no such file, here or beside it")
             return
         try:
-            content = parse_json(read_bounded(path))
-        except (OSError, ValueError) as error:
-            self._refuse("deepspeed_config_file", f"{path}: not JSON that can be read ({error})")
+            entries, twice = read_entries(path)
+        except UserError as error:
+            known = "not JSON that can be read, where an object with DeepSpeed's keys is expected"
+            self._refuse("deepspeed_config_file", f"{path}: {known} ({error})")
             return
-        if not isinstance(content, dict):
-            self._refuse("deepspeed_config_file", f"{path}: an object with DeepSpeed's keys is expected")
-            return
-        if twice := read_entries(path)[1]:
+        if twice:
             self.problems += twice
             return
+        content = {entry.key: entry.value for entry in entries}
         if "zero_optimization" not in content:
             self._stage = 0  # DeepSpeed's own default
         before, self._where = self._where, str(path)

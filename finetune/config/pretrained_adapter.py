@@ -11,7 +11,7 @@ from finetune.config.schema import Recipe
 from finetune.constants import ADAPTER, ADAPTER_CONFIG
 from finetune.errors import UserError
 from finetune.files.hub import download_file, download_folder
-from finetune.files.run_json import LIMIT_BYTES, parse_object, read_json_object
+from finetune.files.run_json import read_json_object, read_tensor_header
 
 ADAPTER_WEIGHTS, ADAPTER_TORCH_FILE = "adapter_model.safetensors", "adapter_model.bin"
 # Settings under which B A is not what is added to W, or something else is.
@@ -153,13 +153,6 @@ def _read_keys(config: Mapping[str, Any], folder: Path) -> dict[str, Any]:
 def _list_modules(folder: Path, kind: str) -> tuple[str, ...]:
     """The modules in the adapter's file: with `kind` .lora_A. those that have adapters, with .weight those trained
     whole."""
-    path = folder / ADAPTER_WEIGHTS
-    try:
-        with path.open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            names = list(parse_object(path, file.read(size), "header: ")) if size <= LIMIT_BYTES else []
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    short = {name.removeprefix("base_model.model.") for name in names}
+    short = {name.removeprefix("base_model.model.") for name in read_tensor_header(folder / ADAPTER_WEIGHTS)[0]}
     chosen = {name for name in short if (".lora_" in name) == (kind != ".weight")}
     return tuple(sorted({name.rpartition(kind)[0] for name in chosen} - {""}))

@@ -90,49 +90,55 @@ def read_entries(path: Path, nested: Iterable[str] = (), is_foreign: bool = Fals
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from None
     if path.suffix == ".json":
         text = text.replace("\t", " ")  # JSON has tabs between its tokens only, where PyYAML takes none
+    node = _compose(text, str(path), is_foreign=is_foreign)
+    if node is None:
+        return [], []
+    if not isinstance(node, yaml.MappingNode):
+        raise UserError(f"{path}: a file of `key: value` lines is expected")
+    problems: list[str] = []
+    entries = _entries_of(node, lambda part: f"{path}:{part.start_mark.line + 1}", frozenset(nested), problems)
+    return entries, problems
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file. Raises `UserError`, for what is wrong with a value too."""
+    entries, problems = read_entries(path)
+    if problems:
+        raise UserError.of(problems)
+    return {entry.key: entry.value for entry in entries}
+
+
+def find_yaml(path: Path, is_foreign: bool = False) -> dict[str, Any]:
+    """What can be read of the mapping in a YAML file; empty where there is no such file, or none in it."""
     try:
-        node = yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
-        if node is None:
-            return [], []
-        if not isinstance(node, yaml.MappingNode):
-            raise UserError(f"{path}: a file of `key: value` lines is expected")
-        problems: list[str] = []
-        entries = _entries_of(node, lambda part: f"{path}:{part.start_mark.line + 1}", frozenset(nested), problems)
-        return entries, problems
+        entries, _ = read_entries(path, is_foreign=is_foreign)
+    except UserError:
+        return {}
+    return {entry.key: entry.value for entry in entries if entry.value is not UNREADABLE}
+
+
+def _compose(text: str, where: str, what: str = "YAML", is_foreign: bool = False) -> yaml.Node | None:
+    """The node of a text; None where it is empty. Raises `UserError`, with the line in a file."""
+    try:
+        return yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
     except yaml.YAMLError as error:
-        raise UserError(f"{path}{_line_of(error)}: not YAML: {_problem_of(error)}") from None
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark and what == "YAML" else ""
+        raise UserError(f"{where}{line}: not {what}: {_problem_of(error)}") from None
     except RecursionError:
-        raise UserError(f"{path}: nested too deep to be read") from None
-
-
-def load_yaml(text: str, is_foreign: bool = False) -> Any:
-    """The value of a YAML text that comes from outside.
-
-    Raises `ValueError` where it is not YAML, larger than LIMIT_BYTES, nested too deep, or has aliases.
-    """
-    if len(text) > LIMIT_BYTES:
-        raise ValueError(f"more than {LIMIT_BYTES // 1024} KiB of YAML")
-    try:
-        node = yaml.compose(text, Loader=_ForeignLoader if is_foreign else _Loader)
-        return None if node is None else _construct(node)
-    except yaml.YAMLError as error:
-        raise ValueError(f"not YAML: {_problem_of(error)}") from None
-    except (RecursionError, TypeError):  # a list as a key
-        raise ValueError("not YAML that can be read here: nested too deep, or a key that is no text") from None
+        raise UserError(f"{where}: nested too deep to be read") from None
 
 
 def read_value(text: str, key: str, where: str, nested: Iterable[str] = ()) -> tuple[Entry, list[str]]:
     """`text` as the YAML value of `key`, as it is given on a command line, and what is wrong with it."""
+    problems: list[str] = []
     try:
-        node = yaml.compose(text, Loader=_Loader)
-        if node is None:
-            return Entry(key, None, where), []
-        problems: list[str] = []
-        return _entry(key, node, where, lambda _: where, frozenset(nested), problems), problems
-    except yaml.YAMLError as error:
-        return Entry(key, UNREADABLE, where), [f"{where}: {key}: not a YAML value: {_problem_of(error)}"]
-    except RecursionError:
-        return Entry(key, UNREADABLE, where), [f"{where}: {key}: nested too deep to be read"]
+        node = _compose(text, f"{where}: {key}", "a YAML value")
+    except UserError as error:
+        return Entry(key, UNREADABLE, where), [str(error)]
+    if node is None:
+        return Entry(key, None, where), []
+    return _entry(key, node, where, lambda _: where, frozenset(nested), problems), problems
 
 
 def _entries_of(
@@ -170,7 +176,7 @@ def _entry(
         return Entry(key, _construct(node), where, places)
     except yaml.YAMLError as error:
         problems.append(f"{where}: {key}: {_problem_of(error)}")
-    except (ValueError, TypeError) as error:  # `!!int abc`, a number of 5,000 digits, a list as a key
+    except (ValueError, TypeError, RecursionError) as error:  # `!!int abc`, a number of 5,000 digits, a list as a key
         problems.append(f"{where}: {key}: {error}")
     return Entry(key, UNREADABLE, where, places)
 
@@ -194,11 +200,6 @@ def _construct(node: yaml.Node) -> Any:
         return loader.construct_document(node)
     finally:
         loader.dispose()
-
-
-def _line_of(error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    return f":{mark.line + 1}" if mark else ""
 
 
 def _problem_of(error: yaml.YAMLError) -> str:

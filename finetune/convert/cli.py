@@ -12,7 +12,7 @@ import yaml
 from finetune.config.overrides import COMMAND_LINE
 from finetune.config.reader import read_recipe
 from finetune.config.schema import NESTED, DatasetSource, keys_of, recipe_keys
-from finetune.config.yaml_file import load_yaml
+from finetune.config.yaml_file import find_yaml
 from finetune.convert.conversion import convert_file
 from finetune.convert.rules import Conversion
 from finetune.errors import UserError
@@ -65,11 +65,8 @@ def accelerate_path(recipe: Path) -> Path:
 
 def refuse_own(source: Path) -> None:
     """Raises `UserError` where `source` is a recipe of ours already."""
-    try:
-        theirs = load_yaml(source.read_text(encoding="utf-8"), is_foreign=True)
-    except (OSError, ValueError):
-        return  # reading it as another tool's says what is wrong
-    if isinstance(theirs, dict) and is_ours(theirs, source):
+    theirs = find_yaml(source, is_foreign=True)  # what is wrong with it is said where it is read as another tool's
+    if theirs and is_ours(theirs, source):
         raise UserError(
             f"{source}: a recipe of this toolkit already: there is nothing to convert, train with it as it is"
         )

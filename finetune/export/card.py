@@ -12,7 +12,7 @@ import yaml
 from finetune.config.facts import names_vision_language
 from finetune.config.methods import describe_method
 from finetune.config.schema import Lora, Quantization, keys_of
-from finetune.config.yaml_file import load_yaml
+from finetune.config.yaml_file import read_value
 from finetune.console.metrics import describe_missing, find_divergence, losses_of
 from finetune.constants import ADAPTER_CONFIG, CONFIG_FILE, EXPORT, GENERATION_FILE, PROCESSOR_FILES
 from finetune.errors import UserError
@@ -118,11 +118,8 @@ def _license(source: Source) -> dict[str, Any]:
 def _front_of(card: Path) -> dict[str, Any]:
     """The front matter of a model card; empty where there is none."""
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    match = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    try:
-        front = load_yaml(match[1]) if match else None
-    except ValueError:
-        front = None
+    match = re.match(r"---\s*\n(.{0,65536}?)\n---", text, re.DOTALL)
+    front = read_value(match[1], "front", str(card))[0].value if match else None
     return front if isinstance(front, dict) else {}
 
 

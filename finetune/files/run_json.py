@@ -1,4 +1,5 @@
-"""JSON files that come from outside, read within bounds, and a run's benchmarks.json. Imports no torch."""
+"""Files that come from outside, read within bounds: JSON, the headers of safetensors files, and a run's
+benchmarks.json. Imports no torch."""
 
 import errno
 import json
@@ -57,6 +58,26 @@ def parse_object(path: Path, text: bytes, part: str = "", advice: str = DAMAGED)
     if not isinstance(value, dict):
         raise UserError(f"{path}: {part}a JSON object is expected; {advice}")
     return value
+
+
+def read_tensor_header(path: Path) -> tuple[dict[str, Any], int, int]:
+    """(the header of a safetensors file, where its values begin, the file's size), both in bytes. Raises `UserError`
+    where it has none."""
+    try:
+        file = open_plain(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    with file:
+        size = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > size - 8:
+            raise UserError(
+                f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; copy or "
+                "download it again"
+            )
+        if length > LIMIT_BYTES:
+            raise UserError(f"{path}: its header claims {length:,} bytes; this is no safetensors file")
+        return parse_object(path, file.read(length), "header: "), 8 + length, size
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any] | None]:

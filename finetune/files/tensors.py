@@ -23,7 +23,7 @@ import torch
 
 from finetune.constants import CONFIG_FILE, ITEMSIZE
 from finetune.errors import UserError
-from finetune.files.run_json import LIMIT_BYTES, load_json, open_plain, parse_object
+from finetune.files.run_json import load_json, parse_object, read_tensor_header
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -299,26 +299,11 @@ class HeaderEntry:
 
 def read_header(path: Path) -> list[HeaderEntry]:
     """The entries of a safetensors file. Raises `UserError` unless its tensors fill it without overlap or gap."""
-    try:
-        file = open_plain(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    with file:
-        size = os.fstat(file.fileno()).st_size
-        length = int.from_bytes(file.read(8), "little")
-        if size < 8 or length > size - 8:
-            raise UserError(
-                f"{path}: truncated: {size:,} bytes, where the header alone claims {length:,}; copy or "
-                "download it again"
-            )
-        if length > LIMIT_BYTES:
-            raise UserError(f"{path}: its header claims {length:,} bytes; this is no safetensors file")
-        header = parse_object(path, file.read(length), "header: ")
+    header, start, size = read_tensor_header(path)
     metadata = header.pop("__metadata__", {})
     if not isinstance(metadata, dict):
         raise UserError(f"{path}: __metadata__: a mapping of strings is expected")
     offsets_of = _read_offsets(path, metadata)
-    start = 8 + length
     entries = []
     for name, entry in header.items():
         dtype, shape, begin, end = _parse_entry(path, name, entry)

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from finetune.checkpoint.manifest import MANIFEST, NAME, find_checkpoint_of
 from finetune.config.quantization import read_recipe_quantization
 from finetune.config.schema import Quantization
-from finetune.config.yaml_file import load_yaml
+from finetune.config.yaml_file import find_yaml
 from finetune.constants import ADAPTER, ADAPTER_CONFIG, CONFIG_FILE, EXPORT
 from finetune.errors import UserError
 from finetune.files.durable import restore_exports, restore_folder
@@ -144,8 +144,4 @@ def _run_of(path: Path) -> Path | None:
 
 def _read_recipe(run: Path | None) -> dict[str, Any]:
     """recipe.yaml of a run; empty where there is none that can be read."""
-    try:
-        recipe = load_yaml((run / "recipe.yaml").read_text(encoding="utf-8")) if run is not None else None
-    except (OSError, ValueError):
-        return {}
-    return recipe if isinstance(recipe, dict) else {}
+    return find_yaml(run / "recipe.yaml") if run is not None else {}

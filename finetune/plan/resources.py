@@ -259,13 +259,14 @@ def _text_share(path: Path, rows: RowKind) -> float:
     if path.suffix != ".jsonl":
         return 1.0
     with path.open("rb") as file:
-        lines = file.readlines(SAMPLE_BYTES)
+        text = file.read(SAMPLE_BYTES)
+    lines = text.split(b"\n")[: -1 if len(text) == SAMPLE_BYTES else None]  # without the last, where it may be cut
     try:
         read = [parse_json(line) for line in lines if line.strip()]
     except ValueError:  # reported where the data is read
         return 1.0
     texts = sum(_text_bytes(row) + _text_bytes(_find_repeated(row, rows)) for row in read)
-    return texts / max(1, sum(map(len, lines)))
+    return texts / sum(len(line) + 1 for line in lines) if lines else 1.0
 
 
 def _find_repeated(row: Any, rows: RowKind) -> Any:

@@ -12,9 +12,16 @@ from finetune.config.accelerate_file import read_sharding
 from finetune.config.methods import DEFAULT_METHOD, METHODS, RowKind
 from finetune.config.reader import read_recipe
 from finetune.config.schema import recipe_keys
-from finetune.config.yaml_file import load_yaml
+from finetune.config.yaml_file import read_yaml
 from finetune.errors import UserError
-from finetune.files.run_json import BENCHMARKS, BenchmarkResult, parse_json, read_benchmarks, read_json_lines
+from finetune.files.run_json import (
+    BENCHMARKS,
+    BenchmarkResult,
+    load_json,
+    read_benchmarks,
+    read_json_lines,
+    read_json_object,
+)
 from finetune.plan.plan import Plan, make_plan
 from finetune.units import disk_size
 
@@ -22,7 +29,7 @@ METRICS, SAMPLES, DATA_REPORT = "metrics.jsonl", "samples.jsonl", "data_report.j
 RECIPE, SHARDING, ENVIRONMENT = "recipe.yaml", "accelerate.yaml", "environment.json"
 # Beside the checkpoints' manifests.
 REPORTED_FILES = (METRICS, SAMPLES, DATA_REPORT, RECIPE, SHARDING, ENVIRONMENT, BENCHMARKS)
-
+CHANGED = "the file was changed after the run wrote it"
 
 # What the page computes with, by the kind that it needs: a type, a mapping of keys, or a list of one kind.
 NUMBER = float
@@ -138,21 +145,15 @@ def plan_run(run: RunRecord) -> Plan | None:
 def _read_json_lines(path: Path) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(read_json_lines(path), start=1):
         if line is None:
-            raise UserError(f"{path}:{number}: not a JSON object; the file was changed after the run wrote it")
+            raise UserError(f"{path}:{number}: not a JSON object; {CHANGED}")
         yield line
 
 
 def _read_mapping(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON or YAML file; empty where there is no file, or something else in it."""
+    """The mapping in a JSON or YAML file; empty where there is no file."""
     if not path.is_file():
         return {}
-    kind = "JSON" if path.suffix == ".json" else "YAML"
-    raw = path.read_bytes()
-    try:
-        found = parse_json(raw) if kind == "JSON" else load_yaml(raw.decode("utf-8", errors="replace"))
-    except ValueError:
-        raise UserError(f"{path}: not {kind}; the file was changed after the run wrote it") from None
-    return found if isinstance(found, dict) else {}
+    return load_json(path, CHANGED) if path.suffix == ".json" else read_yaml(path)
 
 
 def _keep_kinds(value: Any, kind: Any) -> Any:
@@ -174,9 +175,8 @@ def _keep_kinds(value: Any, kind: Any) -> Any:
 
 def _read_checkpoints(folder: Path) -> Iterator[dict[str, Any]]:
     for manifest in sorted(folder.glob("step-*/manifest.json")):
-        try:
-            files = _read_mapping(manifest).get("files")
-        except UserError:  # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
+        files = read_json_object(manifest).get("files")
+        if files is None:  # a damaged checkpoint, which `finetune checkpoints` names; the report shows the others
             continue
         sizes = [_size_of(entry) for entry in files.values()] if isinstance(files, dict) else []
         digits = manifest.parent.name.removeprefix("step-")

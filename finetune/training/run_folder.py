@@ -17,7 +17,7 @@ from finetune.checkpoint.retention import lock_run
 from finetune.config.layout import to_accelerate_config
 from finetune.config.reader import write_recipe
 from finetune.config.schema import Recipe
-from finetune.config.yaml_file import load_yaml
+from finetune.config.yaml_file import read_yaml
 from finetune.constants import count_cores, read_versions
 from finetune.data.template import asks_for_date
 from finetune.distributed.collective import RankGroup
@@ -78,9 +78,9 @@ def _first_day(recipe_of_run: Path) -> str | None:
     if not recipe_of_run.is_file():
         return date.today().isoformat()
     try:
-        known: str | None = load_yaml(recipe_of_run.read_text(encoding="utf-8")).get("chat_template_date")
-    except (OSError, ValueError, AttributeError) as error:
-        raise UserError(f"{recipe_of_run}: cannot be read ({error}); set chat_template_date to the run's day") from None
+        known: str | None = read_yaml(recipe_of_run).get("chat_template_date")
+    except UserError as error:
+        raise UserError(f"{error}; set chat_template_date to the run's day") from None
     return known
 
 

@@ -1,13 +1,16 @@
 """`finetune plan` as a person runs it."""
 
 import json
+import os
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
+from finetune.config.schema import Data, DatasetSource
 from finetune.plan.plan import make_plan
-from finetune.plan.resources import CPU_PROCESS_BYTES
+from finetune.plan.resources import CPU_PROCESS_BYTES, estimate_epoch_tokens
 from tests.ranks import run_command
 
 
@@ -78,6 +81,18 @@ def test_a_model_that_cannot_be_had_is_one_sentence(tiny_recipe: Callable[..., P
         code, _, errors = _plan("--recipe", str(tiny_recipe(model_name_or_path=name)))
         assert (code, len(errors.strip().splitlines())) == (2, 1)
         assert said in errors
+
+
+def test_a_file_of_one_endless_line_is_not_read_whole(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "')
+    os.truncate(path, 2**28)
+    tracemalloc.start()
+    assert estimate_epoch_tokens(Data(datasets=(DatasetSource(path=str(path)),))) == 2**28 // 4
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+    path.write_text('{"text": "ninety-nine"}')
+    assert estimate_epoch_tokens(Data(datasets=(DatasetSource(path=str(path)),))) == 11 // 4
 
 
 def test_sizes_and_shares_are_read_strictly(tiny_recipe: Callable[..., Path]) -> None:
