@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tokenizers import AddedToken
+
 from tests.conftest import make_tokenizer
 
 TEXT: dict[str, Any] = {
@@ -57,7 +59,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {"sliding_window": 16},
         "vision_config": VISION,
-        "mm_tokens_per_image": 1,
+        "mm_tokens_per_image": 4,
         "image_token_index": IMAGE,
         "boi_token_index": START,
         "eoi_token_index": END,
@@ -179,14 +181,15 @@ def image_prompt(family: str) -> dict[str, Any]:
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    count = 2 if family == "mistral3" else 1
+    count = {"mistral3": 2, "gemma3": 4}.get(family, 1)
     ids = torch.tensor([[5, 6, START, *[IMAGE] * count, END, 7, 8, 9]])
     inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if family.startswith("qwen"):
         inputs |= {"image_grid_thw": torch.tensor([[1, 2, 2]]), "mm_token_type_ids": (ids == IMAGE).int()}
         return inputs | {"pixel_values": torch.randn(4, 3 * 2 * 14 * 14, generator=generator)}
-    inputs |= {"image_sizes": torch.tensor([[28, 28 * count]])} if family == "mistral3" else {}
-    return inputs | {"pixel_values": torch.randn(1, 3, 28, 28 * count, generator=generator)}
+    width = 56 if family == "mistral3" else 28
+    inputs |= {"image_sizes": torch.tensor([[28, width]])} if family == "mistral3" else {}
+    return inputs | {"pixel_values": torch.randn(1, 3, 28, width, generator=generator)}
 
 
 def whole_config(family: str) -> dict[str, Any]:
@@ -208,6 +211,9 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = AutoModelForImageTextToText.from_config(config, dtype=getattr(torch, dtype))
+        for name, parameter in model.named_parameters():
+            if "mm_input_projection" in name:  # Gemma 3's begins at zero, and every image would be the same
+                torch.nn.init.normal_(parameter, std=0.2)
     if family in MIXED_DTYPES:
         for name, parameter in model.named_parameters():
             parameter.data = parameter.data if "visual" in name else parameter.data.bfloat16()
@@ -219,3 +225,137 @@ def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = 
     for name in ("preprocessor_config.json", "processor_config.json"):
         (folder / name).write_text(json.dumps({"image_processor_type": f"{family} {name}"}))
     return folder
+
+
+# What stands in a text for an image, and the processors of the families whose images are tried.
+PLACES = {"image_token": "<|image|>", "video_token": "<|video|>", "start_token": "<|img|>", "end_token": "<|/img|>"}
+GEMMA_NAMES = {"image_token": "<|image|>", "boi_token": "<|img|>", "eoi_token": "<|/img|>"}
+INTERNVL_NAMES = {
+    "context_image_token": "<|image|>",
+    "video_token": "<|video|>",
+    "start_image_token": "<|img|>",
+    "end_image_token": "<|/img|>",
+}
+SMOLVLM_NAMES = {"image_token": "<|image|>", "fake_image_token": "<|img|>", "global_image_token": "<|/img|>"}
+PARTS_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>"
+    "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
+    "{% for part in message['content'] %}{% if part['type'] == 'image' %}PLACE{% else %}{{ part['text'] }}{% endif %}"
+    "{% endfor %}{% endif %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SIDE_28 = {"size": {"height": 28, "width": 28}}
+# family -> (preprocessor_config.json, processor_config.json, names of the tokens, what the template writes for an image)
+PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]] = {
+    "qwen2_5_vl": (
+        {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "min_pixels": 28 * 28,
+            "max_pixels": 56 * 84,
+            "patch_size": 14,
+        },
+        {},
+        {"image_token": "<|image|>", "video_token": "<|video|>"},
+        "<|img|><|image|><|/img|>",
+    ),
+    "gemma3": (
+        {"image_processor_type": "Gemma3ImageProcessor", **SIDE_28},
+        {"image_seq_length": 4},
+        GEMMA_NAMES,
+        "<|img|>",
+    ),
+    "internvl": (
+        {"image_processor_type": "GotOcr2ImageProcessor", **SIDE_28, "crop_to_patches": False},
+        {"image_seq_length": 1},
+        INTERNVL_NAMES,
+        "<|image|>",
+    ),
+    "mistral3": (
+        {"image_processor_type": "PixtralImageProcessor", "patch_size": 14, "size": {"longest_edge": 56}},
+        {"patch_size": 14, "spatial_merge_size": 2, "image_token": "<|image|>", "image_break_token": "<|img|>"}
+        | {"image_end_token": "<|/img|>"},
+        {},
+        "<|image|>",
+    ),
+}
+PROCESSORS["qwen3_vl"] = PROCESSORS["qwen3_5"] = PROCESSORS["qwen2_vl"] = PROCESSORS["qwen2_5_vl"]
+
+
+def add_processor(folder: Path, family: str) -> Path:
+    """Gives a folder of `make_vision_model` the processor of its family, and a tokenizer with an image's tokens."""
+    from transformers import PreTrainedTokenizerFast
+
+    image, processor, names, place = PROCESSORS[family]
+    plain = make_tokenizer()
+    backend = plain.backend_tokenizer
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in PLACES.values()])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token=plain.bos_token,
+        eos_token=plain.eos_token,
+        pad_token=plain.pad_token,
+        chat_template=PARTS_TEMPLATE.replace("PLACE", place),
+        extra_special_tokens=names,
+    )
+    assert tokenizer.convert_tokens_to_ids(list(PLACES.values())) == [IMAGE, VIDEO, START, END]
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(image))
+    (folder / "processor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def draw_image(path: Path, number: int) -> Path:
+    """A small picture of its own size and color."""
+    from PIL import Image, ImageDraw
+
+    picture = Image.new("RGB", (30 + 17 * (number % 4), 60 - 11 * (number % 3)), (37 * number % 256, 90, 200))
+    ImageDraw.Draw(picture).ellipse((3, 5, 20 + number % 9, 25), fill=(250, 20 * number % 256, 0))
+    picture.save(path)
+    return path
+
+
+def make_image_chat(folder: Path, *, rows: int, every: int = 1) -> Path:
+    """Conversations about images, in two turns in every third row; all but each `every`-th row without one, if not 1."""
+    lines = []
+    for row in range(rows):
+        content: list[dict[str, str]] = [{"type": "text", "text": f"What is {row}?" + " Tell me." * (row % 4)}]
+        if every == 1 or row % every == 0:
+            content.insert(0, {"type": "image", "path": draw_image(folder / f"{row}.png", row).name})
+        if row % 5 == 4 and every == 1:
+            content.append({"type": "image", "path": draw_image(folder / f"{row}-b.png", row + 3).name})
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": content},
+            {"role": "assistant", "content": f"It is {2 * row}."},
+        ]
+        if row % 3 == 2:
+            messages += [{"role": "user", "content": "Sure?"}, {"role": "assistant", "content": "Yes."}]
+        lines.append(json.dumps({"messages": messages}) + "\n")
+    path = folder / "images.jsonl"
+    path.write_text("".join(lines))
+    return path
+
+
+def open_processor(folder: Path, family: str) -> Any:
+    """transformers' own processor of a folder, which without torchvision is made of its parts."""
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+    known: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type])
+    parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil")}
+    parts |= {"tokenizer": AutoTokenizer.from_pretrained(folder)}
+    unchecked = type(known.__name__, (known,), {"check_argument_for_proper_class": lambda *_: None})
+    videos = {name: None for name in known.get_attributes() if name not in parts}
+    return unchecked(**parts, **videos, **PROCESSORS[family][1])
+
+
+def process_row(place: str, processor: Any) -> dict[str, Any]:
+    """What `processor` makes of the row at `place`, a line of a file of `make_image_chat`."""
+    from transformers.image_utils import load_image
+
+    file, _, line = place.rpartition(":")
+    messages = json.loads(Path(file).read_text().splitlines()[int(line) - 1])["messages"]
+    parts = [part for message in messages if isinstance(message["content"], list) for part in message["content"]]
+    pictures = [load_image(str(Path(file).parent / part["path"])) for part in parts if part["type"] == "image"]
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    images = {"images": [pictures]} if pictures else {}
+    found = processor(text=[text], **images, return_tensors="pt", add_special_tokens=False)
+    return {name: value for name, value in found.items() if name != "attention_mask"}

@@ -34,6 +34,7 @@ def find_problems(
     teacher: ModelFacts | None = None,
     machine: MachineFacts | None = None,
     steps: int | None = None,
+    images: str | None = None,
 ) -> list[Problem]:
     """What does not work together, the most important first, and then the notes.
 
@@ -46,6 +47,7 @@ def find_problems(
         teacher: The facts of the recipe's teacher.
         machine: The machine that trains.
         steps: Steps of the run, once they are known.
+        images: The model_type of the whole model, once rows with images have been read.
     """
     unknown: Any = None
     known = {"layout": layout, "model": facts, "machine": machine}
@@ -56,6 +58,7 @@ def find_problems(
         machine=machine or unknown,
         ranks=ranks,
         steps=steps,
+        images=images,
     )
     found = [
         problem for rule in RULES if all(known[need] is not None for need in rule.needs) for problem in rule.check(case)

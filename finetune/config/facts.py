@@ -118,6 +118,7 @@ class Case:
     ranks: int = 1
     steps: int | None = None  # of the run, where the data has been read or max_steps says it
     is_teacher: bool = False  # whether `model` is the teacher
+    images: str | None = None  # the family of the whole model, once rows with images have been read
 
     def __getitem__(self, key: str) -> Any:
         """The value of a recipe's key, or the attribute of this name."""

@@ -252,6 +252,9 @@ class DatasetSource:
     label_column: Annotated[
         str | None, "The column that rates an answer: true for a good one, false for a bad one."
     ] = None
+    image_folder: Annotated[
+        str | None, FileName, "Where the paths of images begin; null: the folder of the file that names them."
+    ] = None
     alpaca_prompt: Annotated[
         bool,
         "Write the question of an alpaca row in the wording of Alpaca's authors (Below is an instruction ...), "

@@ -2,7 +2,7 @@
 
 import json
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache, partial
@@ -18,6 +18,8 @@ from torch import Tensor
 from finetune.config.schema import Recipe, compute_global_batch_size
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
 from finetune.data.examples import Examples
+from finetune.data.images import ImageProcessor
+from finetune.data.messages import BadRow
 from finetune.data.packing import Rows
 from finetune.data.sampler import BatchConfig, arrange_epoch
 from finetune.distributed.collective import DataParallelRank
@@ -64,6 +66,10 @@ class MicroBatch:
     # Where answers are rated, their prompts with other answers, document by document: they are looked at, not trained
     # on.
     mismatched: "MicroBatch | None" = None
+    # The model's arguments for all images of the documents, such as pixel_values; those of a blank image where other
+    # micro-batches have images and this one has none. None: the data holds no image.
+    images: Mapping[str, Tensor] | None = None
+    image_counts: tuple[int, ...] = ()  # images of each document
 
     @property
     def inputs(self) -> dict[str, Any]:
@@ -77,6 +83,8 @@ class MicroBatch:
             inputs["packed_lengths"] = self.packed_lengths
         else:
             inputs["document_lengths"] = self.document_lengths
+        if self.images is not None:
+            inputs |= {"images": self.images, "image_counts": self.image_counts}
         return inputs
 
     def with_documents(self) -> "MicroBatch":
@@ -97,7 +105,8 @@ class MicroBatch:
         found: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         changed: Any = {name: change(value) for name, value in found.items() if isinstance(value, Tensor)}
         mismatched = self.mismatched and self.mismatched._map_tensors(change)
-        return replace(self, **changed, mismatched=mismatched)
+        images = self.images and {name: change(value) for name, value in self.images.items()}
+        return replace(self, **changed, mismatched=mismatched, images=images)
 
 
 class TokenPart(NamedTuple):
@@ -111,11 +120,18 @@ WHOLE_ROWS = TokenPart()
 
 
 def collate(
-    examples: Examples, ids: Ids, *, packing: bool, pad_token_id: int, part: TokenPart = WHOLE_ROWS
+    examples: Examples,
+    ids: Ids,
+    *,
+    packing: bool,
+    pad_token_id: int,
+    part: TokenPart = WHOLE_ROWS,
+    images: ImageProcessor | None = None,
 ) -> MicroBatch:
     """The examples `ids` as one micro-batch, or this rank's part of its tokens; a filler where there are none."""
     if not examples.is_rated:
-        return _collate(examples, ids, packing, pad_token_id, part)
+        micro_batch = _collate(examples, ids, packing, pad_token_id, part)
+        return micro_batch if images is None else _add_images(micro_batch, examples, images)
     ratings = torch.from_numpy(examples.take(ids).find_ratings())
     rated, mismatched = (_collate(examples, ids[first::2], packing, pad_token_id, part) for first in (0, 1))
     return replace(rated, desirable=ratings > 0, mismatched=mismatched)
@@ -131,6 +147,17 @@ def _collate(examples: Examples, ids: Ids, packing: bool, pad_token_id: int, par
     if examples.group_size == 1:
         return micro_batch
     return replace(micro_batch, trained_documents=_find_trained_documents(micro_batch))
+
+
+def _add_images(micro_batch: MicroBatch, examples: Examples, images: ImageProcessor) -> MicroBatch:
+    """The micro-batch with the pixels of its documents' images. Raises `UserError` where one cannot be read."""
+    ids = micro_batch.example_ids
+    found = [image for example_id in ids for image in examples.read_images(example_id)]
+    try:
+        inputs = images.make_inputs(found) if found else images.blank_inputs
+    except BadRow as problem:
+        raise UserError(f"one of {', '.join(map(examples.where, ids))}: {problem}") from None
+    return replace(micro_batch, images=inputs, image_counts=tuple(map(examples.count_images, ids)))
 
 
 def _take_part(micro_batch: MicroBatch, part: TokenPart) -> MicroBatch:
@@ -267,6 +294,7 @@ class StoredBatches:
     threads: int  # that build batches in advance; 0 builds them when asked
     pad_token_id: int
     epoch_rows: Callable[[int], Rows]  # caches the latest epochs
+    images: ImageProcessor | None = None  # None: the examples hold none
 
     @property
     def row_tokens(self) -> int:
@@ -318,7 +346,14 @@ class StoredBatches:
             step=step,
             epoch=(step + 1) / self.steps_per_epoch,
             micro_batches=tuple(
-                collate(self.examples, mine, packing=self.config.packing, pad_token_id=self.pad_token_id, part=part)
+                collate(
+                    self.examples,
+                    mine,
+                    packing=self.config.packing,
+                    pad_token_id=self.pad_token_id,
+                    part=part,
+                    images=self.images,
+                )
                 for mine in self._micro_batches(rows, self.world.rank)
             ),
             tokens=int(lengths.sum()),
@@ -369,7 +404,7 @@ def make_train_batches(recipe: Recipe, examples: Examples, tokenizer: Any, world
     """The batches of a run. Raises `UserError` for fewer rows than ranks."""
     config = BatchConfig.from_recipe(recipe, compute_global_batch_size(recipe.batch, world.size))
     size = recipe.batch.per_device_train_batch_size
-    train = make_batches(examples, config, world, size, recipe.data.dataloader_num_workers, tokenizer.pad_token_id)
+    train = make_batches(examples, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
     if train.rows_per_epoch < world.size:
         given, less = "", ""
         if config.packing:
@@ -392,7 +427,7 @@ def make_eval_batches(
         return None
     size = recipe.batch.per_device_eval_batch_size or recipe.batch.per_device_train_batch_size
     config = BatchConfig.from_recipe(recipe, size * world.size)
-    return make_batches(held_out, config, world, size, recipe.data.dataloader_num_workers, tokenizer.pad_token_id)
+    return make_batches(held_out, config, world, size, tokenizer, recipe.data.dataloader_num_workers)
 
 
 def make_batches(
@@ -400,10 +435,24 @@ def make_batches(
     config: BatchConfig,
     world: DataParallelRank,
     per_device_batch_size: int,
+    tokenizer: Any = None,
     threads: int = 0,
-    pad_token_id: int | None = None,
 ) -> StoredBatches:
-    """The batches of one epoch; `replace` its `steps` for more or fewer."""
+    """The batches of one epoch; `replace` its `steps` for more or fewer. `tokenizer`: None for tokens without text."""
     rows = lru_cache(maxsize=2)(partial(arrange_epoch, examples.lengths, config, examples.group_size))
-    batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad_token_id or 0, rows)
+    pad, images = getattr(tokenizer, "pad_token_id", None) or 0, None
+    if examples.has_images:
+        images = tokenizer.images
+        _refuse_typed(examples, images)
+    batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad, rows, images)
     return replace(batches, steps=batches.steps_per_epoch)
+
+
+def _refuse_typed(examples: Examples, images: ImageProcessor) -> None:
+    """Raises `UserError` where a document without an image holds an image's token, whose place another would take."""
+    for store in examples.stores:
+        places = np.flatnonzero(np.isin(store.input_ids, images.token_ids))
+        documents = np.unique(np.searchsorted(store.starts, places, side="right") - 1)
+        typed = [document for document in documents.tolist() if not store.count_images(document)]
+        if typed:
+            raise UserError(f"{store.where(typed[0])}: its text holds a token of an image, and the row has no image")

@@ -29,6 +29,8 @@ COUNTED = (
     "overlong",
     "tokens_lost",
     "trained_tokens_lost",
+    "images",
+    "image_tokens",
 )
 REPEATED_FROM = 10  # a stream's finding is reported when it is first met, and again in so many times more rows
 
@@ -56,6 +58,14 @@ class SourceReport:
     trained_tokens_lost: int
     duplicates: int
     findings: tuple[Finding, ...]
+    images: int = 0
+    image_tokens: int = 0  # that stand for them
+
+    def pictures(self) -> list[str]:
+        """A line that counts the images; none where there is none."""
+        share = f"{self.image_tokens / max(self.tokens, 1):.1%}"
+        line = f"{self.path}: {counted(self.images, 'image')}, which take {self.image_tokens:,} ({share}) of its tokens"
+        return [line] if self.images else []
 
     def sample(self) -> list[str]:
         """A line that says how many of the rows are read; none where all are."""
@@ -142,7 +152,7 @@ class DataReport:
         )
         sources = (*self.sources, *self.eval_sources)
         drawn = [line for source in sources for line in source.sample()]
-        lost = [line for source in sources for line in source.loss()]
+        lost = [line for source in sources for line in (*source.pictures(), *source.loss())]
         return [totals, *drawn, *lost, *(str(finding) for finding in self.findings if finding.severity != "notice")]
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from finetune.constants import IGNORE_INDEX
+from finetune.data.images import EncodedImage
 from finetune.data.packing import expand_groups
 from finetune.data.token_store import TokenStore
 from finetune.errors import UserError
@@ -91,6 +92,20 @@ class Examples:
             return self
         return replace(self.take(np.flatnonzero(self.find_ratings() >= 0) * self.group_size), group_size=1)
 
+    def count_images(self, example_id: int) -> int:
+        """The images of an example."""
+        store = self.stores[int(self.store[example_id])]
+        return store.count_images(int(self.document[example_id]))
+
+    def read_images(self, example_id: int) -> list[EncodedImage]:
+        """The images of an example, which holds all of its document's."""
+        store = self.stores[int(self.store[example_id])]
+        return store.read_images(int(self.document[example_id]))
+
+    @property
+    def has_images(self) -> bool:
+        return any(store.first_images is not None for store in self.stores)
+
     def where(self, example_id: int) -> str:
         """The file and the line or row that an example comes from: `data/math.jsonl:17`."""
         store = self.stores[int(self.store[example_id])]
@@ -130,6 +145,7 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
             f"{int(lengths[worst])} tokens; "
             f"raise max_length or set overlength to {'truncate, drop or split' if size == 1 else 'truncate or drop'}"
         )
+    _refuse_torn(store, overlong, max_length, overlength)
     to_drop = is_group_overlong & (overlength == "drop")
     to_split = overlong & (store.is_text if overlength is None else overlength == "split")
     kept = np.flatnonzero(~to_drop)
@@ -152,6 +168,24 @@ def cut(store: TokenStore, max_length: int, overlength: Overlength | None) -> tu
     return examples, cuts
 
 
+def _refuse_torn(
+    store: TokenStore, overlong: NDArray[np.bool_], max_length: int, overlength: Overlength | None
+) -> None:
+    """Raises `UserError` where cutting a long document would leave an image out, or tear it."""
+    if store.first_images is None or overlength == "drop":
+        return
+    torn = []
+    for document in np.flatnonzero(overlong & (np.diff(store.first_images) > 0)).tolist():
+        cut_off = store.input_ids[store.starts[document] + max_length : store.starts[document + 1]]
+        if overlength == "split" or np.isin(cut_off, store.facts["image_token_ids"]).any():
+            torn.append(document)
+    if torn:
+        raise UserError(
+            f"{store.where(torn[0])}: an image that max_length = {max_length} tokens would cut; "
+            f"{counted(len(torn), 'document')} of this kind; raise max_length, or set overlength: drop"
+        )
+
+
 def join(parts: Sequence[Examples]) -> Examples:
     """The examples of all `parts`, one part after the other."""
     shifts = np.cumsum([0] + [len(part.stores) for part in parts])
@@ -167,6 +201,7 @@ class Prompt:
 
     prompt_ids: list[int]  # up to where the assistant (or the completion) begins
     answer: str  # without special tokens and the white space around it
+    images: tuple[EncodedImage, ...] = ()  # of the question
 
 
 def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
@@ -178,7 +213,8 @@ def cut_prompts(examples: Examples, count: int, tokenizer: Any) -> list[Prompt]:
         if len(prompts) == count:
             break
         prompt = _cut_prompt(examples[example_id], tokenizer)
-        prompts += [prompt] if prompt else []
+        images = tuple(examples.read_images(example_id)) if prompt else ()
+        prompts += [replace(prompt, images=images)] if prompt else []
     return prompts
 
 

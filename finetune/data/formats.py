@@ -54,6 +54,7 @@ class Conversation:
     trained: tuple[bool, ...]  # [messages]; false for all but the assistant's
     tools: tuple[Tool, ...] = ()
     variables: Mapping[str, Any] = field(default_factory=dict)  # the row's own chat_template_kwargs
+    images: tuple[Any, ...] = ()  # as the row names them, one for each IMAGE in the contents
 
 
 @dataclass(frozen=True, slots=True)
@@ -413,8 +414,8 @@ def make_message(role: str, content: str) -> Message:
 
 
 def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
-    """The turns, with the row's `system` and `tools` columns. Raises `BadRow`."""
-    messages, trained = parse_messages(turns)
+    """The turns, with the row's `system`, `tools` and `images` columns. Raises `BadRow`."""
+    messages, trained, images = parse_messages(turns, _take_images(columns))
     system = columns.row.get("system")
     if isinstance(system, str):
         columns.take("system")
@@ -425,4 +426,13 @@ def make_conversation(columns: Columns, turns: list[Any]) -> Conversation:
         raise BadRow(f"{VARIABLES}: a mapping is expected, found {describe_value(variables)}")
     given = {name: value for name, value in variables.items() if value is not None}  # Parquet fills with nulls
     of_system = messages[0].pop("tools", None) if messages[0]["role"] in ("system", "developer") else None
-    return Conversation(messages, trained, parse_tools(columns.take("tools") or of_system), given)
+    return Conversation(messages, trained, parse_tools(columns.take("tools") or of_system), given, images)
+
+
+def _take_images(columns: Columns) -> list[Any]:
+    """The row's images, as TRL, LLaVA and LLaMA-Factory have them: one, or a list."""
+    column = next((name for name in ("images", "image") if columns.row.get(name)), None)
+    if column is None:
+        return []
+    value = columns.take(column)
+    return value if isinstance(value, list) else [value]

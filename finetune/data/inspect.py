@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -152,8 +153,10 @@ def example_as_json(examples: Examples, tokenizer: Any, example_id: int) -> dict
         "where": examples.where(example_id),
         **({"side": side} if (side := name_side(examples, example_id)) else {}),
         "tokens": [
-            {"id": int(token), "text": text, "trained": on}
-            for token, text, on in zip(example.input_ids, texts, trained, strict=True)
+            {"id": int(token), "text": text, "trained": on} | ({"image": True} if of_image else {})
+            for token, text, on, of_image in zip(
+                example.input_ids, texts, trained, find_image_tokens(examples, example_id), strict=True
+            )
         ],
     }
 
@@ -168,7 +171,13 @@ def format_example(examples: Examples, tokenizer: Any, example_id: int, color: b
         f"{counted(len(trained), 'token')}, {sum(trained)} trained"
     )
     yield f"\033[1m{head}{RESET}" if color else head
+    is_image = find_image_tokens(examples, example_id)
     texts = [printable(text) for text in decode_tokens(example, tokenizer)]
+    for _, run in groupby(enumerate(is_image), key=itemgetter(1)):  # an image's tokens are one word
+        places = [i for i, of_image in run if of_image]
+        texts[slice(places[0], places[-1] + 1) if places else slice(0)] = (
+            [f"[image: {counted(len(places), 'token')}]", *[""] * (len(places) - 1)] if places else []
+        )
     tokens = list(zip(texts, trained, strict=True))
     if color:
         yield "".join(f"{(TRAINED if on else UNTRAINED)[i % 2]}{text}{RESET}" for i, (text, on) in enumerate(tokens))
@@ -200,6 +209,13 @@ def decode_tokens(example: Example, tokenizer: Any) -> list[str]:
         texts.append(text)
         before, begin = begin, end
     return texts
+
+
+def find_image_tokens(examples: Examples, example_id: int) -> list[bool]:
+    """bool[tokens]: whether each token stands for a part of an image."""
+    ids = examples.stores[examples.store[example_id]].facts.get("image_token_ids", [])
+    found: list[bool] = np.isin(examples[example_id].input_ids, ids).tolist()
+    return found
 
 
 def find_trained_tokens(example: Example) -> list[bool]:
@@ -236,7 +252,7 @@ def _format_source(source: SourceReport, prefix: str) -> Iterator[str]:
         f"{count_examples(source.examples, source.pairs, source.desirable, source.undesirable)}, "
         f"{counted(source.tokens, 'token')}, {source.trained_tokens:,} trained"
     )
-    yield from (f"  {line}" for line in (*source.sample(), *source.loss()))
+    yield from (f"  {line}" for line in (*source.sample(), *source.pictures(), *source.loss()))
     if source.unused_columns:
         columns = ", ".join(
             f"{list_columns([name])} ({counted(rows, 'row')})" for name, rows in source.unused_columns.items()

@@ -6,6 +6,8 @@ from collections.abc import Collection, Sequence
 from itertools import islice
 from typing import Any
 
+from finetune.units import counted
+
 Message = dict[str, Any]  # role, content and whatever else the chat template reads
 Tool = dict[str, Any]  # a JSON schema, as {"type": "function", "function": {name, description, parameters}}
 
@@ -42,18 +44,27 @@ THINKING_START = re.compile(r"<\w*think\w*>|\[THINK\]|<\|channel>thought\n")
 THINKING_END = re.compile(r"</\w*think\w*>|\[/THINK\]|<channel\|>")
 
 
+IMAGE = "\ufffc"  # stands for an image in a message's content: Unicode's object replacement character
+
+
 class BadRow(Exception):
     """A row that cannot be used. Its message says what is wrong with it; the reader of the file adds its place."""
 
 
-def parse_messages(turns: Sequence[Any]) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
-    """(the messages as chat templates read them, whether each is trained on). Raises `BadRow`."""
+def parse_messages(
+    turns: Sequence[Any], images: Sequence[Any] = ()
+) -> tuple[tuple[Message, ...], tuple[bool, ...], tuple[Any, ...]]:
+    """(the messages as chat templates read them, whether each is trained on, their images). Raises `BadRow`.
+
+    In a content, IMAGE stands for each image. `images`: of the row's own column, in the order of their places.
+    """
     if not turns:
         raise BadRow("the list of messages is empty")
     messages: list[Message] = []
     trained: list[bool] = []
+    found: list[Any] = []
     for number, turn in enumerate(turns, 1):
-        message, is_trained = _parse_message(turn, number)
+        message, is_trained = _parse_message(turn, number, found)
         if messages and messages[-1]["role"] == "assistant" and _normalize_role(turn) in CALL_ROLES:
             # ShareGPT has a turn for the text and one for each call; a chat template reads them as one message.
             messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), *message["tool_calls"]]
@@ -68,7 +79,29 @@ def parse_messages(turns: Sequence[Any]) -> tuple[tuple[Message, ...], tuple[boo
     _check_order([message["role"] for message in messages])
     for message in messages:
         message.pop("channel", None)
-    return tuple(messages), tuple(trained)
+    return tuple(messages), tuple(trained), _find_images(messages, found, images)
+
+
+def _find_images(messages: Sequence[Message], of_parts: Sequence[Any], of_row: Sequence[Any]) -> tuple[Any, ...]:
+    """The image of each IMAGE in the contents: as its part of the content has it, else the next of the row's column.
+
+    Raises `BadRow` where they are not as many.
+    """
+    for message in messages if of_row and not of_parts else ():  # LLaVA's and LLaMA-Factory's
+        message["content"] = message["content"].replace("<image>", IMAGE)
+    places = sum(message["content"].count(IMAGE) for message in messages)
+    if not of_parts and not of_row:
+        return ()  # the character is the text's own
+    if of_row and not places:  # as TRL reads such a row
+        asked = next((message for message in messages if message["role"] == "user"), messages[0])
+        asked["content"], places = IMAGE * len(of_row) + asked["content"], len(of_row)
+    named = [image for image in of_parts if image is not None]
+    if named and of_row:
+        raise BadRow("images are named both in the messages and in a column of the row; keep one of the two")
+    if places != len(named or of_row):
+        found = counted(len(named or of_row), "image")
+        raise BadRow(f"its messages have {counted(places, 'place')} for an image, and the row has {found}")
+    return tuple(named or of_row)
 
 
 def read_reasoning(message: Message) -> str:
@@ -127,7 +160,7 @@ def list_columns(columns: Collection[str]) -> str:
     return ", ".join([*(name if len(name) <= 200 else f"{name[:200]}..." for name in names), *more])
 
 
-def _parse_message(turn: Any, number: int) -> tuple[Message, bool]:
+def _parse_message(turn: Any, number: int, images: list[Any]) -> tuple[Message, bool]:
     if not isinstance(turn, dict):
         raise BadRow(f"message {number}: a mapping with role and content is expected, found {describe_value(turn)}")
     role = _normalize_role(turn)
@@ -151,7 +184,7 @@ def _parse_message(turn: Any, number: int) -> tuple[Message, bool]:
     if ROLES[role] == "tool" and content is not None and not isinstance(content, str) and not is_parts:
         content = json.dumps(content, ensure_ascii=False)  # a result as an object: templates write texts
     if isinstance(content, list):
-        content = "".join(_parse_part(part, number) for part in content)
+        content = "".join(_parse_part(part, number, images) for part in content)
     if not isinstance(content, str):
         raise BadRow(f"message {number}: content: text is expected, found {describe_value(content)}")
     known = KNOWN_KEYS | {"recipient"} if isinstance(recipient, str) else KNOWN_KEYS
@@ -191,11 +224,16 @@ def _parse_call(value: Any, number: int) -> dict[str, Any]:
     return {"type": "function", **call, "function": function}
 
 
-def _parse_part(part: Any, number: int) -> str:
-    """The text of one part of a content list (OpenAI's form). Raises `BadRow` for images and other parts."""
+def _parse_part(part: Any, number: int, images: list[Any]) -> str:
+    """The text of one part of a content list (OpenAI's form). An image is IMAGE, and is added to `images`; None where
+    the part does not name it. Raises `BadRow` for other parts."""
     if isinstance(part, dict) and part.get("type", "text") == "text" and isinstance(part.get("text"), str):
         return str(part["text"])
-    raise BadRow(f"message {number}: content: only text parts are supported, found {describe_value(part)}")
+    if isinstance(part, dict) and part.get("type") in ("image", "image_url", "input_image"):
+        keys = ("image", "image_url", "path", "url", "bytes", "base64")
+        images.append(next((part[key] for key in keys if part.get(key) is not None), None))
+        return IMAGE
+    raise BadRow(f"message {number}: content: only text and image parts are supported, found {describe_value(part)}")
 
 
 def _check_order(roles: list[str]) -> None:

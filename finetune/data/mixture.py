@@ -48,6 +48,8 @@ def select_examples(store: TokenStore, source: DatasetSource, data: Data) -> tup
         trained_tokens_lost=cuts.trained_tokens_lost,
         duplicates=len(duplicates),
         findings=tuple(tally.list_findings(stats.rows_read, stats.unused_columns)),
+        images=stats.images,
+        image_tokens=int(np.isin(store.input_ids, stats.image_token_ids).sum()) if stats.images else 0,
     )
     return kept, report
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import xxhash
 
+from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource, Recipe, compute_global_batch_size
 from finetune.data.batches import (
@@ -55,7 +56,7 @@ class Note:
 class StreamedBatches:
     """The batches of a run over data without a known end, for one rank."""
 
-    data: Data
+    recipe: Recipe
     tokenizer: Any
     config: BatchConfig
     per_device_batch_size: int
@@ -64,6 +65,10 @@ class StreamedBatches:
     report: StreamReport  # before anything is read
     folder: Path  # of this launch's blocks
     kind: RowKind = "answers"  # what is read of the rows
+
+    @property
+    def data(self) -> Data:
+        return self.recipe.data
 
     @property
     def steps_per_epoch(self) -> None:
@@ -122,6 +127,8 @@ class StreamedBatches:
                 f"{self.data.datasets[0].origin}: no row of a block of {BLOCK_ROWS} holds a token to train on"
             )
         batches = self._make_batches(examples, number)
+        if batches.images is not None:
+            refuse_problems(find_problems(self.recipe, images=batches.images.family))
         note = Note(stats.stream["runs"], batches.steps, len(examples), stats.stream["epoch"])
         if self.world.local_rank == 0:
             text = json.dumps(asdict(note))
@@ -148,8 +155,8 @@ class StreamedBatches:
             replace(self.config, seed=seed),
             self.world,
             self.per_device_batch_size,
+            self.tokenizer,
             self.data.dataloader_num_workers,
-            self.tokenizer.pad_token_id,
         )
 
     def _tokenize_block(self, number: int, stats: SourceStats) -> Iterator[Tokens]:
@@ -218,7 +225,7 @@ def open_stream(
     )
     report = StreamReport(data.max_length, eval_sources, first_rows)
     size = recipe.batch.per_device_train_batch_size
-    return StreamedBatches(data, tokenizer, config, size, steps, world, report, folder, kind)
+    return StreamedBatches(recipe, tokenizer, config, size, steps, world, report, folder, kind)
 
 
 def interleave_sources(
@@ -278,6 +285,12 @@ class PreparedData:
     report: Report
     tokenizer: Any
 
+    @property
+    def images(self) -> str | None:
+        """The family of the model whose images are in the rows; None where none are, or they are not read yet."""
+        parts = [part for part in (self.train, self.evaluation) if isinstance(part, StoredBatches)]
+        return next((part.images.family for part in parts if part.images is not None), None)
+
     def complete_recipe(self, recipe: Recipe) -> Recipe:
         """The recipe with what the data decides: without plain text, an `overlength` of null is `truncate`.
 
@@ -302,6 +315,7 @@ def prepare_data(recipe: Recipe, tokenizer: Any, world: DataParallelRank) -> Pre
         data = _prepare_stream(recipe, tokenizer, world)
     else:
         data = PreparedData(*_read_stored(recipe, tokenizer, world), tokenizer)
+    refuse_problems(find_problems(recipe, images=data.images))
     if stop := [finding for finding in data.report.findings if finding.is_fatal]:
         raise UserError.of(map(str, stop))
     return data
@@ -332,7 +346,9 @@ def batch_rows(
         tokenizer.chat_template = PLAIN
     config = BatchConfig.from_recipe(recipe, len(examples))  # all in one step
     size = recipe.batch.per_device_train_batch_size
-    batches = make_batches(examples, config, world, size, pad_token_id=tokenizer.pad_token_id)
+    batches = make_batches(examples, config, world, size, tokenizer)
+    if batches.images is not None:
+        refuse_problems(find_problems(recipe, images=batches.images.family))
     return replace(next(batches.batches()), step=step, epoch=0.0)
 
 

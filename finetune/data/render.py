@@ -10,9 +10,10 @@ import xxhash
 from transformers.utils.chat_parsing import parse_response
 
 from finetune.data.formats import Completion, Conversation, Document, Text, TokenRow, make_message
-from finetune.data.messages import REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
+from finetune.data.images import EncodedImage, hash_images, open_image, place_images
+from finetune.data.messages import IMAGE, REASONING_KEYS, THINKING_END, BadRow, Message, parse_json, read_reasoning
 from finetune.data.spans import AskedTurn, ask_turns, find_turns, match_layout, read_messages
-from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template
+from finetune.data.template import Renderer, Span, Tools, add_variables, apply_template, read_parts
 from finetune.data.tokenizer import keeps_border
 
 CONTEXT = 64  # characters around a border in which a token that crosses it is looked for
@@ -32,6 +33,7 @@ class RenderedText:
     tokens: TokenRow | None = None  # in place of a text, where the row has ids
     turns: Mapping[int, Span] = field(default_factory=dict)  # message index -> where it stands, of trained answers
     difference: str = ""  # for a finding of COMPARED: the first token that is not what inference sees, say
+    images: tuple[EncodedImage, ...] = ()
 
 
 def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, ...]:
@@ -44,6 +46,8 @@ def render_turns(document: Document, renderer: Renderer) -> tuple[RenderedText, 
     if isinstance(document, Completion) and document.are_turns and renderer.has_template:
         turns = make_message("user", document.prompt), make_message("assistant", document.completion)
         document = Conversation(turns, (False, True))
+    if isinstance(document, Conversation) and document.images:
+        renderer = read_parts(renderer)
     if not isinstance(document, Conversation) or not renderer.assistant_only:
         return (render(document, renderer),)
     renderer, document = add_variables(renderer, document.variables), replace(document, variables={})
@@ -259,12 +263,42 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             findings = tuple(_check_completion(document, renderer))
             return RenderedText(whole, ((len(prompt), len(whole)),), True, findings)
         case Conversation():
-            renderer = add_variables(renderer, document.variables)
+            renderer = add_variables(read_parts(renderer) if document.images else renderer, document.variables)
             laid_out = _render_laid_out(document, renderer)
             if laid_out is not None:
                 return laid_out
             asked = ask_turns(document, renderer) if renderer.assistant_only else {}
             return _render_whole(document, asked, renderer)
+
+
+def write_images(
+    text: RenderedText, document: Document, images: Sequence[EncodedImage], renderer: Renderer
+) -> RenderedText:
+    """A text of `document`, with what the model's processor writes for each of its `images`, which is not trained on.
+
+    Raises `BadRow` where an image cannot be opened, or the template does not write a place for each.
+    """
+    if not images:
+        return text
+    assert isinstance(document, Conversation)
+    if renderer.images is None:
+        raise BadRow("image: this tokenizer is of no model that takes images")
+    token, last = renderer.images.token, max(text.turns, default=len(document.messages))
+    counts = [sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)]
+    found = text.text.count(token)
+    typed = [word for word in renderer.images.reserved if word != token and word in text.text]
+    if found not in counts or typed:
+        raise BadRow(
+            f"image: the chat template writes {token} {found} times for {counts[0]} images"
+            if not typed
+            else f"image: the text holds {typed[0]}, which stands for an image"
+        )
+    images = images[:found]
+    written = [renderer.images.expand(open_image(image).size) for image in images]
+    whole, spans = place_images(text.text, text.spans, written, token)
+    identity = xxhash.xxh3_64_intdigest(f"{text.group_hash}{hash_images(images)}{text.text}".encode())
+    # Its turns stand elsewhere now, and only `inspect --turns` shows them.
+    return replace(text, text=whole, spans=spans, turns={}, images=tuple(images), group_hash=identity)
 
 
 def _check_completion(document: Completion, renderer: Renderer) -> Iterator[str]:
@@ -358,7 +392,7 @@ def _is_empty(message: Message) -> bool:
 
 def _take_last_line(content: str) -> str:
     """The part of a content that every template writes as it is: it may trim it, or move its reasoning elsewhere."""
-    return str(THINKING_END.split(content)[-1].strip().rpartition("\n")[2].strip())
+    return str(THINKING_END.split(content)[-1].strip().rpartition("\n")[2].rpartition(IMAGE)[2].strip())
 
 
 def _holds_call(answer: str, call: Message) -> bool:

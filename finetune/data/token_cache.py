@@ -29,7 +29,7 @@ from finetune.errors import UserError
 from finetune.files.durable import remove_tree, replace_file, stage_and_rename
 from finetune.files.hub import find_cache
 
-VERSION = 15  # of how rows become tokens, and of a store's files; raised when the same rows would give others
+VERSION = 16  # of how rows become tokens, and of a store's files; raised when the same rows would give others
 POLL_SECONDS = 0.1
 
 
@@ -108,6 +108,8 @@ def hash_inputs(data: Data, tokenizer: Any, kind: RowKind, *rows: Any) -> str:
     described = [VERSION, options, template, tokenizer.special_tokens_map, rows]
     digest = blake2b(json.dumps(described, sort_keys=True, default=str).encode(), digest_size=16)
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    if (images := getattr(tokenizer, "images", None)) is not None:
+        digest.update(json.dumps(images.describe(), sort_keys=True).encode())
     return digest.hexdigest()
 
 

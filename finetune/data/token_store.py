@@ -3,7 +3,7 @@
 import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import file_digest
 from pathlib import Path
 from typing import Any
@@ -12,11 +12,17 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from finetune.data.images import IN_FILE, EncodedImage, load_stored
+from finetune.data.messages import BadRow
 from finetune.errors import UserError
 from finetune.files.durable import write_file
 from finetune.units import name_place
 
 FACTS = "facts.json"
+
+
+class DamagedStore(UserError):
+    """A store's files are not what was written: one is missing, cut short or altered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,10 @@ class Tokens:
     ratings: NDArray[
         np.int8
     ]  # [documents]: 1 for a good answer (and its mismatched one), -1 for a bad one, 0 where not rated
+    image_counts: NDArray[np.int32]  # [documents]: images
+    image_sizes: NDArray[np.int64]  # [images]: bytes of `image_bytes`
+    image_bytes: NDArray[np.uint8]  # `EncodedImage.stored()` of each image, one after another
+    image_hashes: NDArray[np.uint64]  # [images]: xxh3 of the encoded image
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +58,37 @@ class TokenStore:
     hashes: NDArray[np.uint64]  # [documents]
     ratings: NDArray[np.int8]  # [documents]
     facts: dict[str, Any]
+    first_images: NDArray[np.int64] | None = None  # [documents + 1]: the first image of each; None: there are none
+    image_starts: NDArray[np.int64] = field(default_factory=lambda: np.zeros(1, np.int64))  # [images + 1]
+    image_bytes: NDArray[np.uint8] = field(default_factory=lambda: np.zeros(0, np.uint8))  # memory-mapped
+    image_hashes: NDArray[np.uint64] = field(default_factory=lambda: np.zeros(0, np.uint64))  # [images]
+
+    def count_images(self, document: int) -> int:
+        """The images of a document."""
+        return 0 if self.first_images is None else int(self.first_images[document + 1] - self.first_images[document])
+
+    def read_images(self, document: int) -> list[EncodedImage]:
+        """The images of a document. Raises `UserError` where one is no longer what it was."""
+        if self.first_images is None:
+            return []
+        numbers = range(int(self.first_images[document]), int(self.first_images[document + 1]))
+        return [self._read_image(number, document) for number in numbers]
+
+    def _read_image(self, number: int, document: int) -> EncodedImage:
+        try:
+            image = load_stored(self.image_bytes[self.image_starts[number] : self.image_starts[number + 1]].tobytes())
+        except BadRow as problem:
+            raise DamagedStore(f"{self.where(document)}: {problem}") from None
+        if image.hash != self.image_hashes[number]:
+            raise DamagedStore(f"{self.where(document)}: image: {image.path}: it has changed since it was read")
+        return image
+
+    def check_images(self) -> None:
+        """Raises `DamagedStore` where the file of an image has changed."""
+        if self.first_images is not None:
+            documents = np.repeat(np.arange(len(self.first_images) - 1), np.diff(self.first_images))
+            for number in np.flatnonzero(self.image_bytes[self.image_starts[:-1]] == IN_FILE[0]).tolist():
+                self._read_image(number, int(documents[number]))
 
     @property
     def group_size(self) -> int:
@@ -78,6 +119,10 @@ COLUMNS: dict[str, Any] = {
     "rows": np.int64,
     "hashes": np.uint64,
     "ratings": np.int8,
+    "image_counts": np.int32,
+    "image_sizes": np.int64,
+    "image_bytes": np.uint8,
+    "image_hashes": np.uint64,
 }
 
 
@@ -85,12 +130,17 @@ def keep_in_memory(batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]
     """A store of a few documents that is on no disk. `facts` is called after the last batch."""
     read = list(batches)
     columns = {name: np.concatenate([getattr(batch, name) for batch in read]) for name in COLUMNS}
-    starts = np.concatenate(([0], np.cumsum(columns.pop("lengths"), dtype=np.int64)))
-    return TokenStore(**columns, starts=starts, facts=facts())
+    return _make_store(columns, facts())
 
 
-class DamagedStore(UserError):
-    """A store's files are not what was written: one is missing, cut short or altered."""
+def _make_store(columns: dict[str, Any], facts: dict[str, Any]) -> TokenStore:
+    """A store of what `write_store` writes; lengths and counts become the places where each begins."""
+    lengths, sizes, counts = (columns.pop(name) for name in ("lengths", "image_sizes", "image_counts"))
+    starts, image_starts, first_images = (
+        np.concatenate(([0], np.cumsum(each, dtype=np.int64))) for each in (lengths, sizes, counts)
+    )
+    images: dict[str, Any] = {"image_starts": image_starts, "first_images": first_images if len(sizes) else None}
+    return TokenStore(**columns, **images, starts=starts, facts=facts)
 
 
 def write_store(folder: Path, batches: Iterable[Tokens], facts: Callable[[], dict[str, Any]]) -> None:
@@ -135,8 +185,9 @@ def open_store(folder: Path) -> TokenStore:
         raise DamagedStore(f"{error.filename or folder}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise DamagedStore(f"{folder / FACTS}: damaged") from None
-    starts = np.concatenate(([0], np.cumsum(columns.pop("lengths"), dtype=np.int64)))
-    return TokenStore(**columns, starts=starts, facts=kept["facts"])
+    store = _make_store(columns, kept["facts"])
+    store.check_images()
+    return store
 
 
 def _map_column(path: Path, kind: type, written: dict[str, Any]) -> NDArray[Any]:

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain, islice, pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,10 +20,11 @@ from finetune.config.schema import Data, DatasetSource
 from finetune.constants import IGNORE_INDEX, count_cores
 from finetune.data.findings import Tally
 from finetune.data.formats import Conversation, Document, Group, ParsedRow, Row, parse_row
+from finetune.data.images import ImageProcessor, hash_images, read_image
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
-from finetune.data.render import COMPARED, CONTEXT, RenderedText, render, render_turns
+from finetune.data.render import COMPARED, CONTEXT, RenderedText, render, render_turns, write_images
 from finetune.data.sources import RowBatch
 from finetune.data.template import Renderer, add_variables, make_renderer_of
 from finetune.data.token_store import Tokens
@@ -53,15 +55,20 @@ class GroupReader:
         return [row if isinstance(row, BadRow) else _complete_ratings(row, others) for row in read]
 
 
-def render_group(group: Group, renderer: Renderer) -> tuple[tuple[RenderedText, ...], tuple[str, ...]]:
+def render_group(
+    group: Group, renderer: Renderer, folder: Path = Path()
+) -> tuple[tuple[RenderedText, ...], tuple[str, ...]]:
     """(the texts of a group's documents, findings in the group); no text of a pair that teaches nothing.
+
+    `folder`: where the paths of images begin.
 
     Raises `BadRow` where the chat template rejects one of them, or it is not valid Unicode.
     """
-    if len(group.documents) == 1:
-        texts = render_turns(group.documents[0], renderer)
-    else:
-        texts = tuple(render(document, renderer) for document in group.documents)
+    texts: tuple[RenderedText, ...] = ()
+    for document in group.documents:
+        images = [read_image(image, folder) for image in getattr(document, "images", ())]
+        own = render_turns(document, renderer) if len(group.documents) == 1 else (render(document, renderer),)
+        texts += tuple(write_images(text, document, images, renderer) for text in own)
     try:
         encoded = [text.text.encode() for text in texts]
     except UnicodeEncodeError:
@@ -73,6 +80,7 @@ def render_group(group: Group, renderer: Renderer) -> tuple[tuple[RenderedText, 
         return (), findings
     # A mismatched answer depends on the rows around it: the same answer, rated alike, is a duplicate.
     identity = b"".join(encoded) if not group.rating else encoded[0] + bytes([group.rating > 0])
+    identity += "".join(hash_images(text.images) for text in texts if text.images).encode()
     group_hash = xxhash.xxh3_64_intdigest(identity)
     return tuple(replace(text, group_hash=group_hash, rating=group.rating) for text in texts), findings
 
@@ -151,6 +159,8 @@ class SourceStats:
     tally: Tally = field(default_factory=Tally)
     group_size: int = 1  # documents that belong together: 2 for chosen and rejected
     is_rated: bool = False  # the first document of each group is a rated answer
+    images: int = 0
+    image_token_ids: list[int] = field(default_factory=list)  # that only images have, where there are some
     stream: dict[str, int] = field(default_factory=dict)  # of a block of a stream: the stream's position after it
 
     def as_json(self) -> dict[str, Any]:
@@ -184,10 +194,11 @@ def tokenize_rows(
             for source, batch in batches:
                 documents, places = _render_batch(batch, source, data, renderer, stats, reader)
                 pending.append((documents, places, pool.submit(tokenize, documents, places, encoder)))
-                if len(pending) > PREFETCH_BATCHES * threads:
-                    yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id)
+                has_images = any(document.images for document in documents)  # which are kept with their rows
+                while len(pending) > (0 if has_images else PREFETCH_BATCHES * threads):
+                    yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id, renderer.images)
             while pending:
-                yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id)
+                yield _check_tokens(*pending.popleft(), stats, tokenizer.bos_token_id, renderer.images)
         finally:
             for _, _, future in pending:
                 future.cancel()
@@ -224,7 +235,8 @@ def _render_batch(
             if isinstance(parsed, BadRow):
                 raise parsed
             of_source = add_variables(renderer, source.chat_template_kwargs)
-            rendered = [render_group(group, of_source) for group in parsed.groups]
+            folder = Path(source.image_folder or Path(batch.file).parent)
+            rendered = [render_group(group, of_source, folder) for group in parsed.groups]
         except BadRow as problem:
             bad[where] = str(problem)
         else:
@@ -262,7 +274,12 @@ def count_columns(counts: dict[str, int], more: Mapping[str, int]) -> None:
 
 
 def _check_tokens(
-    documents: list[RenderedText], places: Places, encoded: "Future[Tokens]", stats: SourceStats, bos: int | None
+    documents: list[RenderedText],
+    places: Places,
+    encoded: "Future[Tokens]",
+    stats: SourceStats,
+    bos: int | None,
+    images: ImageProcessor | None,
 ) -> Tokens:
     """The batch's tokens when they are ready; what is found in them is counted in `stats`."""
     tokens = encoded.result()
@@ -273,6 +290,12 @@ def _check_tokens(
         if difference and name in COMPARED:
             stats.tally.details.setdefault(name, difference)
     _count_split(documents, where, tokens, stats)
+    if len(tokens.image_hashes):
+        stats.images += len(tokens.image_hashes)
+        assert images is not None
+        stats.image_token_ids = list(images.token_ids)
+        digest = xxhash.xxh3_128_hexdigest(tokens.image_hashes.tobytes())
+        stats.content.append(digest)  # a run that resumes compares it
     _add_rows(stats, "nothing_trained", [where[i] for i in np.flatnonzero(tokens.trained == 0)])
     if bos is not None:
         starts = (np.cumsum(tokens.lengths, dtype=np.int64) - tokens.lengths)[tokens.lengths > 1]
@@ -324,6 +347,7 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
     labels[:-1] = np.where(is_trained[1:], flat[1:], IGNORE_INDEX)
     labels[ends[lengths > 0] - 1] = IGNORE_INDEX  # the next token belongs to another document
     counts = np.concatenate(([0], np.cumsum(labels != IGNORE_INDEX)))
+    stored = [image.stored() for document in documents for image in document.images]
     return Tokens(
         input_ids=flat,
         labels=labels,
@@ -333,6 +357,10 @@ def tokenize(documents: Sequence[RenderedText], places: Places, encoder: Encoder
         rows=np.array([row for _, row in places], np.int64),
         hashes=np.array([_hash(document) for document in documents], np.uint64),
         ratings=np.array([document.rating for document in documents], np.int8),
+        image_counts=np.array([len(document.images) for document in documents], np.int32),
+        image_sizes=np.array(list(map(len, stored)), np.int64),
+        image_bytes=np.frombuffer(b"".join(stored), np.uint8),
+        image_hashes=np.array([image.hash for document in documents for image in document.images], np.uint64),
     )
 
 

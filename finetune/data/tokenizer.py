@@ -10,6 +10,7 @@ from typing import Any
 from finetune.config.pretrained_adapter import refuse_other_path
 from finetune.config.schema import Data, Model
 from finetune.constants import GENERATION_FILE, grow_rows
+from finetune.data.images import ImageProcessor
 from finetune.errors import UserError
 from finetune.files.hub import go_offline_without_network, hub_error
 from finetune.files.run_json import read_json_object
@@ -69,6 +70,7 @@ def load_tokenizer(model: Model, data: Data) -> Any:
     tokenizer = _load_own(model)
     _add_tokens(tokenizer, model)
     tokenizer.stop_tokens = (*model.eot_tokens, *_read_stop_tokens(model, tokenizer))
+    tokenizer.images = ImageProcessor(model, tokenizer)
     if data.chat_template is not None:
         tokenizer.chat_template = read_template(data.chat_template)
     return tokenizer

@@ -18,7 +18,7 @@ Stored = TypeVar("Stored")
 
 def trunk_of(model: Any) -> Any:
     """What lies between the tokens and the output head of `model`, a `...ForCausalLM` or a vision-language one."""
-    base = _base_of(model)
+    base = base_of(model)
     part = next((part for name in PARTS if isinstance(part := getattr(base, name, None), nn.Module)), base)
     return part.model if hasattr(part, "lm_head") and part is not base else part  # Llama 4 holds a ...ForCausalLM
 
@@ -30,7 +30,7 @@ def language_model_of(model: Any) -> Any:
 
 def has_other_parts(model: Any) -> bool:
     """Whether `model` is more than a language model."""
-    return trunk_of(model) is not _base_of(model)
+    return trunk_of(model) is not base_of(model)
 
 
 def other_parts(model: Any) -> list[nn.Module]:
@@ -38,7 +38,7 @@ def other_parts(model: Any) -> list[nn.Module]:
     if not has_other_parts(model):
         return []
     trunk = trunk_of(model)
-    return [part for part in _base_of(model).children() if all(module is not trunk for module in part.modules())]
+    return [part for part in base_of(model).children() if all(module is not trunk for module in part.modules())]
 
 
 def text_names(model: Any) -> tuple[str, ...]:
@@ -71,5 +71,6 @@ def text_modules(model: Any) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in model.named_modules() if f"{name}.".startswith(names)]
 
 
-def _base_of(model: Any) -> Any:
+def base_of(model: Any) -> Any:
+    """`model` without its output head."""
     return getattr(model, model.base_model_prefix, model)

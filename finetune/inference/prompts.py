@@ -93,6 +93,8 @@ def _before_answer(row: dict[str, Any], turns: list[Any], system: str | None) ->
     """The conversation up to the last turn that the assistant does not say."""
     answer = {"role": "assistant", "content": ""}
     conversation = make_conversation(Columns(row), [*turns, answer] if _is_open(turns) else turns)
+    if conversation.images:
+        raise BadRow("a prompt with an image is not answered here; exact_match_samples answers held-out ones in a run")
     messages = list(conversation.messages)
     while messages and messages[-1]["role"] == "assistant":
         messages.pop()

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -31,7 +32,8 @@ def print_plan(recipe: Recipe, world: World, data: PreparedData) -> None:
     print("data       " + "\n           ".join(report.lines()))
     epoch = data.train.steps_per_epoch
     machine = MachineFacts(device="cpu" if on_cpu else "cuda")
-    for note in find_problems(recipe, world.sharding, ranks=world.size, machine=machine, steps=data.train.steps):
+    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": data.train.steps}
+    for note in find_problems(recipe, world.sharding, **keys, images=data.images):
         if note.is_note and str(note) not in plan.remarks:
             print(f"remark     {note}")
     print(f"steps      {f'{epoch:,} an epoch, ' if epoch else ''}{data.train.steps:,} in all")

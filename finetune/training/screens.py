@@ -71,7 +71,8 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
     if recipe.optimization.optim_in_backward:
         lines.append("update  each parameter in the backward, its gradient freed at once")
     machine = MachineFacts(device="cuda" if world.device.type == "cuda" else "cpu")
-    notes = find_problems(recipe, sharding, ranks=world.size, machine=machine, steps=run.data.train.steps)
+    keys: dict[str, Any] = {"ranks": world.size, "machine": machine, "steps": run.data.train.steps}
+    notes = find_problems(recipe, sharding, **keys, images=run.data.images)
     lines += [f"note    {note}" for note in notes if note.is_note]
     lines += describe_offload(run.optimizer)
     lines += describe_quantized(model, recipe.quantization)

@@ -211,7 +211,11 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
             "message 2: content: text is expected, found 7 (int)",
         ),
         ({"messages": [USER, {"role": "assistant", "content": None}]}, "message 2: content: text is expected"),
-        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "only text parts are supported"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "audio"}]}]}, "only text and image parts are"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}, ASSISTANT]},
+            "its messages have 1 place for an image, and the row has 0 images",
+        ),
         (
             {"messages": [USER, CALL, {"role": "tool", "content": [{"type": "image_url"}]}, ASSISTANT]},
             "message 3: content: only",

@@ -45,9 +45,10 @@ def train(
     label_smoothing: float = 0.0,
     other: Any = None,
     loss_of: "Callable[[Documents], torch.Tensor] | None" = None,
+    inputs_of: "Callable[[str], dict[str, Any]] | None" = None,
 ) -> list[tuple[float, float]]:
     """(loss, gradient norm) of every step. `prepare` may change what is trained; `loss_of`: the loss of a step, of its documents
-    with the logits of `other`."""
+    with the logits of `other`; `inputs_of`: the model's arguments for the row at a place, whose ids must be those of the data."""
     recipe = read_recipe(str(recipe_path))
     data = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Alone())
     model: Any = _auto_class(recipe).from_pretrained(
@@ -78,9 +79,12 @@ def train(
                 input_ids = torch.from_numpy(example.input_ids.astype("int64"))[None]
                 labels = torch.from_numpy(example.labels.astype("int64"))
                 asked = {"output_router_logits": True} if coefficient else {}
+                if inputs_of is not None:
+                    asked |= inputs_of(data.train.examples.where(int(index)))
+                    assert torch.equal(asked.pop("input_ids"), input_ids)
                 output = model(input_ids=input_ids, use_cache=False, **asked)
                 with torch.no_grad():
-                    unchanged = None if before is None else before(input_ids=input_ids).logits[0]
+                    unchanged = None if before is None else before(input_ids=input_ids, **asked).logits[0]
                 documents.append((output.logits[0], labels, unchanged))
                 router_logits.append(output.router_logits if coefficient else ())
         is_good = [bool(ratings[i // 2] > 0) for ids in data.train.rows_of(step) for i in ids[::2]]

@@ -36,8 +36,9 @@ from finetune.models.rotary import install_document_rotary
 
 NAME = "packed"
 # Of the documents of a packed row, and of those in padded rows, which only long-context RoPE reads.
-BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths")
+BOUNDARIES = ("cu_seq_lens", "max_document_length", "packed_lengths", "document_lengths", "image_tokens")
 WHOLE_ROWS = RowDocuments()
+NO_MASK: dict[str, Any] = {}  # an attention_mask for a whole vision-language model, which then makes none of its own
 UNSUPPORTED = (
     "position_bias",
 )  # arguments that transformers may pass and this attention does not support: learned biases
@@ -106,19 +107,20 @@ def activate_flash_kernels(implementation: str) -> bool:
 def _prepare_for_packed(
     windows: frozenset[int | None], sequence_group: ProcessGroup | None, kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    kwargs, (boundaries, longest, lengths, _) = _split_boundaries(kwargs)
-    if kwargs.get("attention_mask") is not None or kwargs.get("use_cache") is not False:
+    kwargs, (boundaries, longest, lengths, _, images) = _split_boundaries(kwargs)
+    mask = kwargs.get("attention_mask")
+    if (mask is not None and mask is not NO_MASK) or kwargs.get("use_cache") is not False:
         return kwargs
     masks: dict[int | None, BlockMask] = {}
     if windows:
-        ids = kwargs["input_ids"]
+        ids = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         tokens = ids.shape[1] * (1 if sequence_group is None else sequence_group.size())
         masks = make_masks(windows, boundaries, tokens, ids.device)
     # transformers leaves a four-dimensional mask alone. Without one, it compares position ids to find packed
     # documents in every forward: a host synchronization on CUDA, for a mask that nothing reads.
     prepared = kwargs | {
         "attention_mask": torch.empty((0, 0, 0, 0), dtype=torch.bool),
-        "documents": RowDocuments(boundaries, longest, lengths, masks),
+        "documents": RowDocuments(boundaries, longest, lengths, masks, images),
     }
     return prepared if sequence_group is None else prepared | {"sequence_group": sequence_group}
 

@@ -39,6 +39,8 @@ class RowDocuments:
     masks: Mapping[int | None, BlockMask] = field(
         default_factory=dict
     )  # by sliding window, for the layers that read one
+    # int64[rows, tokens]: the number of the image that a token is of, or -1; where an image's tokens see each other.
+    images: Tensor | None = None
 
 
 class ScoreOptions(NamedTuple):
@@ -192,13 +194,13 @@ def attend_documents(
 ) -> Tensor:
     """Causal attention in each document. query: [rows, heads, tokens, head size] -> [rows, tokens, heads, head
     size]."""
-    if _can_use_varlen(query, value, options):
+    if documents.images is None and _can_use_varlen(query, value, options):
         return _attend_varlen(query, key, value, documents.boundaries, documents.longest, options)
     mask = documents.masks.get(options.window)
-    if mask is not None and can_attend_in_blocks(query, value, options):
+    if documents.images is None and mask is not None and can_attend_in_blocks(query, value, options):
         return attend_in_blocks(query, key, value, mask, options)
     if documents.boundaries is None:
-        return _attend_causally(query, key, value, options).transpose(1, 2)
+        return _attend_causally(query, key, value, options, documents.images).transpose(1, 2)
     out: Tensor = _attend_each_document(query, key, value, documents, options)
     return out
 
@@ -244,18 +246,27 @@ def _attend_each_document(
     assert documents.boundaries is not None
     lengths = list(documents.lengths or documents.boundaries.diff().tolist())
     states = zip(*(torch.split(each, lengths, dim=2) for each in (query, key, value)), strict=True)
-    return torch.cat([_attend_causally(q, k, v, options).transpose(1, 2) for q, k, v in states], dim=1)
+    images = [None] * len(lengths) if documents.images is None else torch.split(documents.images, lengths, dim=1)
+    attended = [
+        _attend_causally(q, k, v, options, of).transpose(1, 2) for (q, k, v), of in zip(states, images, strict=True)
+    ]
+    return torch.cat(attended, dim=1)
 
 
-def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions) -> Tensor:
-    """Causal attention over whole rows. query: [rows, heads, tokens, head size] -> the same shape."""
+def _attend_causally(
+    query: Tensor, key: Tensor, value: Tensor, options: ScoreOptions, images: Tensor | None = None
+) -> Tensor:
+    """Causal attention over whole rows, but for the tokens of an image (`RowDocuments.images`), which see each other.
+    query: [rows, heads, tokens, head size] -> the same shape."""
     tokens = query.shape[2]
     windowed = options.window is not None and options.window < tokens
-    if options.is_fusible and not windowed:
+    if options.is_fusible and not windowed and images is None:
         return F.scaled_dot_product_attention(
             query, key, value, is_causal=True, dropout_p=options.dropout, scale=options.scale, enable_gqa=True
         )
     visible = torch.ones(tokens, tokens, dtype=torch.bool, device=query.device).tril()
+    if images is not None:
+        visible = visible | ((images[:, None, :, None] == images[:, None, None]) & (images[:, None, None] >= 0))
     if options.window is not None:
         visible = visible.triu(1 - options.window)
     if not options.is_fusible:

@@ -2,7 +2,7 @@
 whole."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -25,6 +25,7 @@ from finetune.models.head.chunks import (
     find_local_head,
     find_needed_gradients,
 )
+from finetune.models.vision import forward_images
 
 HeadFunction = Callable[["CrossEntropyHead", Tensor, Tensor, Tensor | None], Tensor]
 """(head, hidden [tokens, hidden], labels int64[tokens], trained_positions) -> what the model returns in place of the
@@ -132,7 +133,8 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
     """Makes `model(..., labels=labels)` return the summed loss over the trained tokens, an fp32 scalar.
 
     Labels are shifted already: labels[i] is the id to predict at position i. With them may come `trained_positions`
-    (int64[trained tokens], into the flattened labels), `token_mask`, which the routing of experts reads, and
+    (int64[trained tokens], into the flattened labels), `images` with `image_counts` (as a
+    `MicroBatch` has them), `token_mask`, which the routing of experts reads, and
     `head_function`, which computes something else than the loss inside the head's forward, where the weight is whole.
     Without labels the model returns logits as before. Call it before sharding.
     Raises `UserError` where the output head is not a plain linear layer.
@@ -157,11 +159,16 @@ def install_loss(model: Any, label_smoothing: float = 0.0, token_weights: TokenW
         trained_positions: Tensor | None = None,
         token_mask: Tensor | None = None,
         head_function: HeadFunction | None = None,
+        images: Mapping[str, Tensor] | None = None,
+        image_counts: Sequence[int] = (),
         **kwargs: Any,
     ) -> Any:
         if labels is None:
             return plain(self, *args, **kwargs)
-        hidden = trunk_of(self)(*args, **kwargs | {"use_cache": False}).last_hidden_state
+        if images is None:
+            hidden = trunk_of(self)(*args, **kwargs | {"use_cache": False}).last_hidden_state
+        else:
+            hidden = forward_images(self, images, image_counts, **kwargs)
         return self.get_output_embeddings()(hidden, labels, trained_positions, head_function)
 
     # On the instance, not the class: FSDP's hooks run around this forward, and would be skipped by calling the trunk.

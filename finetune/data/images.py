@@ -1,0 +1,247 @@
+"""Images in the rows: their bytes, what the model's own processor writes in their place, and their pixels."""
+
+import base64
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from finetune.config.schema import Model
+from finetune.constants import PROCESSOR_FILES
+from finetune.data.messages import IMAGE, BadRow, describe_value
+from finetune.errors import UserError
+from finetune.pretrained_config import load_config
+
+MAX_PIXELS = 89_478_485  # of an image; Pillow warns beyond it
+MAX_BYTES = 4 * MAX_PIXELS  # of its file
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none that starts another program
+IN_FILE, IN_STORE = b"f", b"b"  # how a stored image begins: its path follows, or its bytes
+TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedImage:
+    """An image as its file has it."""
+
+    content: bytes
+    path: str | None = None  # of its file; None: it came with the row
+
+    @property
+    def hash(self) -> int:
+        """xxh3 of the bytes."""
+        return xxhash.xxh3_64_intdigest(self.content)
+
+    def stored(self) -> bytes:
+        """What a store keeps of it: where it is, or all of it."""
+        return IN_STORE + self.content if self.path is None else IN_FILE + self.path.encode()
+
+
+def load_stored(stored: bytes) -> EncodedImage:
+    """The image of which a store keeps `stored`. Raises `BadRow` where its file cannot be read."""
+    if stored[:1] == IN_STORE:
+        return EncodedImage(stored[1:])
+    return _read_file(Path(stored[1:].decode()))
+
+
+def read_image(value: Any, folder: Path) -> EncodedImage:
+    """The image that a row names: a path (of `folder`), bytes, or a mapping of either. Raises `BadRow`."""
+    while isinstance(value, Mapping):
+        value = next((value[key] for key in ("bytes", "path", "image", "url", "base64") if value.get(key)), None)
+    if isinstance(value, bytes | bytearray):
+        return EncodedImage(bytes(value))
+    if isinstance(value, str) and value.startswith("data:"):
+        try:
+            return EncodedImage(base64.b64decode(value.partition(",")[2], validate=True))
+        except ValueError:
+            raise BadRow(f"image: not base64: {describe_value(value)}") from None
+    if isinstance(value, str) and value.startswith(("http://", "https://")):
+        raise BadRow(f"image: {value}: an address is not downloaded; save the image as a file and name its path")
+    if isinstance(value, str) and value:
+        return _read_file(folder / value.removeprefix("file://"))
+    if hasattr(value, "save"):  # a picture of Pillow, as `datasets` decodes one
+        encoded = BytesIO()
+        value.save(encoded, "PNG")
+        return EncodedImage(encoded.getvalue())
+    raise BadRow(f"image: a path or bytes are expected, found {describe_value(value)}")
+
+
+def _read_file(path: Path) -> EncodedImage:
+    try:
+        if not path.is_file():
+            raise BadRow(f"image: {path}: no such file")
+        if path.stat().st_size > MAX_BYTES:
+            raise BadRow(f"image: {path}: {path.stat().st_size:,} bytes, more than the {MAX_BYTES:,} that are read")
+        return EncodedImage(path.read_bytes(), str(path.absolute()))
+    except (OSError, ValueError) as error:
+        raise BadRow(f"image: {path}: cannot be read: {error}") from None
+
+
+def open_image(image: EncodedImage) -> Any:
+    """The picture, upright and in RGB, as transformers' `load_image` gives it. Raises `BadRow`."""
+    try:
+        from PIL import Image, ImageOps
+    except ImportError:
+        raise UserError('images need Pillow; pip install "finetune[images]"') from None
+    name = f"image: {image.path or f'of {len(image.content):,} bytes'}"
+    try:
+        picture: Any = Image.open(BytesIO(image.content), formats=FORMATS)
+        if picture.width * picture.height > MAX_PIXELS:  # known from its header, before it is decoded
+            raise BadRow(f"{name}: {picture.width:,} x {picture.height:,} pixels, more than {MAX_PIXELS:,}; shrink it")
+        if getattr(picture, "is_animated", False) and picture.format != "MPO":
+            raise BadRow(f"{name}: animated; save one of its {picture.n_frames} frames as an image")
+        return ImageOps.exif_transpose(picture).convert("RGB")
+    except BadRow:
+        raise
+    except Exception as error:  # each format has its own
+        raise BadRow(f"{name}: cannot be read as an image: {' '.join(str(error).split()[:20])}") from None
+
+
+class ImageProcessor:
+    """A model's own processor, for images alone. It is loaded when the first image is met."""
+
+    def __init__(self, model: Model, tokenizer: Any) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self.expand = lru_cache(maxsize=4096)(self._expand)
+
+    @cached_property
+    def _own(self) -> Any:
+        """Transformers' processor of the family, without the part for videos, which needs torchvision; Pillow resizes
+        the images, whatever else is installed, so that they are the same everywhere."""
+        from transformers import AutoImageProcessor
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+
+        name, family = self._name, self.family
+        if name is None or family not in PROCESSOR_MAPPING_NAMES:
+            raise UserError(f"{name or family}: a row holds an image, and this model takes none; name another model")
+        options = {"revision": self._model.model_revision} if name == self._model.model_name_or_path else {}
+        try:
+            known: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[family])
+            parts = dict.fromkeys(known.get_attributes())
+            parts |= {"image_processor": AutoImageProcessor.from_pretrained(name, backend="pil", **options)}
+            parts |= {"tokenizer": self._tokenizer}
+            values = known.get_processor_dict(name, **options)[0]
+            checks = {"check_argument_for_proper_class": lambda *_: None}  # the part for videos is None
+            unchecked: Any = type(known.__name__, (known,), checks)
+            return unchecked.from_args_and_dict(list(parts.values()), values)
+        except Exception as error:  # a file is missing or damaged, or a package
+            raise UserError(f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}") from None
+
+    @property
+    def _name(self) -> str | None:
+        return self._model.model_name_or_path or self._model.tokenizer_name_or_path
+
+    def describe(self) -> dict[str, str]:
+        """The processor's files, which decide about tokens and pixels; empty where there are none."""
+        if self._name is None:
+            return {}
+        from transformers.utils import cached_file
+
+        found: dict[str, str] = {}
+        for file in PROCESSOR_FILES[:2]:
+            path = cached_file(
+                self._name,
+                file,
+                revision=self._model.model_revision if self._name == self._model.model_name_or_path else None,
+                _raise_exceptions_for_gated_repo=False,
+                _raise_exceptions_for_missing_entries=False,
+                _raise_exceptions_for_connection_errors=False,
+            )
+            found |= {file: Path(path).read_text(encoding="utf-8", errors="replace")} if path else {}
+        return found
+
+    @property
+    def family(self) -> str:
+        """The model_type of the model's config."""
+        return str(load_config(self._model).model_type)
+
+    @property
+    def token(self) -> str:
+        """What a chat template writes for an image."""
+        return str(self._own.image_token)
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """The ids that only an image has."""
+        return tuple(self._own.image_token_ids)
+
+    @cached_property
+    def reserved(self) -> tuple[str, ...]:
+        """What no text may hold: an image's tokens."""
+        return tuple({self.token, *self._tokenizer.convert_ids_to_tokens(list(self.token_ids))})
+
+    def _expand(self, size: tuple[int, int]) -> str:
+        """What the processor writes for an image of `size` (width and height). Raises `BadRow`."""
+        from PIL import Image
+
+        blank = Image.new("RGB", size)
+        try:
+            found = self._own(text=[self.token], images=[[blank]], return_text_replacement_offsets=True)
+            return str(found["text_replacement_offsets"][0][0]["replacement"])
+        except Exception as error:  # each processor has limits of its own
+            raise BadRow(
+                f"image: {size[0]} x {size[1]} pixels: {type(self._own).__name__} rejects it: {error}"
+            ) from None
+
+    def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
+        """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
+        pictures = [open_image(image) for image in images]
+        found = self._own(text=[self.token * len(pictures)], images=[pictures], return_tensors="pt")
+        return {name: value for name, value in found.items() if name not in TEXT_INPUTS}
+
+    @cached_property
+    def blank_inputs(self) -> dict[str, Any]:
+        """Those of one small image, for a micro-batch without any: the tower takes part in every rank's collectives."""
+        from PIL import Image
+
+        encoded = BytesIO()
+        Image.new("RGB", (64, 64), "gray").save(encoded, "PNG")
+        return self.make_inputs([EncodedImage(encoded.getvalue())])
+
+
+def place_images(text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str) -> Any:
+    """(the text with each `token` replaced by what the processor has `written` for its image; the spans in it that are
+    trained on, which hold nothing of an image).
+
+    >>> place_images("<a><i> b", [(0, 8)], ["<i><i>"], "<i>")
+    ('<a><i><i> b', ((0, 3), (9, 11)))
+    """
+    parts, holes, shifts, position, length = [], [], [], 0, 0
+    for replacement in written:
+        at = text.index(token, position)
+        length += at - position
+        parts += [text[position:at], replacement]
+        holes.append((length, length + len(replacement)))
+        shifts.append((at + len(token), len(replacement) - len(token)))
+        length += len(replacement)
+        position = at + len(token)
+
+    def move(place: int) -> int:
+        return place + sum(shift for after, shift in shifts if place >= after)
+
+    kept = [(move(start), move(end)) for start, end in spans]
+    for first, last in holes:
+        kept = [piece for a, b in kept for piece in ((a, min(b, first)), (max(a, last), b)) if piece[0] < piece[1]]
+    return "".join([*parts, text[position:]]), tuple(kept)
+
+
+def hash_images(images: Sequence[EncodedImage]) -> str:
+    """One name for `images`, in their order."""
+    return json.dumps([image.hash for image in images])
+
+
+def split_parts(content: str) -> list[dict[str, str]]:
+    """A message's content as the parts that a chat template of a vision-language model reads.
+
+    >>> split_parts(f"{IMAGE}What is this?")
+    [{'type': 'image'}, {'type': 'text', 'text': 'What is this?'}]
+    """
+    first, *others = content.split(IMAGE)
+    parts = [{"type": "text", "text": first}]
+    for text in others:
+        parts += [{"type": "image"}, {"type": "text", "text": text}]
+    return [part for part in parts if part.get("text", "image")] or parts

@@ -1,0 +1,261 @@
+"""Rows with images, in every form that people have: the ids and pixels of the model's own processor, and what is wrong with them."""
+
+import base64
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from PIL import Image
+
+from finetune.cli import main
+from finetune.config.reader import read_recipe
+from finetune.constants import IGNORE_INDEX
+from finetune.data.prepare import PreparedData, prepare_data
+from finetune.data.tokenizer import load_tokenizer
+from finetune.errors import UserError
+from tests.data.world import Rank
+from tests.vision import add_processor, draw_image, make_vision_model, open_processor
+
+ANSWER = {"role": "assistant", "content": "A fox."}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    return add_processor(make_vision_model(folder, "qwen2_5_vl"), "qwen2_5_vl")
+
+
+def prepare(model: Path, data: Path, **keys: Any) -> PreparedData:
+    source = {"path": str(data)} | {key: keys.pop(key) for key in ("image_folder",) if key in keys}
+    recipe = {"model_name_or_path": str(model), "datasets": [source], "dataset_cache_dir": str(data.parent / "cache")}
+    path = data.parent / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe | {"max_length": 128, "global_batch_size": 1, "packing": False} | keys))
+    read = read_recipe(str(path))
+    return prepare_data(read, load_tokenizer(read.model, read.data), Rank())
+
+
+def write_rows(folder: Path, rows: list[dict[str, Any]]) -> Path:
+    path = folder / "data.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def chat(*parts: Any) -> dict[str, Any]:
+    content = [{"type": "text", "text": part} if isinstance(part, str) else part for part in parts]
+    return {"messages": [{"role": "user", "content": content}, ANSWER]}
+
+
+def named(name: str) -> list[dict[str, Any]]:
+    """Rows of every form, each with the images `0.png` and `1.png` of the folder around the words of a question."""
+    turns = [{"from": "human", "value": "<image>What?<image>"}, {"from": "gpt", "value": "A fox."}]
+    places = [{"role": "user", "content": "<image>What?<image>"}, ANSWER]
+    both = ["0.png", "1.png"]
+    content = [chat({"type": "image"}, "What?", {"type": "image"})["messages"][0], ANSWER]
+    forms: dict[str, dict[str, Any]] = {
+        "parts": chat({"type": "image", "path": "0.png"}, "What?", {"type": "image", "image": "1.png"}),
+        "openai": chat(
+            {"type": "image_url", "image_url": {"url": "0.png"}}, "What?", {"type": "image", "url": "1.png"}
+        ),
+        "trl": {"messages": content, "images": both},
+        "llava": {"conversations": turns, "image": both},
+        "llama-factory": {"messages": places, "images": both},
+        "prompt": {"prompt": content[:1], "completion": [ANSWER], "images": both},
+        "alpaca": {"instruction": "<image>What?<image>", "output": "A fox.", "images": both},
+    }
+    return [forms[name]]
+
+
+@pytest.mark.parametrize(
+    "form", ["parts", "openai", "trl", "llava", "llama-factory", "prompt", "alpaca", "bytes", "data"]
+)
+def test_ids_and_pixels_are_the_processors_own(form: str, model: Path, tmp_path: Path) -> None:
+    paths = [draw_image(tmp_path / f"{i}.png", i) for i in range(2)]
+    if form == "bytes":  # as `datasets` keeps images in Parquet
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
+        data = tmp_path / "data.parquet"
+        images = [{"bytes": path.read_bytes(), "path": None} for path in paths]
+        row = named("trl")[0] | {"images": images}
+        row["messages"][1] = {"role": "assistant", "content": [{"type": "text", "text": "A fox."}]}
+        pq.write_table(pa.Table.from_pylist([row]), data)
+    elif form == "data":
+        urls = ["data:image/png;base64," + base64.b64encode(path.read_bytes()).decode() for path in paths]
+        data = write_rows(
+            tmp_path, [chat({"type": "image", "url": urls[0]}, "What?", {"type": "image", "url": urls[1]})]
+        )
+    else:
+        data = write_rows(tmp_path, named(form))
+    prepared = prepare(model, data)
+    processor = open_processor(model, "qwen2_5_vl")
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}, {"type": "image"}]},
+        ANSWER,
+    ]
+    text = processor.tokenizer.apply_chat_template(messages, tokenize=False)
+    own = processor(text=[text], images=[[Image.open(path) for path in paths]], return_tensors="pt")
+    (micro_batch,) = prepared.train.step_batch(0).micro_batches  # type: ignore[union-attr]
+    assert torch.equal(micro_batch.input_ids, own["input_ids"])
+    assert micro_batch.images is not None and micro_batch.image_counts == (2,)
+    assert micro_batch.images.keys() == {"pixel_values", "image_grid_thw"}
+    assert all(torch.equal(value, own[name]) for name, value in micro_batch.images.items())
+    answer = processor.tokenizer.decode(micro_batch.labels[micro_batch.labels != IGNORE_INDEX])
+    assert answer == "A fox.<|end|>"
+
+
+def test_no_part_of_an_image_is_trained_on(model: Path, tmp_path: Path) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    answer = {"role": "assistant", "content": [{"type": "text", "text": "Here:"}, {"type": "image", "path": "0.png"}]}
+    data = write_rows(tmp_path, [{"messages": [{"role": "user", "content": "Draw."}, answer]}])
+    for keys in ({}, {"assistant_only_loss": False}):
+        (micro_batch,) = prepare(model, data, **keys).train.step_batch(0).micro_batches  # type: ignore[union-attr]
+        token = load_ids(model)[0]
+        assert (micro_batch.input_ids == token).sum() > 0 and (micro_batch.labels == token).sum() == 0
+        assert (micro_batch.labels != IGNORE_INDEX).sum() > 5
+
+
+def load_ids(model: Path) -> list[int]:
+    return list(open_processor(model, "qwen2_5_vl").image_token_ids)
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"type": "image", "path": "none.png"}, "none.png: no such file"),
+        ({"type": "image", "path": "text.png"}, "text.png: cannot be read as an image"),
+        ({"type": "image", "path": "torn.png"}, "torn.png: cannot be read as an image"),
+        ({"type": "image", "path": "moving.gif"}, "moving.gif: animated; save one of its 2 frames"),
+        ({"type": "image", "path": "bomb.png"}, "bomb.png: 30,000 x 3,000 pixels, more than 89,478,485"),
+        (
+            {"type": "image", "url": "https://example.org/fox.png"},
+            "an address is not downloaded; save the image as a file",
+        ),
+        ({"type": "image"}, "its messages have 1 place for an image, and the row has 0 images"),
+        ({"type": "image", "image": 5}, "a path or bytes are expected, found 5 (int)"),
+        ({"type": "text", "text": "What is <|image|>?"}, "holds a token of an image, and the row has no image"),
+    ],
+)
+def test_an_image_that_cannot_be_used_is_named_with_its_row(
+    part: dict[str, Any], words: str, model: Path, tmp_path: Path
+) -> None:
+    draw_image(tmp_path / "good.png", 1)
+    (tmp_path / "text.png").write_text("no image")
+    (tmp_path / "torn.png").write_bytes((tmp_path / "good.png").read_bytes()[:-40])
+    frames = [Image.new("L", (9, 9), color) for color in (0, 200)]
+    frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
+    if "bomb" in str(part):
+        Image.new("1", (30_000, 3_000)).save(tmp_path / "bomb.png")
+    good = chat({"type": "image", "path": "good.png"}, "What?")
+    data = write_rows(tmp_path, [good, chat(part, "What?")])
+    with pytest.raises(UserError) as problem:
+        prepare(model, data)
+    assert words in str(problem.value) and "data.jsonl:2" in str(problem.value)
+    if "token of an image" not in words:
+        skipped = prepare(model, data, on_bad_row="skip").report
+        assert skipped.sources[0].rows_skipped == 1 and "skipped" in {finding.name for finding in skipped.findings}
+
+
+def test_paths_begin_at_the_image_folder(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "pictures").mkdir()
+    draw_image(tmp_path / "pictures" / "0.png", 0)
+    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
+    assert prepare(model, data, image_folder=str(tmp_path / "pictures")).report.sources[0].images == 1
+
+
+def test_an_image_is_never_cut(model: Path, tmp_path: Path) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    image = {"type": "image", "path": "0.png"}
+    long = chat("What is this? " * 5, image, "?")
+    data = write_rows(tmp_path, [chat(image, "What?"), long])
+    for overlength in ("truncate", "split", None):
+        with pytest.raises(UserError, match=r"data.jsonl:2: an image that max_length = 60 tokens would cut"):
+            prepare(model, data, max_length=60, overlength=overlength)
+    report = prepare(model, data, max_length=60, overlength="drop").report
+    assert report.examples == 1
+    after = chat(image, "What is this? " * 5)  # the answer alone is cut off
+    after["messages"][1] = {"role": "assistant", "content": "A fox. " * 20}
+    examples = prepare(model, write_rows(tmp_path, [after]), max_length=140).train.examples  # type: ignore[union-attr]
+    assert len(examples[0].input_ids) == 140 and examples.count_images(0) == 1
+
+
+def test_a_changed_image_is_read_again(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
+    draw_image(tmp_path / "0.png", 0)
+    first = prepare(model, data).train
+    draw_image(tmp_path / "0.png", 2)
+    with pytest.raises(UserError, match="it has changed since it was read"):
+        first.step_batch(0)  # type: ignore[union-attr]
+    capsys.readouterr()
+    second = prepare(model, data).train
+    assert "it has changed since it was read; the rows are tokenized again" in capsys.readouterr().err
+    assert first.fingerprint != second.fingerprint
+    second.step_batch(0)  # type: ignore[union-attr]
+
+
+def test_equal_questions_about_other_images_are_no_duplicates(model: Path, tmp_path: Path) -> None:
+    for i in range(3):
+        draw_image(tmp_path / f"{i % 2}.png", i % 2)
+    rows = [chat({"type": "image", "path": f"{i % 2}.png"}, "What?") for i in range(3)]
+    assert prepare(model, write_rows(tmp_path, rows)).report.sources[0].duplicates == 1
+
+
+def test_a_micro_batch_without_an_image_gets_a_blank_one(model: Path, tmp_path: Path) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?"), chat("What?")])
+    batches = prepare(model, data).train
+    found = [batch.micro_batches[0] for batch in batches.batches()]
+    assert sorted(each.image_counts for each in found) == [(0,), (1,)]
+    assert all(each.images is not None and each.images["pixel_values"].numel() for each in found)
+    assert all((each.input_ids == load_ids(model)[0]).any() == (each.image_counts == (1,)) for each in found)
+
+
+def test_inspect_shows_where_images_stand(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
+    prepare(model, data)
+    assert main(["inspect", "--recipe", str(tmp_path / "recipe.yaml")]) == 0
+    printed = capsys.readouterr().out
+    assert "<|img|>[image: 2 tokens]<|/img|>What?" in printed
+    assert "1 image, which take 2 (" in printed
+
+
+def test_what_images_cannot_be_combined_with_is_refused(model: Path, tmp_path: Path) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    row = chat({"type": "image", "path": "0.png"}, "What?")
+    draw_image(tmp_path / "1.png", 1)
+    rated = [row | {"label": True}, chat({"type": "image", "path": "1.png"}, "Who?") | {"label": False}]
+    refused: list[tuple[str, dict[str, Any]]] = [
+        ("does not keep packed documents with images apart", {"packing": True, "attn_implementation": "sdpa"}),
+        ("method: kto: rows hold images, which it does not support", {"method": "kto"}),
+        ("torch_compile: rows hold images", {"torch_compile": True}),
+    ]
+    for words, keys in refused:
+        data = write_rows(tmp_path, rated if "method" in keys else [row])
+        with pytest.raises(UserError, match=words):
+            prepare(model, data, **keys)
+
+
+def test_a_model_without_a_tower_takes_no_images(tmp_path: Path, model: Path) -> None:
+    draw_image(tmp_path / "0.png", 0)
+    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
+    config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    with pytest.raises(UserError, match="a row holds an image, and this model takes none"):
+        prepare(model, data, model_name_or_path=None, model_config=config, tokenizer_name_or_path=str(model))
+
+
+def test_images_do_not_depend_on_the_number_of_threads(model: Path, tmp_path: Path) -> None:
+    for i in range(4):
+        draw_image(tmp_path / f"{i}.png", i)
+    rows = [chat({"type": "image", "path": f"{i}.png"}, f"What {i}?") for i in range(4)]
+    data = write_rows(tmp_path, rows)
+    one, two = (
+        [batch.micro_batches[0] for batch in prepare(model, data, dataloader_num_workers=threads).train.batches()]
+        for threads in (0, 2)
+    )
+    for a, b in zip(one, two, strict=True):
+        assert a.images is not None and b.images is not None
+        assert np.array_equal(a.images["pixel_values"], b.images["pixel_values"])

@@ -1,0 +1,142 @@
+"""Images: token ids and pixels are the processor's own, and losses and gradients those of transformers' whole class over one document
+at a time, packed and padded, in every layout."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune.config.reader import read_recipe
+from finetune.constants import IGNORE_INDEX
+from finetune.data.prepare import prepare_data
+from finetune.data.tokenizer import load_tokenizer
+from tests.data.world import Rank
+from tests.training import reference
+from tests.training.layouts import assert_bit_equal, steps_of, train_all, train_families, write_config, write_recipe
+from tests.training.test_vision_language import open_whole
+from tests.vision import add_processor, make_image_chat, make_vision_model, open_processor, process_row
+
+STEPS = 3
+PACKED = ("qwen2_5_vl", "gemma3", "internvl", "qwen3_vl")
+# (family, layout, ranks); "-few": most rows have no image
+WANTED = [
+    *((family, "single", 1) for family in PACKED),
+    *((f"{family}-padded", "single", 1) for family in ("qwen2_5_vl", "gemma3", "qwen3_5")),
+    ("qwen2_vl", "single", 1),
+    *((f"{family}-lora", "single", 1) for family in ("gemma3", "qwen2_5_vl")),
+    *((family, "full_shard", 2) for family in ("qwen2_5_vl", "gemma3")),
+    ("qwen2_5_vl-few", "full_shard", 2),
+    ("gemma3-few", "ddp", 2),
+]
+LORA: dict[str, Any] = {
+    "use_peft": True,
+    "lora_r": 4,
+    "lora_target_modules": ["q_proj", "v_proj"],
+    "eval_split_size": 3,
+    "exact_match_samples": 3,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("images")
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    """Each makes five rows of micro-batches of two."""
+    data = {}
+    for name, every in (("all", 1), ("few", 6)):
+        (folder / name).mkdir()
+        data[name] = make_image_chat(folder / name, rows=15, every=every)
+    paths = {}
+    for family in dict.fromkeys(name.partition("-")[0] for name, *_ in WANTED):
+        model = add_processor(make_vision_model(folder / family / "model", family), family)
+        steps: dict[str, Any] = {"global_batch_size": 3, "max_steps": STEPS, "save_steps": 1, "max_length": 128}
+        steps |= {"packing": True, "per_device_train_batch_size": 2}
+        kinds: dict[str, dict[str, Any]] = {"": {}, "-few": {}, "-lora": LORA}
+        kinds["-padded"] = {"packing": False, "attn_implementation": "sdpa"}
+        for kind, keys in kinds.items():
+            paths[family + kind] = write_recipe(
+                folder / f"{family}{kind}.yaml", model, data["few" if kind == "-few" else "all"], **steps | keys
+            )
+    return paths
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+    """(family, layout, ranks) -> the run's folder."""
+    return train_families(folder, recipes, WANTED, [each for each in WANTED if each[0].endswith("-lora")])
+
+
+@pytest.mark.parametrize(("name", "layout", "ranks"), WANTED)
+def test_losses_and_gradients_are_those_of_one_document_at_a_time(
+    name: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path
+) -> None:
+    family = name.partition("-")[0]
+    processor = open_processor(folder / family / "model", family)
+    expected = reference.train(
+        recipes[name],
+        prepare=_freeze_tower,
+        inputs_of=lambda place: process_row(place, processor),
+    )
+    for line, (loss, norm) in zip(steps_of(runs(name, layout, ranks)), expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def _freeze_tower(model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        if "language_model" not in name and "lm_head" not in name:
+            parameter.requires_grad_(False)
+
+
+def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+    runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
+) -> None:
+    whole, again = runs("gemma3", "single", 1), tmp_path / "again"
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08d}")
+    (again / "finished.json").unlink()
+    keys = [f"output_dir={again}", "export_at_end=False"]
+    printed = train_all(tmp_path, [(recipes["gemma3"], write_config(tmp_path, "single"), keys)], ranks=1)
+    assert f"resumed at step {STEPS - 1}" in printed
+    assert_bit_equal(whole, again, STEPS)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
+def test_held_out_images_are_answered_as_by_the_exported_model(
+    family: str, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path
+) -> None:
+    import torch
+
+    run = runs(f"{family}-lora", "single", 1)
+    lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    found = [line for line in lines if line["step"] == STEPS]
+    recipe = read_recipe(str(recipes[f"{family}-lora"]))
+    held_out = prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), Rank()).evaluation
+    assert held_out is not None and len(found) == 3
+    processor, model = open_processor(folder / family / "model", family), open_whole(run / "export")
+    stop, pad = processor.tokenizer.eos_token_id, processor.tokenizer.pad_token_id
+    for index, line in enumerate(found):
+        inputs = process_row(held_out.examples.where(index), processor)
+        trained = (held_out.examples[index].labels != IGNORE_INDEX).nonzero()[0]
+        breaks = (trained[1:] - trained[:-1] > 1).nonzero()[0]
+        end = int(trained[breaks[-1] + 1] if len(breaks) else trained[0]) + 1  # the last question
+        asked = {
+            name: value[:, :end] if value.shape[1:] == inputs["input_ids"].shape[1:] else value
+            for name, value in inputs.items()
+        }
+        with torch.no_grad():
+            ids = model.generate(**asked, max_new_tokens=24, do_sample=False, eos_token_id=stop, pad_token_id=pad)
+        own = processor.tokenizer.decode(ids[0, end:], skip_special_tokens=True).strip()
+        assert own.startswith(line["answer"])
+    assert any(line["answer"] for line in found)
+
+
+def test_the_report_counts_images(runs: Callable[..., Path]) -> None:
+    report = json.loads((runs("gemma3", "single", 1) / "data_report.json").read_text())
+    assert report["sources"][0]["images"] == 18
