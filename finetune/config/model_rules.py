@@ -19,8 +19,6 @@ from finetune.config.schema import Quantization, keys_of
 
 PACKED_LAYER_TYPES = {"full_attention", "sliding_attention"}
 TORCH_CLASSES = ("Embedding", "Linear", "LayerNorm", "RMSNorm")  # that are in models of every family
-# By model_type of the whole model, those whose images are held to transformers' own (tests/training/test_images.py).
-IMAGE_FAMILIES = ("gemma3", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
 FP8_MULTIPLE = 16  # tensor cores take so many 8-bit numbers at a time
 
 
@@ -292,40 +290,6 @@ RULES: tuple[Rule, ...] = (
         "sequence parallelism of a vision-language model", "cp_size", "sp_size",
         when=lambda c: c.layout.sequence_parallel_size > 1 and c.is_whole,
         message="cp_size, sp_size: not supported for {name}, a vision-language model", fix={"cp_size": 1},
-    ),
-    # Images
-    Rule(
-        name="images of the family", keys=("model_name_or_path", "model_config"),
-        when=lambda c: c.images and c.images not in IMAGE_FAMILIES,
-        message="{name}: rows hold images, and training on images is not supported for {images}; it is tested with "
-        f"{', '.join(IMAGE_FAMILIES)}",
-        advice="remove these rows",
-    ),
-    Rule(
-        name="images without the tower", keys=("drop_vision",), when=lambda c: c.images and c["drop_vision"],
-        message="drop_vision: rows hold images, which need the vision tower", fix={"drop_vision": False},
-    ),
-    Rule(
-        name="images in packed rows", keys=("attn_implementation", "packing"),
-        when=lambda c: c.images and c["packing"] and c["attn_implementation"] != "auto",
-        message="attn_implementation: {attn_implementation}: does not keep packed documents with images apart",
-        fix={"packing": False},
-    ),
-    Rule(
-        name="images of a method", keys=("method",),
-        when=lambda c: c.images and (c.recipe.method_facts.rows == "ratings" or c.recipe.teacher is not None),
-        message="method: {method}: rows hold images, which it does not support",
-        advice="use method: sft, or one that learns from pairs",
-    ),
-    Rule(
-        name="images in compiled layers", keys=("torch_compile",), when=lambda c: c.images and c["torch_compile"],
-        message="torch_compile: rows hold images, with which it was not tried", fix={"torch_compile": False},
-    ),
-    Rule(
-        name="images beyond the plan", keys=("datasets",), when=lambda c: c.images,
-        message="rows hold images: the plan counts their tokens with the row's, and not what the vision tower needs "
-        "while it runs",
-        is_note=True,
     ),
     # Mixtures
     _model_rule(

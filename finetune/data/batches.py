@@ -17,7 +17,7 @@ from torch import Tensor
 
 from finetune.config.schema import Recipe, compute_global_batch_size
 from finetune.constants import IGNORE_INDEX, ROUND_TOKENS
-from finetune.data.examples import Examples
+from finetune.data.examples import Examples, refuse_typed_images
 from finetune.data.images import ImageProcessor
 from finetune.data.messages import BadRow
 from finetune.data.packing import Rows
@@ -443,16 +443,6 @@ def make_batches(
     pad, images = getattr(tokenizer, "pad_token_id", None) or 0, None
     if examples.has_images:
         images = tokenizer.images
-        _refuse_typed(examples, images)
+        refuse_typed_images(examples, images.token_ids)
     batches = StoredBatches(examples, config, per_device_batch_size, 0, world, threads, pad, rows, images)
     return replace(batches, steps=batches.steps_per_epoch)
-
-
-def _refuse_typed(examples: Examples, images: ImageProcessor) -> None:
-    """Raises `UserError` where a document without an image holds an image's token, whose place another would take."""
-    for store in examples.stores:
-        places = np.flatnonzero(np.isin(store.input_ids, images.token_ids))
-        documents = np.unique(np.searchsorted(store.starts, places, side="right") - 1)
-        typed = [document for document in documents.tolist() if not store.count_images(document)]
-        if typed:
-            raise UserError(f"{store.where(typed[0])}: its text holds a token of an image, and the row has no image")

@@ -186,6 +186,16 @@ def _refuse_torn(
         )
 
 
+def refuse_typed_images(examples: Examples, image_token_ids: Sequence[int]) -> None:
+    """Raises `UserError` where a document without an image holds an image's token, whose place another would take."""
+    for store in examples.stores:
+        places = np.flatnonzero(np.isin(store.input_ids, image_token_ids))
+        documents = np.unique(np.searchsorted(store.starts, places, side="right") - 1)
+        typed = [document for document in documents.tolist() if not store.count_images(document)]
+        if typed:
+            raise UserError(f"{store.where(typed[0])}: its text holds a token of an image, and the row has no image")
+
+
 def join(parts: Sequence[Examples]) -> Examples:
     """The examples of all `parts`, one part after the other."""
     shifts = np.cumsum([0] + [len(part.stores) for part in parts])

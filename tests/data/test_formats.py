@@ -217,7 +217,7 @@ def test_common_columns_are_turns_where_their_names_leave_no_doubt(
             "its messages have 1 place for an image, and the row has 0 images",
         ),
         (
-            {"messages": [USER, CALL, {"role": "tool", "content": [{"type": "image_url"}]}, ASSISTANT]},
+            {"messages": [USER, CALL, {"role": "tool", "content": [{"type": "video"}]}, ASSISTANT]},
             "message 3: content: only",
         ),
         ({"messages": [USER, USER, ASSISTANT]}, "message 2: roles out of order: two user turns in a row"),
