@@ -407,8 +407,9 @@ class Model:
             "auto", "sdpa", "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"
         ],
         "auto: varlen attention on CUDA, or torch's flex_attention where a model caps its scores, has sinks or wide "
-        "heads; causal SDPA per document on CPU; no flash-attn build is needed. flash_attention_3 and _4: the same "
-        "with the kernels of the installed package, on Hopper and Blackwell; _3 without it takes the hub's kernels.",
+        "heads; causal SDPA per document on CPU; no flash-attn build is needed, and where FlashAttention 3 "
+        "(Hopper) or 4 (Blackwell) is installed, its kernels are used. flash_attention_3 and _4 require them; _3 "
+        "without its package takes the hub's kernels.",
     ] = "auto"
     torch_compile: Annotated[
         bool,

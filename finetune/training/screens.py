@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.attention import current_flash_attention_impl
 
 from finetune.config.compatibility import find_problems
 from finetune.config.facts import MachineFacts
@@ -63,6 +64,7 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         + f"{experts}; {precision(run)}; "
         f"activation checkpointing {'on' if sharding.activation_checkpointing else 'off'}",
         *describe_products(),
+        *describe_flash_kernels(),
         *describe_tensor_groups(world),
         *(f"        {line}" for line in (sharding.describe_sequences(world.size), *sharding.translated) if line),
         f"batch   {run.data.train.config.global_batch_size} rows of up to {recipe.row_tokens} tokens a step, "
@@ -90,6 +92,12 @@ def first_screen(run: TrainingRun, size: ModelSize, progress: Progress) -> list[
         )
     lines += [f"watch   {run.log.watch}"] if run.log.watch else []
     return [*lines, f"resumed at step {progress.step}"] if progress.step else lines
+
+
+def describe_flash_kernels() -> list[str]:
+    """The installed package that computes attention, if any."""
+    name = current_flash_attention_impl()
+    return [f"        attention by the installed FlashAttention {name[-1]}"] if name else []
 
 
 def describe_tensor_groups(world: World) -> list[str]:

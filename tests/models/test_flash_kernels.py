@@ -8,6 +8,7 @@ from torch.nn import attention as torch_attention
 
 from finetune.errors import UserError
 from finetune.models.attention.documents import NAME, activate_flash_kernels, install_attention
+from finetune.training.screens import describe_flash_kernels
 from tests.models.families import build
 
 
@@ -43,6 +44,30 @@ def test_an_installed_package_is_switched_on_under_our_packed_attention(
     install_attention(model, f"flash_attention_{name}")
     assert torch_attention.current_flash_attention_impl() == active
     assert model.config._attn_implementation == NAME
+
+
+@pytest.mark.parametrize(("capability", "active"), [((8, 0), None), ((9, 0), "FA3"), ((10, 0), "FA4"), ((12, 0), None)])
+def test_auto_takes_the_fastest_that_is_installed_and_runs_there(
+    capability: tuple[int, int], active: str | None, installed: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_gpu(monkeypatch, capability)
+    install_attention(build("llama"))
+    assert torch_attention.current_flash_attention_impl() == active
+    assert describe_flash_kernels() == (
+        [f"        attention by the installed FlashAttention {active[-1]}"] if active else []
+    )
+
+
+def test_auto_stays_with_torchs_own_where_a_run_is_deterministic_or_nothing_is_installed(
+    monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    pretend_gpu(monkeypatch, (9, 0))
+    install_attention(build("llama"))
+    assert torch_attention.current_flash_attention_impl() is None
+    request.getfixturevalue("installed")
+    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    install_attention(build("llama"))
+    assert torch_attention.current_flash_attention_impl() is None
 
 
 def test_without_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

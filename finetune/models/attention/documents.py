@@ -12,6 +12,7 @@ a kernel for every length.
 """
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache, partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed import ProcessGroup
 from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.attention.flex_attention import BlockMask
 
+from finetune.config.compatibility import FLASH_GPUS
 from finetune.distributed.language_model import language_model_of, trunk_of
 from finetune.distributed.sequence_parallel import take_heads, trade_heads_for_tokens, trade_tokens_for_heads
 from finetune.errors import UserError
@@ -52,13 +54,16 @@ FLASH_PACKAGES = {
 def install_attention(model: Any, implementation: str = "auto", sequence_group: ProcessGroup | None = None) -> None:
     """Makes `model` (an `XForCausalLM`) use the attention that the recipe's `attn_implementation` names.
 
-    `auto` is this module's, with torch's own kernels, or with those of an installed package (flash_attention_3 and _4);
+    `auto` is this module's, with torch's own kernels, or those of an installed package that are faster on this GPU
+    (flash_attention_3 and _4, which name one);
     any other name is transformers' own, which finds the documents in the position ids (sdpa, eager, flex_attention) or
     receives their boundaries (flash_attention_2, and flash_attention_3 where its package is not installed).
     `sequence_group`: the ranks that divide a row's tokens between them, only under `auto`; None: each rank has whole
     rows. Raises `UserError` where the implementation is not available.
     """
-    if implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
+    if implementation == "auto":
+        _activate_fastest_kernels()
+    elif implementation in FLASH_PACKAGES and activate_flash_kernels(implementation):
         implementation = "auto"
     if implementation == "auto":
         _register()
@@ -80,6 +85,18 @@ def install_attention(model: Any, implementation: str = "auto", sequence_group: 
     trunk.register_forward_pre_hook(
         lambda _, args, kwargs: (args, rewrite.get(implementation, _drop_boundaries)(kwargs)), with_kwargs=True
     )
+
+
+def _activate_fastest_kernels() -> None:
+    """FlashAttention 3 or 4 where its package is installed and this GPU runs it; else torch's own FlashAttention 2, as
+    for runs that must be deterministic."""
+    if not torch.cuda.is_available() or torch.are_deterministic_algorithms_enabled():
+        return
+    major, _ = torch.cuda.get_device_capability()
+    for name in FLASH_PACKAGES:
+        with suppress(UserError):
+            if major in FLASH_GPUS[name] and activate_flash_kernels(name):
+                return
 
 
 def activate_flash_kernels(implementation: str) -> bool:
