@@ -129,7 +129,8 @@ def _read_fingerprints(recipe: Recipe, tokenizer: Any, data: PreparedData | None
 def _refuse_other_base(adapter: Path, base: str | None, recipe: Recipe) -> None:
     """Raises `UserError` if the run that made `adapter` had a base with other weights than the hash `base`."""
     states = [adapter.parent / STATE, *sorted(adapter.parent.glob(f"checkpoints/*/{STATE}"))]
-    trained_on = {read_json_object(state).get("inputs", {}).get("base") for state in states} - {None}
+    inputs = (read_json_object(state).get("inputs") for state in states)
+    trained_on = {each["base"] for each in inputs if isinstance(each, dict) and isinstance(each.get("base"), str)}
     if base is not None and trained_on and base not in trained_on:
         raise UserError(
             f"{recipe.place_of('adapter_name_or_path')}: adapter_name_or_path: {adapter} was trained on other weights "

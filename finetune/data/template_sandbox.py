@@ -28,6 +28,7 @@ MADE = 4  # what a character that is made costs; so a template makes texts of 2^
 POINTER = 8  # what an element costs where a list is copied
 ELEMENT = 256  # what an element costs of a loop, of a list that is read, and of one that is made of a text
 CALL = 2560  # what a call or a filter costs, whatever its values
+STRFTIME = 256  # the characters that Python lets a character of a date's format become, such as in "%9999Y"
 MAX_TEMPLATE = 2**20  # characters
 MAX_DIGITS = 1000  # of an integer
 WIDTH = re.compile(r"[%:.<>=^+ 0-](\d+)|(\*|\{[^{}]*\{)")  # in "%10d" and "{:10}"; in "%*d" and "{:{width}}"
@@ -126,6 +127,7 @@ FILTERS: dict[str, Callable[..., Any]] = {
     "format": _size_format,
     "tojson": _size_json,
     "urlize": _size_urls,
+    "sum": lambda values, _=None, start=0: 0 if isinstance(start, int | float) else len(values) * _weigh(values),
     "round": lambda value, precision=0, *_: precision * precision,  # of 10 to this power
     **dict.fromkeys(("center", "batch", "slice"), _size_width),
 }
@@ -268,6 +270,8 @@ class _BudgetedEnvironment(ImmutableSandboxedEnvironment):
             if (size := METHODS.get(__obj.__name__)) is not None and not isinstance(own, list | tuple | dict):
                 __self.charge(MADE * size(own, *held, **given))
             args = tuple(held)
+        elif getattr(__obj, "__name__", "") in ("strftime", "strftime_now"):
+            __self.charge(MADE * STRFTIME * sum(map(_weigh, (*args, *kwargs.values()))))
         elif not isinstance(__obj, Macro) and getattr(__obj, "__name__", "") == "_generation_support":
             __self.charge(__self.written // 32)  # transformers joins all that was written, to know its length
         return super().call(__context, __obj, *args, **kwargs)
