@@ -141,39 +141,27 @@ class _Charges(NodeTransformer):
     """Puts filters that charge for their value where a template compares, joins, slices or takes the elements of
     one."""
 
-    def visit_For(self, node: nodes.For) -> nodes.Node:  # noqa: N802
+    def visit(self, node: nodes.Node, *_: Any, **__: Any) -> Any:
         self.generic_visit(node)
-        node.iter = _charge("take", node.iter)
+        match node:
+            case nodes.For():
+                node.iter = _charge("take", node.iter)
+            case nodes.Compare():
+                sides = [node.expr, *(operand.expr for operand in node.ops)]
+                if node.ops[0].op in ("in", "notin") or not any(isinstance(side, nodes.Const) for side in sides):
+                    node.expr = _charge("read", node.expr)
+                    for operand in node.ops:
+                        operand.expr = _charge("search" if operand.op in ("in", "notin") else "read", operand.expr)
+            case nodes.Add():
+                node.left, node.right = _charge("copy", node.left), _charge("copy", node.right)
+            case nodes.Concat():
+                node.nodes = [_charge("copy", each) for each in node.nodes]
+            case nodes.Dict():
+                for pair in node.items:
+                    pair.key = _charge("read", pair.key)  # it is hashed
+            case nodes.Getitem() if isinstance(node.arg, nodes.Slice):
+                return _charge("copy_part", node)
         return node
-
-    def visit_Compare(self, node: nodes.Compare) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        sides = [node.expr, *(operand.expr for operand in node.ops)]
-        if node.ops[0].op in ("in", "notin") or not any(isinstance(side, nodes.Const) for side in sides):
-            node.expr = _charge("read", node.expr)
-            for operand in node.ops:
-                operand.expr = _charge("search" if operand.op in ("in", "notin") else "read", operand.expr)
-        return node
-
-    def visit_Add(self, node: nodes.Add) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.left, node.right = _charge("copy", node.left), _charge("copy", node.right)
-        return node
-
-    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        node.nodes = [_charge("copy", each) for each in node.nodes]
-        return node
-
-    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:  # noqa: N802
-        self.generic_visit(node)
-        for pair in node.items:
-            pair.key = _charge("read", pair.key)  # it is hashed
-        return node
-
-    def visit_Getitem(self, node: nodes.Getitem) -> Any:  # noqa: N802
-        self.generic_visit(node)
-        return _charge("copy_part", node) if isinstance(node.arg, nodes.Slice) else node
 
 
 def _charge(kind: str, node: Any) -> Any:
