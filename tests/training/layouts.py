@@ -5,6 +5,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import yaml
 
@@ -152,6 +153,19 @@ def assert_bit_equal(run: Path, other: Path, step: int, from_step: int = 0) -> N
     lines = [{line["step"]: (line["loss"], line["grad_norm"]) for line in steps_of(each)} for each in (run, other)]
     for after in range(from_step + 1, step + 1):
         assert lines[0][after] == lines[1][after], after
+
+
+def assert_losses(
+    run: Path, expected: Sequence[tuple[float, float]], rel: float = 1e-5, norms: float | None = None
+) -> list[dict[str, Any]]:
+    """That `run` logged the (loss, gradient norm) of every step of a plain loop, up to `rel`, `norms` for the norms. Returns its
+    lines."""
+    lines = steps_of(run)
+    assert [line["step"] for line in lines] == list(range(1, len(expected) + 1)), run
+    for line, (loss, norm) in zip(lines, expected, strict=True):
+        assert line["loss"] == pytest.approx(loss, rel=rel), f"{run}, step {line['step']}"
+        assert line["grad_norm"] == pytest.approx(norm, rel=norms or rel), f"{run}, step {line['step']}"
+    return lines
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from finetune.errors import EXIT_PREEMPTED
 from tests.conftest import make_model
 from tests.ranks import run_python
 from tests.training import reference
-from tests.training.layouts import steps_of, write_config, write_recipe
+from tests.training.layouts import assert_losses, steps_of, write_config, write_recipe
 
 STEPS, SAVED_AT = 3, 1
 STOPPED_AT, DIED_AT = 2, 3  # the batch of the reference's pass, which is finished; that in which the ranks are killed
@@ -51,11 +51,6 @@ def make_pairs(path: Path, rows: int) -> Path:
             sides = {name: [{"role": "assistant", "content": text}] for name, text in answers.items()}
             file.write(json.dumps({"prompt": prompt, **sides}) + "\n")
     return path
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("preference-layouts")
 
 
 @pytest.fixture(scope="module")
@@ -126,19 +121,11 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def expected(recipes: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
-    """The plain loop's loss and gradient norm of every step, for each mode."""
-    return {mode: reference.train(path) for mode, path in recipes.items()}
-
-
 @pytest.mark.parametrize(("ranks", "layout", "mode"), CASES)
 def test_every_layout_computes_what_a_plain_loop_does(
-    ranks: int, layout: str, mode: str, runs: Path, expected: dict[str, list[tuple[float, float]]]
+    ranks: int, layout: str, mode: str, runs: Path, recipes: dict[str, Path]
 ) -> None:
-    lines = steps_of(runs / f"{ranks}-{layout}-{mode}")
-    assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in expected[mode]], rel=1e-5)
-    assert [line["grad_norm"] for line in lines] == pytest.approx([norm for _, norm in expected[mode]], rel=1e-5)
+    assert_losses(runs / f"{ranks}-{layout}-{mode}", reference.losses(recipes[mode]))
 
 
 def test_metrics_are_the_same_on_every_layout(runs: Path) -> None:

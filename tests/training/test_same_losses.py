@@ -14,7 +14,15 @@ from finetune.config.reader import read_recipe
 from finetune.plan.plan import format_plan, make_plan
 from tests.conftest import make_chat, make_model
 from tests.training import reference
-from tests.training.layouts import LAYOUTS, steps_of, train_all, write_config, write_recipe, write_split_recipes
+from tests.training.layouts import (
+    LAYOUTS,
+    assert_losses,
+    steps_of,
+    train_all,
+    write_config,
+    write_recipe,
+    write_split_recipes,
+)
 
 STEPS = 6
 ROWS = 26  # 5 steps an epoch, the last of 2 rows: fewer than 3 ranks
@@ -81,11 +89,6 @@ Runs = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("same-losses")
-
-
-@pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     """A recipe for each mode, on a model whose sizes divide by nothing: hidden 72, vocabulary 509."""
     model = make_model(folder / "model", hidden_size=72, vocab_size=509, num_hidden_layers=3, tie_word_embeddings=True)
@@ -123,14 +126,6 @@ def expected(recipes: dict[str, Path]) -> Expected:
     return {mode: reference.train(path) for mode, path in recipes.items()}
 
 
-def assert_same(run: Path, expected: list[tuple[float, float]], tolerance: float = 1e-5) -> None:
-    lines = steps_of(run)
-    assert [line["step"] for line in lines] == list(range(1, len(expected) + 1))
-    for line, (loss, norm) in zip(lines, expected, strict=True):
-        assert line["loss"] == pytest.approx(loss, rel=tolerance), f"{run.name}, step {line['step']}"
-        assert line["grad_norm"] == pytest.approx(norm, rel=tolerance), f"{run.name}, step {line['step']}"
-
-
 def test_the_reference_learns(expected: Expected) -> None:
     for losses in expected.values():
         assert losses[-1][0] < 0.98 * losses[0][0]
@@ -138,22 +133,22 @@ def test_the_reference_learns(expected: Expected) -> None:
 
 @pytest.mark.parametrize(("layout", "mode"), with_slow(TWO_RANKS, MORE_ON_TWO))
 def test_two_ranks_under_every_layout(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
-    assert_same(runs(layout, mode, 2), expected[mode])
+    assert_losses(runs(layout, mode, 2), expected[mode])
 
 
 @pytest.mark.parametrize(("layout", "mode"), ONE_RANK)
 def test_one_rank_with_accumulation(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
-    assert_same(runs(layout, mode, 1), expected[mode])
+    assert_losses(runs(layout, mode, 1), expected[mode])
 
 
 @pytest.mark.parametrize(("layout", "mode"), THREE_RANKS)
 def test_three_ranks_that_share_unevenly(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
-    assert_same(runs(layout, mode, 3), expected[mode])
+    assert_losses(runs(layout, mode, 3), expected[mode])
 
 
 @pytest.mark.parametrize(("layout", "mode"), with_slow(IN_BF16, MORE_IN_BF16))
 def test_bf16_with_checkpointing_stays_close(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
-    assert_same(runs(layout, mode, 2, "bf16"), expected[mode], tolerance=2e-2)
+    assert_losses(runs(layout, mode, 2, "bf16"), expected[mode], rel=2e-2)
 
 
 @pytest.mark.parametrize("layout", IN_BF16_WEIGHTS)
@@ -162,7 +157,7 @@ def test_bfloat16_parameters_are_kept_in_every_layout(
 ) -> None:
     """The recipe's `dtype` decides: the first screen, the plan and the checkpoint agree."""
     run = runs(layout, "full", 2, "bf16-weights")
-    assert_same(run, expected["full"], tolerance=2e-2)
+    assert_losses(run, expected["full"], rel=2e-2)
     files = [*run.glob("checkpoints/step-*/model/*.safetensors")]
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
     first_screen = (folder / "printed-1.txt").read_text().partition(f"{run}: ")[2].splitlines()[2]
@@ -233,4 +228,4 @@ def test_split_turns_of_packed_rows_train_as_rows_of_their_own(tmp_path: Path) -
         runs.append((split, config, [f"output_dir={tmp_path}/{name}"]))
     train_all(tmp_path, runs, ranks=2)
     for name in SPLIT:
-        assert_same(tmp_path / name, expected)
+        assert_losses(tmp_path / name, expected)

@@ -13,7 +13,7 @@ from tests.conftest import make_chat, make_model
 from tests.models.families import forget_lengths
 from tests.ranks import run_python
 from tests.training import reference
-from tests.training.layouts import assert_bit_equal, steps_of, train_all, write_config, write_recipe
+from tests.training.layouts import assert_bit_equal, assert_losses, steps_of, train_all, write_config, write_recipe
 from tests.training.test_preference_layouts import make_pairs
 
 STEPS, SAVED_AT = 10, 5
@@ -100,11 +100,6 @@ Run = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sequence-parallel")
-
-
-@pytest.fixture(scope="module")
 def recipes(folder: Path) -> dict[str, Path]:
     """A recipe for each mode, on a model whose sizes divide by nothing but its 4 heads; it has 2 key-value heads."""
     model = make_model(folder / "model", hidden_size=72, vocab_size=509, num_hidden_layers=2, tie_word_embeddings=True)
@@ -186,19 +181,11 @@ def run(folder: Path, recipes: dict[str, Path]) -> Run:
     return trained
 
 
-@pytest.fixture(scope="module")
-def expected(recipes: dict[str, Path]) -> dict[str, list[tuple[float, float]]]:
-    """The plain loop's loss and gradient norm of every step, for each mode."""
-    return {mode: reference.train(recipes[mode], prepare=forget_lengths) for mode in PLAIN}
-
-
 @pytest.mark.parametrize(("layout", "mode"), CASES)
 def test_losses_and_gradient_norms_are_those_of_a_plain_loop(
-    layout: str, mode: str, run: Run, expected: dict[str, list[tuple[float, float]]]
+    layout: str, mode: str, run: Run, recipes: dict[str, Path]
 ) -> None:
-    lines = steps_of(run(layout, mode))
-    assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in expected[mode]], rel=1e-5)
-    assert [line["grad_norm"] for line in lines] == pytest.approx([norm for _, norm in expected[mode]], rel=1e-5)
+    assert_losses(run(layout, mode), reference.losses(recipes[mode], prepare=forget_lengths))
 
 
 @pytest.mark.parametrize("mode", ALIKE)
