@@ -145,7 +145,7 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
     import torch
 
     from finetune.constants import loss_chunk_tokens
-    from finetune.models.head.chunks import UNCHANGED, compute_chunk, compute_fused_chunk
+    from finetune.models.head.chunks import UNCHANGED, ChunkOptions, compute_chunk, compute_fused_chunk
     from finetune.models.head.cross_entropy import linear_cross_entropy
 
     torch.set_num_threads(1)
@@ -163,7 +163,7 @@ def compiled_loss(rounds: int, tokens: int = 1024, hidden: int = 256) -> None:
                 began = time.process_time()
                 function(scores, labels[: len(scores)], None, UNCHANGED, 0.0, torch.bfloat16)
                 middle = time.process_time()
-                linear_cross_entropy(states, weight, labels, chunk_function=function)
+                linear_cross_entropy(states, weight, labels, ChunkOptions(function=function))
                 if index:
                     seconds["one chunk"][which].append(middle - began)
                     seconds["the loss and its gradients"][which].append(time.process_time() - middle)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import yaml
 
 from finetune.convert.conversion import convert_file
-from finetune.models.head.chunks import LogitTransform, TokenWeights
+from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights
 from finetune.models.head.cross_entropy import linear_cross_entropy
 from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from tests.models.test_loss import problem
@@ -48,8 +48,8 @@ def test_a_weighted_loss_is_llama_factorys(theirs: dict[str, Any], kind: Any, al
     sources, count = [hidden, weight, bias], int((labels != -100).sum())
     more = {"alpha": alpha} if kind == "eaft" else {}
     expected = theirs[f"_{kind}_cross_entropy"](F.linear(hidden, weight, bias), labels, torch.tensor(count), **more)
-    weigh = TokenWeights(kind, alpha)
-    found = linear_cross_entropy(hidden, weight, labels, bias=bias, chunk_tokens=7, weigh=weigh) / count
+    chunks = ChunkOptions(tokens=7, weigh=TokenWeights(kind, alpha))
+    found = linear_cross_entropy(hidden, weight, labels, chunks, bias=bias) / count
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, sources), torch.autograd.grad(expected, sources))
 

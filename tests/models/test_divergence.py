@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.constants import IGNORE_INDEX
-from finetune.models.head.chunks import LogitTransform, TokenWeights
+from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights
 from finetune.models.head.cross_entropy import linear_cross_entropy
 from finetune.models.head.divergence import DivergenceOptions, TeacherScores, linear_divergence
 from tests.models.families import relative_error
@@ -122,7 +122,7 @@ def test_in_fp32_it_stays_within_rounding_and_in_evaluation_it_keeps_no_graph() 
 def test_the_cross_entropy_beside_a_divergence_is_weighted_as_that_of_sft(kind: Any) -> None:
     of, options, transform = problem(), DivergenceOptions(0.0, 1.0, 0.25), LogitTransform(scale=0.7, softcap=4.0)
     sources, weigh = [of["hidden"], of["weight"], of["bias"]], TokenWeights(kind)
-    alone = linear_cross_entropy(*sources[:2], of["labels"], bias=of["bias"], logits=transform, weigh=weigh)
+    alone = linear_cross_entropy(*sources[:2], of["labels"], ChunkOptions(transform, weigh=weigh), bias=of["bias"])
     divergence = plain(of, options, transform, transform)[1]
     expected = torch.autograd.grad((0.25 * divergence + 0.75 * alone) / 50, sources)
     found = ours(of, options, transform, transform, chunk_tokens=7, weigh=weigh)

@@ -13,7 +13,7 @@ from torch import Tensor
 from finetune.compiler import _keep_compiled
 from finetune.config.facts import has_compiler
 from finetune.constants import IGNORE_INDEX
-from finetune.models.head.chunks import ChunkFunction, LogitTransform, compute_chunk, compute_fused_chunk
+from finetune.models.head.chunks import ChunkFunction, ChunkOptions, LogitTransform, compute_chunk, compute_fused_chunk
 from finetune.models.head.cross_entropy import linear_cross_entropy
 from finetune.models.head.log_probabilities import linear_log_probabilities
 from finetune.plan.activations import Computation
@@ -65,8 +65,9 @@ def test_both_losses_take_it(function: Callable[..., Tensor]) -> None:
 
     found = []
     for chunk_function in (None, counted):
-        keys: dict[str, Any] = {"bias": bias, "chunk_tokens": 7, "trained_positions": torch.arange(48)}
-        loss = function(hidden, weight, labels, **keys, chunk_function=chunk_function).sum()
+        keys: dict[str, Any] = {"bias": bias, "trained_positions": torch.arange(48)}
+        chunks = ChunkOptions(tokens=7, function=chunk_function)
+        loss = function(hidden, weight, labels, chunks=chunks, **keys).sum()
         found.append([loss, *torch.autograd.grad(loss, (hidden, weight, bias))])
     assert calls == 7 * (1 if function is linear_cross_entropy else 2)
     assert all(relative_error(fused, plain) < 1e-6 for plain, fused in zip(*found, strict=True))

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from finetune.constants import IGNORE_INDEX
-from finetune.models.head.chunks import LogitTransform
+from finetune.models.head.chunks import ChunkOptions, LogitTransform
 from finetune.models.head.log_probabilities import linear_log_probabilities
 from tests.models.families import relative_error
 
@@ -56,7 +56,7 @@ def test_values_and_gradients_are_those_of_whole_logits(
             truth = plain(hidden, weight, offset, labels, positions, logits)
             expected = torch.autograd.grad((truth * upstream).sum(), sources)
             found = linear_log_probabilities(
-                hidden, weight, labels, positions, bias=offset, logits=logits, chunk_tokens=chunk_tokens
+                hidden, weight, labels, positions, ChunkOptions(logits, chunk_tokens), bias=offset
             )
             gradients = torch.autograd.grad((found * upstream).sum(), sources)
             assert relative_error(found, truth) <= tolerance
@@ -84,7 +84,7 @@ def test_logits_are_never_whole(frozen_head: bool) -> None:
     weight = torch.randn(vocabulary, hidden_size, requires_grad=not frozen_head)
     labels = torch.randint(0, vocabulary, (tokens,))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
-        found = linear_log_probabilities(hidden, weight, labels, torch.arange(tokens), chunk_tokens=chunk)
+        found = linear_log_probabilities(hidden, weight, labels, torch.arange(tokens), ChunkOptions(tokens=chunk))
         found.sum().backward()
     largest = max(event.cpu_memory_usage for event in watched.events())
     assert 0 < largest <= 1.1 * 4 * chunk * vocabulary

@@ -11,7 +11,7 @@ from torch import Tensor
 from finetune.constants import IGNORE_INDEX
 from finetune.errors import UserError
 from finetune.models.attention.documents import install_attention
-from finetune.models.head.chunks import LogitTransform, TokenWeights, compute_fused_chunk
+from finetune.models.head.chunks import ChunkOptions, LogitTransform, TokenWeights, compute_fused_chunk
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from tests.models.families import build, documents, ours, packed, relative_error
 from tests.plan.traced import LargestTensor
@@ -64,9 +64,8 @@ def test_value_and_gradients_are_those_of_whole_logits(
             hidden,
             weight,
             labels,
+            ChunkOptions(logits, chunk_tokens),
             bias=offset,
-            logits=logits,
-            chunk_tokens=chunk_tokens,
             trained_positions=(labels != IGNORE_INDEX).nonzero().squeeze(1) if given else None,
         )
         found = torch.autograd.grad(loss / 50, sources)
@@ -81,7 +80,7 @@ def test_label_smoothing_is_that_of_torch_in_every_chunk(logits: LogitTransform)
     truth = plain(hidden, weight, bias, labels, logits, label_smoothing=0.1)
     assert relative_error(truth, plain(hidden, weight, bias, labels, logits)) > 1e-3
     expected = torch.autograd.grad(truth / 50, sources)
-    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=7, label_smoothing=0.1)
+    loss = linear_cross_entropy(hidden, weight, labels, ChunkOptions(logits, 7, label_smoothing=0.1), bias=bias)
     found = torch.autograd.grad(loss / 50, sources)
     assert relative_error(loss, truth) <= EXACT
     assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= EXACT
@@ -102,11 +101,9 @@ def test_weights_of_tokens_are_constants_of_the_gradient(kind: Any, alpha: float
     sources = [hidden, weight, bias]
     truth = weighted(kind, logits.forward(F.linear(hidden, weight, bias))[0], labels, alpha)
     expected = torch.autograd.grad(truth / 50, sources)
-    for more in ({}, {"chunk_function": compute_fused_chunk}):
-        weigh = TokenWeights(kind, alpha)
-        loss = linear_cross_entropy(
-            hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=7, weigh=weigh, **more
-        )
+    for function in (None, compute_fused_chunk):
+        chunks = ChunkOptions(logits, 7, weigh=TokenWeights(kind, alpha), function=function)
+        loss = linear_cross_entropy(hidden, weight, labels, chunks, bias=bias)
         found = torch.autograd.grad(loss / 50, sources)
         assert relative_error(loss, truth) <= 1e-12
         assert max(relative_error(f, e) for f, e in zip(found, expected, strict=True)) <= 1e-12
@@ -117,7 +114,7 @@ def test_in_double_the_difference_is_rounding_only() -> None:
     logits = LogitTransform(scale=0.7, softcap=4.0)
     scores = torch.tanh(F.linear(hidden, weight, bias) * logits.scale / 4.0) * 4.0
     truth = F.cross_entropy(scores, labels, ignore_index=IGNORE_INDEX, reduction="sum")
-    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, logits=logits, chunk_tokens=4)
+    loss = linear_cross_entropy(hidden, weight, labels, ChunkOptions(logits, 4), bias=bias)
     for found, expected in zip(
         (loss, *torch.autograd.grad(loss, (hidden, weight, bias))),
         (truth, *torch.autograd.grad(truth, (hidden, weight, bias))),
@@ -156,7 +153,9 @@ def test_in_bf16_the_softmax_and_the_sums_stay_fp32() -> None:
     exact_hidden, exact_weight = (t.detach().float().requires_grad_() for t in (hidden, weight))
     truth = plain(exact_hidden, exact_weight, None, labels, LogitTransform())
     (truth / 50).backward()
-    loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=1)  # one chunk a token: a bf16 sum would drift
+    loss = linear_cross_entropy(
+        hidden, weight, labels, ChunkOptions(tokens=1)
+    )  # one chunk a token: a bf16 sum would drift
     (loss / 50).backward()
     assert loss.dtype == torch.float32
     assert relative_error(loss, truth) < 2e-3
@@ -170,7 +169,7 @@ def test_logits_are_never_whole() -> None:
     hidden, weight, _, _ = problem()
     labels = torch.arange(TOKENS) % VOCABULARY
     with LargestTensor() as made:
-        linear_cross_entropy(hidden, weight, labels, chunk_tokens=8).backward()
+        linear_cross_entropy(hidden, weight, labels, ChunkOptions(tokens=8)).backward()
     assert made.numbers == TOKENS * HIDDEN  # the gradient to the hidden states; logits would be TOKENS * VOCABULARY
 
 
@@ -211,10 +210,10 @@ def test_on_cuda_the_value_and_gradients_are_the_same_and_nothing_waits(given: b
     hidden.requires_grad_(), weight.requires_grad_()
     exact = [t.detach().float().requires_grad_() for t in (hidden, weight)]
     positions = (labels != IGNORE_INDEX).nonzero().squeeze(1) if given else None
-    linear_cross_entropy(hidden, weight, labels, chunk_tokens=20)  # the first call may load kernels
+    linear_cross_entropy(hidden, weight, labels, ChunkOptions(tokens=20))  # the first call may load kernels
     torch.cuda.set_sync_debug_mode("error")
     try:
-        loss = linear_cross_entropy(hidden, weight, labels, chunk_tokens=20, trained_positions=positions)
+        loss = linear_cross_entropy(hidden, weight, labels, ChunkOptions(tokens=20), trained_positions=positions)
         (loss / 50).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -20,7 +20,7 @@ from finetune.distributed.tensor_parallel import divide_matrices
 from finetune.errors import UserError
 from finetune.models.attention.documents import install_attention
 from finetune.models.checkpointing import checkpoint_activations
-from finetune.models.head.chunks import VocabularyShard, choose_chunk_tokens
+from finetune.models.head.chunks import ChunkOptions, VocabularyShard, choose_chunk_tokens
 from finetune.models.head.cross_entropy import install_loss, linear_cross_entropy
 from finetune.models.lora import add_adapters
 from finetune.plan.activations import Computation, kept_bytes
@@ -95,7 +95,7 @@ def test_the_loss_allocates_what_is_planned(precision: MixedPrecision, mesh: Any
     weight = torch.randn(vocabulary // RANKS, hidden, dtype=dtype).requires_grad_()
     states = torch.randn(tokens, hidden, dtype=dtype, requires_grad=True)
     labels, shard = torch.randint(0, vocabulary, (tokens,)), VocabularyShard(0, vocabulary, mesh.get_group())
-    measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels, shard=shard))
+    measured = allocated_peak(lambda: linear_cross_entropy(states, weight, labels, ChunkOptions(shard=shard)))
     assert loss_bytes(spec) == pytest.approx(measured, rel=0.02)
 
 

@@ -146,6 +146,24 @@ class TokenWeights(NamedTuple):
         return log_probabilities.exp()
 
 
+class ChunkOptions(NamedTuple):
+    """How a loss of a head's scores is computed chunk by chunk.
+
+    Label smoothing is torch's (Szegedy et al. 2016, section 7): the weight of the mean over the vocabulary beside the
+    label's own log-probability.
+    """
+
+    logits: LogitTransform = UNCHANGED
+    tokens: int | None = None  # of a chunk, at most; None: those of `choose_chunk_tokens`
+    label_smoothing: float = 0.0
+    shard: VocabularyShard | None = None  # to which weight and bias belong, whose group calls together; None: all of it
+    weigh: TokenWeights | None = None  # what loss and gradients weigh each token by; None: all alike
+    function: ChunkFunction | None = None  # computes a chunk of a whole vocabulary, compiled; None: `compute_chunk`
+
+
+PLAIN = ChunkOptions()
+
+
 class Computed(NamedTuple):
     """What `compute_in_chunks` returns; the gradients are those of the loss, None where not asked for."""
 
@@ -161,29 +179,19 @@ def compute_in_chunks(
     weight: Tensor,
     bias: Tensor | None,
     labels: Tensor,
-    logits: LogitTransform,
-    label_smoothing: float,
-    chunk_tokens: int,
+    chunks: ChunkOptions,
     needs_grad: tuple[bool, ...],
     token_weights: Tensor | None = None,
-    shard: VocabularyShard | None = None,
-    chunk_function: ChunkFunction | None = None,
-    weigh: TokenWeights | None = None,
 ) -> Computed:
     """The log-probabilities of `labels`, and the loss with its gradients to hidden, weight and bias, where needed.
 
     Args:
         hidden: [tokens, hidden], in the type in which the products run, as weight.
         labels: int64[tokens], or IGNORE_INDEX.
-        label_smoothing: of the log-probabilities, the share that is the mean over the vocabulary.
-        chunk_tokens: tokens in a chunk, at most.
         token_weights: fp32[tokens], by which the gradients (not the loss) weigh each token; None: all alike.
-        shard: of the vocabulary, to which weight and bias belong; None: all of it. Its group's ranks call this
-            together.
-        chunk_function: computes a chunk of a whole vocabulary; None: `compute_chunk`.
-        weigh: what the loss and the gradients weigh each token by; None: all alike.
     """
-    wide = widen(weight.dtype)
+    wide, shard, function = widen(weight.dtype), chunks.shard, chunks.function
+    chunk_tokens = chunks.tokens or choose_chunk_tokens(weight, shard, hidden.device.type)
     # The bias's gradient is a sum of the scores' over tokens, which is not to be taken of rounded ones.
     grad_dtype = None if not any(needs_grad) else wide if needs_grad[2] else hidden.dtype
     loss = torch.zeros((), dtype=wide, device=hidden.device)
@@ -192,17 +200,17 @@ def compute_in_chunks(
     def add_chunk(scores: Tensor, chunk: slice) -> Tensor | None:
         nonlocal loss
         weights = None if token_weights is None else token_weights[chunk]
-        arguments = (scores, labels[chunk], weights, logits, label_smoothing, grad_dtype)
+        arguments = (scores, labels[chunk], weights, chunks.logits, chunks.label_smoothing, grad_dtype)
         # Before the scores are overwritten.
-        by_token = None if weigh is None else weigh.of_logits(logits.forward(scores)[0])
+        by_token = None if chunks.weigh is None else chunks.weigh.of_logits(chunks.logits.forward(scores)[0])
         # A compiler makes another graph for one token, which the last chunk may have.
-        if chunk_function is None or shard is not None or len(scores) == 1:
+        if function is None or shard is not None or len(scores) == 1:
             found, grad_scores = compute_chunk(*arguments, shard)
         else:
-            found, grad_scores = chunk_function(*arguments)
+            found, grad_scores = function(*arguments)
         log_probabilities[chunk] = found
-        if weigh is not None:
-            by_token = weigh.of_probabilities(found) if by_token is None else by_token
+        if chunks.weigh is not None:
+            by_token = chunks.weigh.of_probabilities(found) if by_token is None else by_token
             found = found * by_token
             if grad_scores is not None:
                 grad_scores *= by_token.unsqueeze(1)

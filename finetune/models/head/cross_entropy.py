@@ -13,14 +13,13 @@ from finetune.constants import IGNORE_INDEX
 from finetune.distributed.language_model import trunk_of
 from finetune.errors import UserError
 from finetune.models.head.chunks import (
-    UNCHANGED,
+    PLAIN,
     ChunkFunction,
+    ChunkOptions,
     Gradients,
     HeadLoss,
     LogitTransform,
     TokenWeights,
-    VocabularyShard,
-    choose_chunk_tokens,
     compute_in_chunks,
     find_local_head,
     find_needed_gradients,
@@ -36,15 +35,10 @@ def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
+    chunks: ChunkOptions = PLAIN,
     *,
     bias: Tensor | None = None,
-    logits: LogitTransform = UNCHANGED,
     trained_positions: Tensor | None = None,
-    chunk_tokens: int | None = None,
-    label_smoothing: float = 0.0,
-    shard: VocabularyShard | None = None,
-    chunk_function: ChunkFunction | None = None,
-    weigh: TokenWeights | None = None,
 ) -> Tensor:
     """Sum over the trained tokens of -log softmax(hidden @ weight.T + bias)[label].
 
@@ -54,28 +48,18 @@ def linear_cross_entropy(
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         bias: [vocabulary] or None.
         trained_positions: int64[trained tokens], where `labels` is not IGNORE_INDEX, and perhaps others, which add
-            nothing;
-            only these are multiplied by the head. By default they are
-            looked up on a CPU, and all positions are multiplied on a GPU, where the look-up would synchronize.
-        chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
-        label_smoothing: the weight of the mean over the vocabulary beside the label's own, as in torch's cross_entropy
-            (Szegedy et al. 2016, section 7).
-        shard: of the vocabulary, to which weight and bias belong; None: all of it.
-        chunk_function: computes one chunk, compiled perhaps; see `compute_in_chunks`.
-        weigh: what each token's loss is multiplied by; None: nothing.
+            nothing; only these are multiplied by the head. By default they are looked up on a CPU, and all positions
+            are multiplied on a GPU, where the look-up would synchronize.
     Returns:
         fp32 scalar. Under autocast the products run in its type, the softmax always in fp32.
     """
     if trained_positions is None and labels.device.type == "cpu":
         trained_positions = (labels != IGNORE_INDEX).nonzero().squeeze(1)
-    if chunk_tokens is None:
-        chunk_tokens = choose_chunk_tokens(weight, shard, hidden.device.type)
     needs_grad = find_needed_gradients(hidden, weight, bias)
     ids = labels if trained_positions is None else labels[trained_positions]
 
     def compute(trained: Tensor, weight: Tensor) -> tuple[Tensor, Gradients]:
-        arguments = (trained, weight, bias, ids, logits, label_smoothing, chunk_tokens, needs_grad)
-        found = compute_in_chunks(*arguments, shard=shard, chunk_function=chunk_function, weigh=weigh)
+        found = compute_in_chunks(trained, weight, bias, ids, chunks, needs_grad)
         return found.loss, (found.grad_hidden, found.grad_weight, found.grad_bias)
 
     loss: Tensor = HeadLoss.apply(hidden, weight, bias, trained_positions, needs_grad, compute)  # type: ignore[no-untyped-call]
@@ -107,17 +91,16 @@ class CrossEntropyHead(nn.Linear):
         if head_function is not None:
             return head_function(self, hidden.flatten(0, -2), labels.flatten(), trained_positions)
         weight, bias, shard = find_local_head(self.weight, self.bias)
-        return linear_cross_entropy(
-            hidden.flatten(0, -2),
-            weight,
-            labels.flatten(),
-            bias=bias,
-            logits=self.logits,
-            trained_positions=trained_positions,
+        chunks = ChunkOptions(
+            self.logits,
             label_smoothing=self.label_smoothing if self.training else 0.0,
             shard=shard,
-            chunk_function=self.chunk_function,
             weigh=self.token_weights if self.training else None,
+            function=self.chunk_function,
+        )
+        states = hidden.flatten(0, -2)
+        return linear_cross_entropy(
+            states, weight, labels.flatten(), chunks, bias=bias, trained_positions=trained_positions
         )
 
     def _compute_logits(self, hidden: Tensor) -> Tensor:

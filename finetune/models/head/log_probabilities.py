@@ -12,11 +12,8 @@ import torch
 from torch import Tensor
 
 from finetune.models.head.chunks import (
-    UNCHANGED,
-    ChunkFunction,
-    LogitTransform,
-    VocabularyShard,
-    choose_chunk_tokens,
+    PLAIN,
+    ChunkOptions,
     compute_in_chunks,
     find_local_head,
     find_needed_gradients,
@@ -33,8 +30,8 @@ def head_log_probabilities(
     if trained_positions is None:
         trained_positions = torch.arange(len(labels), device=labels.device)
     weight, bias, shard = find_local_head(head.weight, head.bias)
-    options: Any = {"bias": bias, "logits": head.logits, "shard": shard, "chunk_function": head.chunk_function}
-    return linear_log_probabilities(hidden, weight, labels, trained_positions, **options)
+    chunks = ChunkOptions(head.logits, shard=shard, function=head.chunk_function)
+    return linear_log_probabilities(hidden, weight, labels, trained_positions, chunks, bias=bias)
 
 
 def linear_log_probabilities(
@@ -42,12 +39,9 @@ def linear_log_probabilities(
     weight: Tensor,
     labels: Tensor,
     trained_positions: Tensor,
+    chunks: ChunkOptions = PLAIN,
     *,
     bias: Tensor | None = None,
-    logits: LogitTransform = UNCHANGED,
-    chunk_tokens: int | None = None,
-    shard: VocabularyShard | None = None,
-    chunk_function: ChunkFunction | None = None,
 ) -> Tensor:
     """log softmax(hidden @ weight.T + bias)[label] at each trained position.
 
@@ -56,18 +50,13 @@ def linear_log_probabilities(
         weight: [vocabulary, hidden]; its gradient is accumulated in fp32, and not computed where it is frozen.
         labels: int64[tokens], the id to predict AT that position, or IGNORE_INDEX.
         trained_positions: int64[positions], which no index comes in twice; one without a label gets 0 and no gradient.
+        chunks: without label smoothing.
         bias: [vocabulary] or None.
-        chunk_tokens: tokens in a chunk; by default those of `constants.loss_chunk_tokens`.
-        shard: of the vocabulary, to which weight and bias belong; None: all of it.
-        chunk_function: computes one chunk, compiled perhaps; see `compute_in_chunks`.
     Returns:
         fp32[positions]. Under autocast the products run in its type, the softmax always in fp32.
     """
-    if chunk_tokens is None:
-        chunk_tokens = choose_chunk_tokens(weight, shard, hidden.device.type)
-    needs_grad = find_needed_gradients(hidden, weight, bias)
-    tensors, options = (hidden, weight, bias, labels, trained_positions), (logits, chunk_tokens, needs_grad)
-    found: Tensor = _LinearLogProbabilities.apply(*tensors, *options, shard, chunk_function)  # type: ignore[no-untyped-call]
+    tensors, needs_grad = (hidden, weight, bias, labels, trained_positions), find_needed_gradients(hidden, weight, bias)
+    found: Tensor = _LinearLogProbabilities.apply(*tensors, chunks, needs_grad)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -80,31 +69,25 @@ class _LinearLogProbabilities(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         positions: Tensor,
-        logits: LogitTransform,
-        chunk_tokens: int,
+        chunks: ChunkOptions,
         needs_grad: tuple[bool, ...],
-        shard: VocabularyShard | None,
-        chunk_function: ChunkFunction | None,
     ) -> Tensor:
         dtype = product_dtype(weight)
         with torch.autocast(hidden.device.type, enabled=False):
             trained, ids = hidden[positions].to(dtype), labels[positions]
-            arguments = (trained, weight.to(dtype), bias, ids, logits, 0.0, chunk_tokens)
-            found = compute_in_chunks(
-                *arguments, (needs_grad[0], False, False), shard=shard, chunk_function=chunk_function
-            )
+            found = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, (needs_grad[0], False, False))
         recomputes = any(needs_grad[1:])
         # Parameters are saved by autograd itself, so that FSDP has gathered them again when the backward reads them.
         ctx.save_for_backward(*(weight, bias, trained) if recomputes else (None, None, None), ids, positions)
         ctx.grad_hidden = found.grad_hidden
-        ctx.options = (dtype, hidden.shape, hidden.dtype, logits, chunk_tokens, needs_grad, shard, chunk_function)
+        ctx.options = (dtype, hidden.shape, hidden.dtype, chunks, needs_grad)
         return found.log_probabilities
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (upstream,) = grad_outputs  # fp32[positions]
         weight, bias, trained, ids, positions = ctx.saved_tensors
-        dtype, shape, hidden_dtype, logits, chunk_tokens, needs_grad, shard, chunk_function = ctx.options
+        dtype, shape, hidden_dtype, chunks, needs_grad = ctx.options
         prepared, ctx.grad_hidden = ctx.grad_hidden, None
         grad_hidden = grad_weight = grad_bias = None
         if prepared is not None:  # of minus the log-probability, per token; scaled in fp32
@@ -112,9 +95,8 @@ class _LinearLogProbabilities(torch.autograd.Function):
             grad_hidden = scatter_rows(scaled, positions, shape)
         if trained is not None:
             with torch.autocast(upstream.device.type, enabled=False):
-                arguments = (trained, weight.to(dtype), bias, ids, logits, 0.0, chunk_tokens)
                 needed = (False, *needs_grad[1:])
-                found = compute_in_chunks(*arguments, needed, -upstream, shard, chunk_function)
+                found = compute_in_chunks(trained, weight.to(dtype), bias, ids, chunks, needed, -upstream)
             grad_weight = None if found.grad_weight is None else found.grad_weight.to(weight.dtype)
             grad_bias = None if found.grad_bias is None or bias is None else found.grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None
