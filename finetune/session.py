@@ -171,7 +171,7 @@ class Session:
         recipe = adopt_quantization(recipe, facts)
         check_offload_dir(recipe, self.world)
         config = trained_config(config, recipe.model)
-        RankGroup(self.world).main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
+        RankGroup(self.world).on_main(lambda: check_streamed_logits(config, recipe.model.trust_remote_code))
         self._data: PreparedData | None = None  # all rows are given
         if recipe.data.datasets:
             self._data = prepare_data(recipe, self.tokenizer, self.world.data_parallel)

@@ -64,7 +64,7 @@ def fingerprint_inputs(recipe: Recipe, tokenizer: Any, data: PreparedData | None
     for model in (recipe.model if is_base_hashed else None, recipe.teacher):
         if model is not None and model.model_name_or_path is not None:
             weights_folder(model)  # a hub's are downloaded first, on every node
-    found: dict[str, str] = RankGroup(world).main(lambda: _read_fingerprints(recipe, tokenizer, data))
+    found: dict[str, str] = RankGroup(world).on_main(lambda: _read_fingerprints(recipe, tokenizer, data))
     return found
 
 

@@ -35,7 +35,9 @@ def find_start(recipe: Recipe, run_folder: Path, world: World, inputs: Mapping[s
     Raises `UserError` where the checkpoint cannot be used, or where what decides the run's course has changed: the
     recipe, or the content of what it names (`inputs`, of `fingerprint_inputs`).
     """
-    found = RankGroup(world).main(lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {}))
+    found = RankGroup(world).on_main(
+        lambda: _find_and_compare(recipe, run_folder, world.data_parallel.size, inputs or {})
+    )
     return None if found is None else Path(found)
 
 

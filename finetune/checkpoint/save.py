@@ -142,7 +142,7 @@ class Saver:
         if not had_state:  # torch has made the moments in order to name them, at its step 1
             self.optimizer.state.clear()
         parameters = count_parameters(self.model)
-        self._ranks.main(
+        self._ranks.on_main(
             lambda: refuse_small_disk(self.run_folder, self.recipe, steps, size, parameters, steps_per_epoch)
         )
         return size
@@ -186,8 +186,8 @@ class Saver:
         self, staging: Path, progress: Progress, shards: list[TensorShard], is_published: bool
     ) -> int:
         ranks = self._ranks
-        ranks.main(lambda: make_staging(staging))
-        receipts = ranks.all(lambda: write_shards(staging, shards, self.world))
+        ranks.on_main(lambda: make_staging(staging))
+        receipts = ranks.on_all(lambda: write_shards(staging, shards, self.world))
 
         def finish() -> int:
             content = json.dumps(describe_state(progress, self.recipe, self.world, self.inputs), indent=1).encode()
@@ -214,7 +214,7 @@ class Saver:
                 durable.remove_tree(staging)
             return manifest.bytes
 
-        size: int = ranks.main(finish)
+        size: int = ranks.on_main(finish)
         return size
 
 

@@ -297,11 +297,11 @@ def refuse_different_replicas(shards: list[TensorShard], step: int, ranks: RankG
 def _refuse_different(shards: list[TensorShard], step: int, ranks: RankGroup, first_of: Callable[[int], int]) -> None:
     """Raises `UserError` on all ranks where one's `shards` differ from those of the rank `first_of` it."""
     sums = {f"{shard.part}/{shard.name}": int(weighted_sum(shard.tensor)) for shard in shards}
-    digests = ranks.all(lambda: xxhash.xxh3_64_hexdigest(json.dumps(sums).encode()))
+    digests = ranks.on_all(lambda: xxhash.xxh3_64_hexdigest(json.dumps(sums).encode()))
     different = [rank for rank, digest in enumerate(digests) if digest != digests[first_of(rank)]]
     if not different:
         return
-    by_rank = ranks.all(lambda: sums)
+    by_rank = ranks.on_all(lambda: sums)
     rank, first = different[0], first_of(different[0])
     unequal = [name for name, value in by_rank[rank].items() if value != by_rank[first].get(name)]
     raise UserError(

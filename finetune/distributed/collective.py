@@ -1,5 +1,7 @@
-"""What a rank is to the data, and what ranks exchange without pickles: values as JSON, and actions that succeed on all
-ranks or fail on all."""
+"""What ranks exchange without pickles: values as JSON, and actions that succeed on all ranks or fail on all.
+
+`DataParallelRank` is what the data asks about a rank: which rows of a step are its own.
+"""
 
 import errno
 import json
@@ -56,7 +58,7 @@ class RankGroup:
     world: "World"
     group: dist.ProcessGroup | None = None  # None: the default group
 
-    def all(self, action: Callable[[], Any]) -> list[Any]:
+    def on_all(self, action: Callable[[], Any]) -> list[Any]:
         """What `action` returns on each rank (anything JSON can say), in order of rank, on every rank.
 
         Where it raises `OSError` or `UserError` on one rank, every rank raises the same `UserError`; anything else is a
@@ -77,9 +79,9 @@ class RankGroup:
             raise UserError("; ".join(f"rank {rank}: {text}" for rank, text in failed.items())) from error
         return [outcome["result"] for outcome in outcomes]
 
-    def main(self, action: Callable[[], Any]) -> Any:
+    def on_main(self, action: Callable[[], Any]) -> Any:
         """What `action` returns on rank 0, on every rank; the others wait for it."""
-        return self.all(lambda: action() if self.world.is_main else None)[0]
+        return self.on_all(lambda: action() if self.world.is_main else None)[0]
 
 
 def _sentence(error: Exception) -> str:

@@ -247,7 +247,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         layout = StateLayout(unwrap(model), self.param_groups, moment_dtype, compute_dtype)
         opened: list[ScratchFile] = []
         folder = Path(optimization.offload_dir or "")
-        self._ranks.all(lambda: opened.append(open_scratch_file(folder, layout.size)))
+        self._ranks.on_all(lambda: opened.append(open_scratch_file(folder, layout.size)))
         (self.file,) = opened
         self.windows, self.capacity = layout.windows(self.file), layout.capacity
         self.buffers = [allocate_aligned(self.capacity, world.device) for _ in range(2)]
@@ -258,7 +258,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         self._io = ThreadPoolExecutor(max_workers=1, thread_name_prefix="offload")
         entries = [entry for window in self.windows for entry in window.entries]
         masters = {entry.parameter: entry.tensors[MASTER] for entry in entries if MASTER in entry.tensors}
-        self._ranks.all(
+        self._ranks.on_all(
             lambda: take_master_weights(model, compute_dtype, lambda weight: masters[weight].copy_(local_part(weight)))
         )
         step_device = trained.device if self._inner.defaults.get("fused") else torch.device("cpu")
@@ -268,7 +268,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Updates every parameter that has a gradient. Raises `UserError` on all ranks where the disk of one fails."""
         assert closure is None, "closures are not supported"
-        self._ranks.all(self._update_all)
+        self._ranks.on_all(self._update_all)
 
     def master_weights(self) -> dict[str, OffloadedTensor]:
         """The fp32 weights behind the parameters, by the parameters' names; empty where these are their own."""

@@ -50,7 +50,7 @@ def check_offload_dir(recipe: Recipe, world: World) -> None:
     with suppress(UserError):  # a family that trains, but cannot be planned: the files themselves will find out
         files = make_plan(recipe, world.sharding, world.size, on_cpu=world.device.type == "cpu").spec.files()
         needed = files.size * world.local_size if files is not None else 0
-    RankGroup(world).all(
+    RankGroup(world).on_all(
         lambda: check_scratch_folder(folder, needed, world.local_size) if world.local_rank == 0 else None
     )
 

@@ -75,7 +75,7 @@ def is_finished(folder: Path, recipe: Recipe, inputs: Mapping[str, str], steps: 
     Raises `UserError` where nothing is left to train, but the recipe trains otherwise than the run did: it would be
     described and exported as if it had been trained so.
     """
-    is_done: bool = RankGroup(world).main(lambda: _is_finished(folder, recipe, inputs, steps))
+    is_done: bool = RankGroup(world).on_main(lambda: _is_finished(folder, recipe, inputs, steps))
     if is_done and world.is_main:
         print(f"{folder}: this run is done, there is nothing left to do")
         print(results_line(folder))

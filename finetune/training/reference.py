@@ -146,7 +146,7 @@ def _load_or_compute(
             "trained; remove streaming, or train adapters alone"
         )
     stored = {name: each for name, each in batches.items() if isinstance(each, StoredBatches)}
-    key: str = RankGroup(world).main(lambda: _hash_inputs(recipe, stored, weights, world))
+    key: str = RankGroup(world).on_main(lambda: _hash_inputs(recipe, stored, weights, world))
     path = cache_folder(recipe.data) / f"reference-{key}.json"
     nothing = {name: torch.full((len(each.examples),), torch.nan, dtype=torch.float64) for name, each in stored.items()}
     kept = (_read(path, nothing) if world.is_main else None) or nothing
@@ -157,7 +157,7 @@ def _load_or_compute(
     for name, each in stored.items():
         for part in _compute(model, each, missing[name], name, signals, world):
             found[name] = torch.where(part.isnan(), found[name], part)
-            RankGroup(world).all(lambda: _write(path, found) if world.local_rank == 0 else None)
+            RankGroup(world).on_all(lambda: _write(path, found) if world.local_rank == 0 else None)
             if signals.agree(world).stop:
                 wanted = sum(len(_documents_of(each, i)) for each in stored.values() for i in _steps_of(each))
                 known = sum(int((~values.isnan()).sum()) for values in found.values())

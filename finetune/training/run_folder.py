@@ -46,7 +46,7 @@ def open_run_folder(recipe: Recipe, world: World) -> Path:
     it, and where the recipe names a checkpoint that is damaged.
     """
     folder = run_folder(recipe)
-    RankGroup(world).main(lambda: _open(folder, recipe))
+    RankGroup(world).on_main(lambda: _open(folder, recipe))
     return folder
 
 
@@ -69,7 +69,7 @@ def fix_template_date(recipe: Recipe, folder: Path, tokenizer: Any, world: World
     """
     if recipe.data.chat_template_date is not None or not asks_for_date(tokenizer):
         return recipe
-    day = RankGroup(world).main(lambda: _first_day(folder / RECIPE))
+    day = RankGroup(world).on_main(lambda: _first_day(folder / RECIPE))
     return replace(recipe, data=replace(recipe.data, chat_template_date=day))
 
 

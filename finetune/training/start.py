@@ -176,7 +176,7 @@ def open_log(
         has_samples = any(sample["step"] == step and sample.get("expected") == "" for sample in samples)
         return results | ({"sample_prompts": True} if has_samples else {})
 
-    results: dict[str, Any] = RankGroup(world).main(start)
+    results: dict[str, Any] = RankGroup(world).on_main(start)
     return log, results
 
 
