@@ -117,7 +117,7 @@ def evaluate_exact_match(run: TrainingRun, progress: Progress) -> None:
     line = {"step": progress.step, "epoch": progress.epoch, "exact_match": share, "exact_match_samples": len(samples)}
     _write_samples(run, progress.step, samples)
     answers = [(sample.prompt, sample.answer, sample.expected) for sample in samples]
-    scores: dict[str, float] = RankGroup(run.world).main(lambda: run.hooks.score(answers))
+    scores: dict[str, float] = RankGroup(run.world).on_main(lambda: run.hooks.score(answers))
     run.log.write(line | scores)
     shown = "".join(f", {name.removeprefix('metrics/')} {score:.4g}" for name, score in scores.items())
     run.log.say(f"step {progress.step}: {share:.0%} of {len(samples)} held-out questions answered exactly{shown}")

@@ -71,7 +71,7 @@ class TrainingRun:
             model=self.model,
         )
         try:
-            RankGroup(self.world).all(lambda: self.hooks.call(name, event))
+            RankGroup(self.world).on_all(lambda: self.hooks.call(name, event))
         except UserError as error:
             if progress.step == 0 or name not in ("on_step", "on_log", "on_evaluate"):
                 raise
