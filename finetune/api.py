@@ -15,6 +15,7 @@ from finetune.config.reader import read_recipe
 from finetune.config.schema import Recipe
 from finetune.constants import ADAPTER, EXPORT
 from finetune.files.run_json import read_json_lines
+from finetune.terminal import is_notebook
 
 if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
@@ -98,6 +99,8 @@ class RunResult:
 def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callback"] = ()) -> RunResult:
     """Trains, evaluates, saves and exports, as `finetune launch` does; resumes where a run was stopped.
 
+    In a notebook the report's plots grow below the cell. To interrupt the kernel is to stop and save.
+
     On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
     `accelerate.notebook_launcher(finetune.train, (recipe,), num_processes=2)`.
 
@@ -113,7 +116,12 @@ def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callba
     from finetune.run import fine_tune
     from finetune.training.run_folder import run_folder
 
-    fine_tune(recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=callbacks)
+    called: list[Any] = list(callbacks)
+    if is_notebook() and "WORLD_SIZE" not in os.environ:  # ranks of its own cannot show anything
+        from finetune.report.notebook import Plots
+
+        called.append(Plots())
+    fine_tune(recipe, read_sharding(config, recipe.run.accelerate_config, os.environ), callbacks=called)
     return RunResult(run_folder(recipe))
 
 

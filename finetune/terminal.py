@@ -156,3 +156,9 @@ def silence_libraries() -> None:
     """Hides the warnings of NOISY libraries; their errors are shown. To be called before they are imported."""
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def is_notebook() -> bool:
+    """Whether this process is the kernel of a notebook."""
+    shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
+    return getattr(shell, "kernel", None) is not None

@@ -7,12 +7,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import mypy.api
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import finetune
 from benchmarks.api_page import PAGE, make_page
+from finetune.constants import loss_chunk_tokens
 from tests.ranks import ROOT, launch_ranks, run_command
 from tests.session_on_ranks import ROWS
 from tests.training.layouts import steps_of, write_config
@@ -69,6 +74,92 @@ def test_hooks_of_a_recipe_see_all_ranks(folder: Path) -> None:
     noted = json.loads((folder / "hooks" / "noted.json").read_text())
     trained = next(line for line in lines if line["step"] == 2 and "loss" in line)
     assert (noted["step"], float(f"{noted['loss']:.9g}")) == (2, trained["loss"])
+
+
+class Largest(TorchDispatchMode):
+    """Finds the largest tensor that any operation within it makes, in numbers."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        for each in tree_leaves(made):
+            self.numbers = max(self.numbers, each.numel() if isinstance(each, Tensor) else 0)
+        return made
+
+
+def test_a_users_dpo_never_holds_all_logits(tmp_path: Path) -> None:
+    """Measured: the largest tensor of the reference, the forward and the backward is a chunk's, not a row's logits."""
+    shape = dict.fromkeys(("hidden_size", "intermediate_size"), 16) | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    model = shape | {"model_type": "llama", "vocab_size": 65_536, "max_position_embeddings": 2048}
+    folder = str(ROOT / "recipes" / "quickstart")
+    keys = {"model_config": model, "tokenizer_name_or_path": folder, "method": "dpo", "max_length": 2048}
+    recipe = finetune.load_recipe(**keys, per_device_train_batch_size=1, output_dir=tmp_path / "run")
+    rows = [{"question": "Count.", "chosen": "seven " * 600, "rejected": "eight " * 600}]
+
+    def own(found: Tensor, batch: finetune.MicroBatch) -> Tensor:
+        chosen, rejected = torch.zeros(2).index_add(0, batch.trained_documents, found - before[0])
+        return -torch.nn.functional.logsigmoid(0.1 * (chosen - rejected))
+
+    with finetune.Session(recipe, str(write_config(tmp_path, "full_shard"))) as session, Largest() as largest:
+        batch = session.batch(rows)
+        before = session.log_probabilities(batch)
+        loss = session.forward_backward(batch, own).loss
+        weight = session.model.get_input_embeddings().weight.numel()
+    assert loss == pytest.approx(math.log(2), rel=1e-5)  # the model still is its own reference
+    logits = batch.trained_tokens * model["vocab_size"]
+    print(
+        f"largest tensor {4 * largest.numbers / 2**20:.0f} MiB, logits {4 * logits / 2**20:.0f} MiB, weight {4 * weight / 2**20:.0f} MiB"
+    )
+    assert batch.trained_tokens > 1000
+    assert largest.numbers < logits / 2
+    assert largest.numbers <= max(loss_chunk_tokens(model["vocab_size"], "cpu") * model["vocab_size"], weight)
+
+
+SCRIPT = """
+from pathlib import Path
+
+from torch import Tensor
+
+import finetune
+
+
+class Notify(finetune.Callback):
+    def on_log(self, event: finetune.Event) -> None:
+        print(event.step, event.metrics["loss"])
+
+
+def focal(log_probabilities: Tensor, batch: finetune.MicroBatch) -> Tensor:
+    return -((1 - log_probabilities.detach().exp()) ** 2 * log_probabilities).sum()
+
+
+def main() -> Path:
+    recipe: finetune.Recipe = finetune.load_recipe("quickstart", max_steps=20, output_dir="runs/loop")
+    with finetune.Session(recipe) as session:
+        session.load()
+        for batch in session.batches():
+            loss, metrics = session.forward_backward(batch, focal)
+            update = session.optim_step(learning_rate=1e-3)
+            print(update.step, loss + update.grad_norm, metrics.get("kl"), session.sample(["Hello?"])[0].upper())
+        checkpoint = session.save()
+    run: finetune.RunResult = finetune.train(recipe, callbacks=[Notify()])
+    print(finetune.chat(run).ask("What is two?"), checkpoint.name, str(finetune.make_plan(recipe)), run.metrics[0])
+    return session.export()
+"""
+
+
+def test_a_users_typed_script_is_checked_strictly(tmp_path: Path) -> None:
+    """The package is typed (py.typed), and what it gives back is not Any: a wrong use is an error."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "wrong.py").write_text(
+        "import finetune\nwith finetune.Session(finetune.load_recipe()) as session:\n    session.optim_step(rate=1.0).stop\n"
+        "    session.sample(['a']) + 1\n"
+    )
+    options = ("--strict", "--follow-imports=silent", "--ignore-missing-imports", f"--cache-dir={ROOT / '.mypy_cache'}")
+    said, problems, _ = mypy.api.run([*options, f"{tmp_path}/script.py", f"{tmp_path}/wrong.py"])
+    assert "script.py" not in said, said + problems
+    errors = [line.rpartition("[")[2] for line in said.splitlines() if "wrong.py" in line and ": error:" in line]
+    assert errors == ["call-arg]", "attr-defined]", "operator]"], said
 
 
 def test_rows_in_memory_are_trained_on_as_transformers_would(folder: Path, found: dict[str, Any]) -> None:

@@ -16,10 +16,12 @@ from finetune.console.trackers import Tracker, first_line
 from finetune.errors import UserError
 from finetune.files.durable import replace_file
 from finetune.files.run_json import read_json_lines
+from finetune.terminal import is_notebook
 from finetune.units import gib
 
 SMOOTHING = 0.9  # weight of the past in the loss that is shown beside the logged one
 BAR_COLUMNS = 8  # of the bar itself, at least
+NOTEBOOK_COLUMNS = 110  # of the bar with what stands beside it, where there is no terminal to ask
 RATE_LINES = 20  # lines of metrics from which the time left is estimated
 DIVERGED_ADVICE = "lower learning_rate, or raise warmup_ratio"
 DIVERGED_MARGIN = 1.0  # nats per token above the first loss, or a quarter of that loss where it is more: far above
@@ -163,11 +165,12 @@ class Display:
             self._smooth(loss)
         self._seen: deque[tuple[int, float]] = deque([(start_step, time.perf_counter())], maxlen=RATE_LINES)
         self._bar: Any = None
-        if sys.stderr.isatty():
+        if sys.stderr.isatty() or is_notebook():
             from tqdm import tqdm
 
             form = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt}  {desc}"
-            self._bar = tqdm(total=steps, initial=start_step, dynamic_ncols=True, bar_format=form)
+            width = {"ncols": NOTEBOOK_COLUMNS} if is_notebook() else {"dynamic_ncols": True}
+            self._bar = tqdm(total=steps, initial=start_step, bar_format=form, **width)
 
     def step(self, line: dict[str, Any]) -> None:
         """Shows a training line."""
@@ -176,7 +179,7 @@ class Display:
         seconds_left = self._left(line["step"])
         if self._bar is not None:
             beside = len(f"100%|{'':{BAR_COLUMNS}}| {self._steps}/{self._steps}  ")
-            columns = os.get_terminal_size(sys.stderr.fileno()).columns or 80
+            columns = NOTEBOOK_COLUMNS if is_notebook() else os.get_terminal_size(sys.stderr.fileno()).columns or 80
             self._bar.set_description_str(shown_line(line, smoothed, seconds_left, columns - beside), refresh=False)
             self._bar.update(line["step"] - self._bar.n)
         else:

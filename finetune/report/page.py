@@ -72,9 +72,7 @@ def render_page(
         chart.key: [{"label": n.label, "run": n.run, "points": n.points, "steps": n.steps} for n in chart.lines]
         for chart in charts
     }
-    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
-    page = template.render(
+    page = _template().render(
         title=" · ".join(run.name for run in runs) or "Waiting",
         subtitle=_subtitle(runs[0]) if len(runs) == 1 else counted(len(runs), "run") if runs else WAITING,
         live=live,
@@ -86,13 +84,29 @@ def render_page(
         charts=charts,
         folders=", ".join(str(run.folder) for run in runs),
         version=__version__,
-        style=Markup((HERE / "page.css").read_text(encoding="utf-8")),
+        style=_style(),
         script=Markup((HERE / "page.js").read_text(encoding="utf-8")),
         live_script=Markup((HERE / "live.js").read_text(encoding="utf-8")),
         # `<` is escaped, so that no name of a run can end the script element.
         data=Markup(json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")),
     )
     return page.encode("utf-8", "replace").decode()  # a file of JSON may hold half of a surrogate pair
+
+
+def render_plots(run: RunRecord) -> str:
+    """The plots of a run alone, with their style."""
+    template = _template()
+    plots = template.blocks["plots"](template.new_context({"charts": make_charts([run], [None])}))
+    return f"<style>{_style()} body {{ padding: 0 }}</style>{''.join(plots)}"
+
+
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    return environment.from_string((HERE / "page.html.jinja").read_text(encoding="utf-8"))
+
+
+def _style() -> Markup:
+    return Markup((HERE / "page.css").read_text(encoding="utf-8"))
 
 
 def _describe_run(run: RunRecord, plan: Plan | None, columns: Sequence[str]) -> dict[str, Any]:
