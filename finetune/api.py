@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.config.schema import Recipe
+from finetune.config.user_code import expect_recipe
 from finetune.constants import ADAPTER, EXPORT
+from finetune.errors import UserError
 from finetune.files.run_json import read_json_lines
 from finetune.terminal import is_notebook
 
@@ -55,6 +57,7 @@ def make_plan(recipe: Recipe, config: str | None = None, ranks: int = 1) -> "Pla
     """
     from finetune.plan import plan
 
+    expect_recipe(recipe)
     return plan.make_plan(recipe, plan.read_planned_sharding(recipe, config, ranks), ranks)
 
 
@@ -68,6 +71,7 @@ def prepare(recipe: Recipe) -> "PreparedData":
     from finetune.data.tokenizer import load_tokenizer
     from finetune.distributed.collective import alone
 
+    expect_recipe(recipe)
     return prepare_data(recipe, load_tokenizer(recipe.model, recipe.data), alone())
 
 
@@ -116,6 +120,9 @@ def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callba
     from finetune.run import fine_tune
     from finetune.training.run_folder import run_folder
 
+    expect_recipe(recipe)
+    if not isinstance(callbacks, list | tuple):
+        raise UserError("train: callbacks: a list is expected, such as [Notify()]")
     called: list[Any] = list(callbacks)
     if is_notebook() and "WORLD_SIZE" not in os.environ:  # ranks of its own cannot show anything
         from finetune.report.notebook import Plots

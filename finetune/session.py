@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.state import AcceleratorState
@@ -27,6 +27,7 @@ from finetune.config.layout import Sharding
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
+from finetune.config.user_code import expect_recipe, explained
 from finetune.constants import EXPORT
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
@@ -55,7 +56,7 @@ from finetune.training.run_folder import fix_template_date, open_run_folder
 from finetune.training.start import make_objectives, prompt_ids, start_run
 from finetune.training.step import clip_and_update, forward_backward, handle_nonfinite, make_guard, set_learning_rate
 from finetune.training.training_run import TrainingRun
-from finetune.training.watch import SignalListener
+from finetune.training.watch import SignalListener, uninterrupted
 
 LossFunction = Callable[[Tensor, MicroBatch], Tensor]
 """What `Session.forward_backward` describes as `loss`."""
@@ -104,9 +105,11 @@ class FunctionObjective(Objective):
         found = model(**inputs, head_function=head_log_probabilities)
         if not micro_batch.example_ids:
             return Measured(found.sum() * 0.0)
-        loss = self.function(found, micro_batch.with_documents())
+        with explained("loss"):
+            loss: object = self.function(found, micro_batch.with_documents())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+            given = "a tensor without a graph" if isinstance(loss, Tensor) and not loss.dim() else given
             raise UserError(
                 f"loss: returned {given}; return one number with its graph, such as -log_probabilities.sum()"
             )
@@ -137,7 +140,7 @@ class Session:
             UserError: For what the rules refuse, data or a tokenizer that cannot be read, fatal findings in the data,
                 or a folder that cannot be written or is in use.
         """
-        file = recipe.run.accelerate_config
+        file = expect_recipe(recipe).run.accelerate_config
         sharding = config if isinstance(config, Sharding) else read_sharding(config, file, os.environ)
         recipe, sharding = complete_lora(recipe), with_expert_parallelism(sharding, recipe)
         set_library_environment(deterministic=recipe.run.deterministic)
@@ -148,7 +151,7 @@ class Session:
         local_facts = find_local_facts(recipe.model)
         refuse_problems(find_problems(recipe, sharding, local_facts, ranks, machine=self.machine))
         self.world = join(sharding, recipe.run.timeout_seconds)
-        self._open = ExitStack()
+        self._open, self._is_closed = ExitStack(), False
         self._open.callback(leave, self.world)
         try:
             self._read(recipe, ranks, saves=saves)
@@ -192,10 +195,16 @@ class Session:
     def close(self) -> None:
         """Leaves the other ranks. Afterwards the process can open another session."""
         self._open.close()
+        self._is_closed = True
+
+    def _refuse_closed(self, what: str) -> None:
+        if self._is_closed:
+            raise UserError(f"{what}: the session is closed; open another, whose load() continues from what was saved")
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """The block in which the model computes: under `deterministic`, and with a sentence where memory runs out."""
+        self._refuse_closed("the model")
         with (
             explain_out_of_memory(self.recipe, self.world),
             use_deterministic_kernels(on=self.recipe.run.deterministic),
@@ -258,9 +267,11 @@ class Session:
         return batch_rows(rows, self.recipe, self.tokenizer, self.world.data_parallel, self.progress.step)
 
     def forward_backward(
-        self, batch: StepBatch | Sequence[Mapping[str, Any]], loss: LossFunction | None = None
+        self,
+        batch: StepBatch | Sequence[Mapping[str, Any]],
+        loss: LossFunction | Literal["cross_entropy"] | None = None,
     ) -> Loss:
-        """Adds the gradients of a batch. Several calls before one `optim_step` add up.
+        """Adds the gradients of a batch. Several calls before one `optim_step` add up; one that fails drops them all.
 
         Args:
             batch: Of `batches` or `batch`; or rows.
@@ -280,12 +291,23 @@ class Session:
         has_own_rows = not isinstance(batch, StepBatch)
         found = batch if isinstance(batch, StepBatch) else self.batch(batch)
         objective = self._objective(loss, has_own_rows=has_own_rows)
-        with self.computing():
+        with self.computing(), self._or_no_gradients():
             self.model.train()
             measured = forward_backward(self.model, found, objective, self.recipe, self.world)
         self._backward.append((found, measured))
         average, metrics = measured.average(objective.count(found), self.world)
         return Loss(average, objective.complete(metrics))
+
+    @contextmanager
+    def _or_no_gradients(self) -> Iterator[None]:
+        """Drops all gradients where the block raises: those of some micro-batches would spoil the next update."""
+        try:
+            yield
+        except BaseException:
+            self._loaded.optimizer.zero_grad(set_to_none=True)
+            self._backward.clear()
+            vars(self).pop("_guard", None)  # it remembers what it has found
+            raise
 
     def log_probabilities(self, batch: StepBatch) -> list[Tensor]:
         """The labels' in each of this rank's micro-batches, fp32[trained positions]; without dropout and gradients."""
@@ -302,8 +324,11 @@ class Session:
         Raises:
             UserError: Where the loss or gradient is not finite, and `on_nonfinite` is stop.
         """
+        self._refuse_closed("optim_step")
         if not self._backward:
             raise UserError("optim_step: no gradients; call forward_backward first")
+        if learning_rate is not None and not isinstance(learning_rate, int | float):
+            raise UserError(f"optim_step: learning_rate: a number is expected, not {learning_rate!r}")
         keys, world = self.recipe.optimization, self.world
         batch, measured = _together(self._backward, self.progress.step)
         if learning_rate is None:
@@ -316,19 +341,25 @@ class Session:
         optimizer, guard = self._loaded.optimizer, self._guard
         set_learning_rate(optimizer, learning_rate)
         before_update = self._saver.before_update if "_saver" in vars(self) else lambda: None
-        result = clip_and_update(self.model, optimizer, batch, measured, self.recipe, world, guard, before_update)
-        guard.raise_if_bad(keys)
-        is_skipped = result.failed_check is not None
-        if result.failed_check is not None:
-            handle_nonfinite(keys, result.failed_check, self.progress.skipped_steps, world)
-        self._backward.clear()
-        self.progress = self.progress.after_step(batch, is_skipped=is_skipped)
+        with uninterrupted():  # what is updated is counted
+            with self._or_no_gradients():
+                result = clip_and_update(
+                    self.model, optimizer, batch, measured, self.recipe, world, guard, before_update
+                )
+                guard.raise_if_bad(keys)
+                if result.failed_check is not None:
+                    handle_nonfinite(keys, result.failed_check, self.progress.skipped_steps, world)
+            is_skipped = result.failed_check is not None
+            self._backward.clear()
+            self.progress = self.progress.after_step(batch, is_skipped=is_skipped)
         return Update(self.progress.step, learning_rate, float(result.grad_norm), is_skipped)
 
     def sample(
         self, prompts: Sequence[str | Sequence[Mapping[str, Any]]], max_new_tokens: int = SAMPLE_TOKENS
     ) -> list[str]:
         """An answer to each prompt (a user's turn, or messages), decoded greedily by the model as it is."""
+        if isinstance(prompts, str):
+            raise UserError(f"sample: a list of prompts is expected, such as [{prompts[:40]!r}]")
         asked = [Prompt(prompt_ids(prompt, self.tokenizer), "") for prompt in prompts]
         keys = self.tokenizer, self.world, self.recipe.model.eot_tokens
         with self.computing():
@@ -336,6 +367,7 @@ class Session:
 
     def save(self) -> Path:
         """Publishes a checkpoint of the steps done, from which the command and `load` resume; returns its folder."""
+        self._refuse_closed("save")
         if self._backward:
             raise UserError("save: gradients are not part of a checkpoint; call optim_step first")
         self._saver.save(self.progress)
@@ -344,6 +376,7 @@ class Session:
 
     def load(self) -> Progress:
         """Resumes from where `resume_from_checkpoint` says, where there is a checkpoint; returns the progress."""
+        self._refuse_closed("load")
         start = find_start(self.recipe, self.folder, self.world, self.inputs)
         loaded = self._loaded
         if start is not None:
@@ -365,8 +398,12 @@ class Session:
         keys = self.recipe, self.world, self.folder, self.tokenizer, self.data
         return start_run(*keys, model, size, optimizer, objectives, self.progress, self.inputs, hooks)
 
-    def _objective(self, loss: LossFunction | None, *, has_own_rows: bool) -> Objective:
+    def _objective(self, loss: LossFunction | str | None, *, has_own_rows: bool) -> Objective:
         facts = self.recipe.method_facts
+        if loss == "cross_entropy" and facts.rows == "answers":
+            return SFT
+        if isinstance(loss, str):
+            raise UserError(f"forward_backward: loss: {loss!r}: a function is expected, or cross_entropy for answers")
         if loss is not None:
             if facts.documents > 1 and self.world.sharding.sequence_parallel_size > 1:
                 raise UserError(

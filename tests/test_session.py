@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from benchmarks.api_page import PAGE, make_page
 from finetune.constants import loss_chunk_tokens
+from finetune.training.watch import uninterrupted
 from tests.ranks import ROOT, launch_ranks, run_command
 from tests.session_on_ranks import ROWS
 from tests.training.layouts import steps_of, write_config
@@ -155,7 +158,7 @@ def test_a_users_typed_script_is_checked_strictly(tmp_path: Path) -> None:
         "import finetune\nwith finetune.Session(finetune.load_recipe()) as session:\n    session.optim_step(rate=1.0).stop\n"
         "    session.sample(['a']) + 1\n"
     )
-    options = ("--strict", "--follow-imports=silent", "--ignore-missing-imports", f"--cache-dir={ROOT / '.mypy_cache'}")
+    options = ("--strict", f"--config-file={ROOT / 'pyproject.toml'}", f"--cache-dir={ROOT / '.mypy_cache'}")
     said, problems, _ = mypy.api.run([*options, f"{tmp_path}/script.py", f"{tmp_path}/wrong.py"])
     assert "script.py" not in said, said + problems
     errors = [line.rpartition("[")[2] for line in said.splitlines() if "wrong.py" in line and ": error:" in line]
@@ -209,6 +212,7 @@ def test_a_session_that_is_refused_leaves_the_process_free_for_the_next(tmp_path
 def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     recipe = finetune.load_recipe("quickstart", datasets=[], output_dir=tmp_path / "run", exact_match_samples=0)
     losses: dict[str, Any] = {"float": lambda found, batch: 1.0, r"shape \(\d+,\)": lambda found, batch: -found}
+    losses |= {"without a graph": lambda found, batch: found.detach().sum()}
     with finetune.Session(recipe, "single") as session:
         for mistake, sentence in (
             (lambda: session.optim_step(), "call forward_backward first"),
@@ -216,6 +220,19 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
             (lambda: session.forward_backward(["text"]), "a list of mappings is expected"),
             (lambda: session.forward_backward([{"messages": "no list"}]), "row 1: messages: a list"),
             (lambda: session.batches(), "names no data"),
+            (lambda: session.sample("What?"), "a list of prompts is expected"),
+            (
+                lambda: session.forward_backward(ROWS, "cross-entropy"),
+                "'cross-entropy': a function is expected, or cross_entropy",
+            ),
+            (
+                lambda: session.forward_backward(ROWS, lambda found: found),
+                "loss: TypeError: .*takes 1 positional argument",
+            ),
+            (
+                lambda: session.forward_backward(ROWS, lambda found, _: 1 / 0),
+                r"test_session.py:\d+: loss: ZeroDivisionError",
+            ),
         ):
             with pytest.raises(finetune.UserError, match=sentence):
                 mistake()
@@ -232,6 +249,58 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
     leaves_nothing = pytest.raises(finetune.UserError, match="optim_in_backward leaves nothing")
     with finetune.Session(finetune.load_recipe("quickstart", **keys), "single") as session, leaves_nothing:
         session.forward_backward(ROWS)
+
+
+def test_what_fails_leaves_no_gradient_behind(tmp_path: Path) -> None:
+    """A loss that raises in its second micro-batch, one that is nan, and Ctrl-C in the forward: the next step is a step without them."""
+    keys = {"per_device_train_batch_size": 4, "output_dir": tmp_path / "run", "exact_match_samples": 0}
+    found: list[tuple[float, float]] = []
+    calls: list[int] = []
+
+    def fails(log_probabilities: Tensor, batch: finetune.MicroBatch) -> Tensor:
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return -log_probabilities.sum() * (float("nan") if len(calls) > 2 else 1.0)
+
+    with finetune.Session(
+        finetune.load_recipe("quickstart", **keys), str(write_config(tmp_path, "full_shard"))
+    ) as session:
+        batch = next(session.batches())
+        with pytest.raises(KeyboardInterrupt):
+            session.forward_backward(batch, fails)
+        with pytest.raises(finetune.UserError, match="the loss or gradient is not finite"):
+            session.forward_backward(batch, fails)
+            session.optim_step()
+        with pytest.raises(finetune.UserError, match="learning_rate: a number is expected"):
+            session.forward_backward(batch)
+            session.optim_step("1e-3")  # type: ignore[arg-type]
+        found.append((session.optim_step(learning_rate=0.0).grad_norm, session.progress.step))
+        session.forward_backward(batch, "cross_entropy")
+        found.append((session.optim_step(learning_rate=0.0).grad_norm, session.progress.step))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-6)
+    assert [step for _, step in found] == [1, 2]
+    for closed in (lambda: session.forward_backward(batch), session.optim_step, session.save, session.load):
+        with pytest.raises(finetune.UserError, match="the session is closed"):
+            closed()
+
+
+def test_a_script_that_gives_something_else_is_told_what(tmp_path: Path) -> None:
+    given: Any = "quickstart"
+    for act in (finetune.train, finetune.Session, finetune.prepare, finetune.make_plan):
+        with pytest.raises(finetune.UserError, match="'quickstart' is no recipe; give load_recipe"):
+            act(given)
+    one: Any = finetune.Callback()
+    with pytest.raises(finetune.UserError, match=r"a list is expected, such as \[Notify\(\)\]"):
+        finetune.train(finetune.load_recipe("quickstart", output_dir=tmp_path / "run"), callbacks=one)
+
+
+def test_an_interrupt_waits_for_the_update(tmp_path: Path) -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), uninterrupted():
+        os.kill(os.getpid(), signal.SIGINT)
+        done.append("the rest of it")
+    assert done
 
 
 def test_the_pages_examples_run(tmp_path: Path) -> None:

@@ -12,9 +12,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from finetune.config.schema import Recipe
 from finetune.errors import Preempted, UserError
 
 OURS = str(Path(__file__).resolve().parents[1])
+
+
+def expect_recipe(recipe: Any) -> Recipe:
+    """The recipe. Raises `UserError` where a script gives something else, such as a recipe's name."""
+    if not isinstance(recipe, Recipe):
+        raise UserError(f"recipe: {recipe!r} is no recipe; give load_recipe(...) of it")
+    return recipe
 
 
 def locate(text: str, folder: Path) -> str:
@@ -87,6 +95,8 @@ def explained(what: str) -> Iterator[None]:
     except (UserError, Preempted):
         raise
     except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, which is explained with the plan
+            raise
         frames = [
             (frame.filename, frame.lineno)
             for frame in traceback.extract_tb(error.__traceback__)

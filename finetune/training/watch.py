@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -167,6 +168,22 @@ class SignalListener:
         elif number in STOPPING and time.monotonic() - self._asked_at > ECHO_SECONDS:
             _print("stopped at once; what was not saved is lost")
             os._exit(128 + number)
+
+
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Holds Ctrl-C back until the block is done; a script's own handler then gets it. Only in the main thread."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: held.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _print(text: str) -> None:
