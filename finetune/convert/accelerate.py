@@ -154,8 +154,9 @@ def _sharding(fsdp: Any, config: Any, deepspeed: Any) -> Sharding:
 
 def _torchtune(theirs: Mapping[str, Any], text: str) -> Layout:
     command = COMMAND.search(text)
+    offloads = theirs.get("fsdp_cpu_offload") or read_section(theirs, "fsdp").get("cpu_offload")
     is_single = command is not None and command[1].endswith("single_device")
-    sharding: Sharding = "none" if is_single else "offload" if theirs.get("fsdp_cpu_offload") else "full"
+    sharding: Sharding = "none" if is_single else "offload" if offloads else "full"
     if sharding == "full" and theirs.get("fsdp_reshard_after_forward") is False:
         sharding = "grad_op"
     if sharding == "full" and _size(theirs.get("data_parallel_replicate_dim")) > 1:

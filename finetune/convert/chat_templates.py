@@ -16,7 +16,7 @@ TEMPLATES = {
     "mistral_v7_tekken": "mistral-v7-tekken", "mistral_small": "mistral-v7-tekken", "phi_3": "phi3", "phi_35": "phi3",
     "phi": "phi3", "phi4": "phi4", "phi_4": "phi4", "deepseek3": "deepseek-v3", "deepseek_v2": "deepseek-v3",
     "deepseek_v3": "deepseek-v3", "cohere": "command-r", "aya": "command-r", "granite3": "granite", "llama2": "inst",
-    "falcon_h1": "hermes", "nemotron_h": "chatml",
+    "falcon_h1": "hermes", "nemotron_h": "chatml", "gemma4": "gemma4", "gemma4_unified": "gemma4",
 }  # fmt: skip
 FIRST_TOKEN, OWN_SYSTEM = (
     "the BOS token begins a conversation there",
@@ -28,11 +28,17 @@ OTHER_TURNS: Mapping[tuple[Tool, str], str] = {
     ("LLaMA-Factory", "qwen3"): "an empty thought in every turn there, in the last one here",
     ("LLaMA-Factory", "gemma2"): "the token after an answer is trained too there, at the end the EOS token",
     ("torchtune", "phi3_mini_tokenizer"): FIRST_TOKEN,
+    ("torchtune", "phi4_tokenizer"): "no <|im_end|> follows an answer there: the model does not learn to end",
     ("Axolotl", "phi_3"): FIRST_TOKEN,
     ("Axolotl", "phi_4"): OWN_SYSTEM,
     ("Axolotl", "mistral_v7_tekken"): OWN_SYSTEM,
     ("Axolotl", "mistral_v2v3"): NO_SYSTEM,
     ("Axolotl", "mistral_v3_tekken"): NO_SYSTEM,
+    (
+        "Axolotl",
+        "qwen3",
+    ): "one text for all answers of a row there, with an empty thought in the last one; here each follows "
+    "the prompt of inference",
     ("Axolotl", "deepseek_v2"): "an empty line follows a system message there",
 }
 BREAKS = (
@@ -47,8 +53,9 @@ TRIMMED = ("llama3", "gemma", "mistral", "command-r")  # templates that trim a t
 # torchtune's tokenizers, which have a chat format built in -> ours.
 TOKENIZERS = {
     "llama2_tokenizer": "inst-torchtune", "mistral_tokenizer": "inst-torchtune", "gemma_tokenizer": "joined", "llama3_tokenizer": "llama3",
-    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3",
+    "qwen2_tokenizer": "chatml", "qwen2_5_tokenizer": "chatml", "qwen3_tokenizer": "chatml", "phi3_mini_tokenizer": "phi3", "phi4_tokenizer": "phi4",
 }  # fmt: skip
+OTHER_STYLES = ("alpaca", "metharme")  # Axolotl's names that are of no model
 OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 
 
@@ -60,7 +67,7 @@ def set_template(key: str, value: Any, pair: Counterpart, found: Conversion) -> 
     if (ours := TEMPLATES.get(name.lower())) is not None:
         found.recipe["chat_template"] = ours
         compare_turns(key, name, found)
-    elif found.tool == "Axolotl":
+    elif found.tool == "Axolotl" and name not in OTHER_STYLES:
         note = "the tokenizer's own template is used; name a file for another"
         found.remarks.append(f"{key}: {shorten(value)}   ({note})")
     else:
@@ -75,7 +82,7 @@ def add_tokenizers_turns(theirs: Mapping[str, Any], found: Conversion) -> None:
         return
     found.recipe["chat_template"] = name
     compare_turns("tokenizer._component_", str(tokenizer["_component_"]), found)
-    if name in ("llama3", "chatml", "phi3") and found.recipe.get("assistant_only_loss") is not False:
+    if name in ("llama3", "chatml", "phi3", "phi4") and found.recipe.get("assistant_only_loss") is not False:
         found.remarks.append("chat_template: the header of an answer is trained too there, about three tokens")
 
 

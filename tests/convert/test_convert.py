@@ -1000,6 +1000,29 @@ def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(converted: Co
     )
 
 
+def test_keys_of_axolotls_schema_have_an_effect_a_line_or_a_refusal(converted: Convert) -> None:
+    keys = (
+        "full_determinism: true\nlora_rank_pattern: {q_proj: 4}\nmin_sample_len: 10\ntiled_mlp: true\nuse_pose: true\n"
+    )
+    ours, said, path = converted(AXOLOTL + keys + "chat_template: metharme\ncls_model_config: LlamaConfig\n")
+    assert ours["deterministic"] is True and ours["rank_pattern"] == {"q_proj": 4}
+    assert "min_sample_len: 10   (rows of any length" in said and "use_pose: true   (PoSE: not supported)" in said
+    assert (
+        "tiled_mlp" not in said
+        and "tiled_mlp" in path.read_text()
+        and "not known here" not in said.replace("turns are not known", "")
+    )
+    assert "its turns are not known here; name a file for chat_template" in said
+
+
+def test_torchtunes_phi4_and_the_files_of_its_tokenizer(converted: Convert) -> None:
+    """Phi4Tokenizer.tokenize_messages ends an answer without a token unless add_eos, which its __call__ does not set."""
+    theirs = TORCHTUNE.replace("llama3.llama3_tokenizer", "phi4.phi4_tokenizer\n  vocab_path: v\n  merges_path: m")
+    ours, said, _ = converted(theirs.replace("fsdp_cpu_offload: true", "fsdp: {cpu_offload: false}"))
+    assert (ours["chat_template"], ours["accelerate_config"]) == ("phi4", "fsdp_full_shard_auto")
+    assert "no <|im_end|> follows an answer there" in said and "not known here" not in said
+
+
 def test_losses_of_tokens_have_a_key(converted: Convert) -> None:
     """TRL's SFTConfig has dft beside nll; test_token_losses.py holds the losses to LLaMA-Factory's own functions."""
     assert converted(TRL + "loss_type: dft\n")[0]["token_loss"] == "dft"

@@ -36,6 +36,7 @@ TOKENS = [
     *("<|SYSTEM_TOKEN|>", "<|start_of_role|>", "<|end_of_role|>", "[/INST]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]"),
     *("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<｜User｜>", "<｜Assistant｜>", "<think>", "</think>"),
     *("<tool_call>", "</tool_call>", "<|endoftext|>", "<|step_id|>", "<|image|>", "<|finetune_right_pad_id|>"),
+    "<|dummy_85|>",
 ]  # fmt: skip
 # Vocabularies of SentencePiece, which puts a space before every text that it is given; the others are of bytes.
 PIECES = ("llama2", "llama2_tokenizer", "mistral_tokenizer", "gemma_tokenizer")
@@ -45,6 +46,16 @@ NAMES = {
     "LLaMA-Factory": ["llama3", "llama4", "chatml", "yi", "smollm", "qwen", "qwen3", "qwen3_nothink", "gemma", "gemma2", "gemma3",
                       "mistral", "mistral_small", "phi", "phi4", "deepseek3", "cohere", "granite3", "llama2"],
 }  # fmt: skip
+AXOLOTL = "axolotl==0.21.0"
+AXOLOTLS = ["aya", "chatml", "cohere", "deepseek_v2", "deepseek_v3", "falcon_h1", "gemma", "gemma3", "gemma3n", "gemma4",
+            "gemma4_unified", "llama3", "llama4", "mistral_v1", "mistral_v2v3", "mistral_v3_tekken", "mistral_v7_tekken",
+            "nemotron_h", "phi_3", "phi_35", "phi_4", "qwen3", "qwen_25"]  # fmt: skip
+SAID = [name for tool, name in OTHER_TURNS if tool == "Axolotl"]
+EOS_OF_AXOLOTL = {
+    "aya": "<|END_OF_TURN_TOKEN|>",
+    "cohere": "<|END_OF_TURN_TOKEN|>",
+    "deepseek_v3": "<｜end▁of▁sentence｜>",
+}
 TURNS = [
     ("user", "What is two and two?"),
     ("assistant", "It is four."),
@@ -166,6 +177,39 @@ def test_a_template_writes_the_tools_own_ids_or_convert_says_what_differs(
     assert says_header == ("<|start_header_id|>" in more or "<|im_start|>" in more)
     assert says_break == (more == {"\n"})
     assert says_header or says_break or not more
+
+
+@pytest.fixture(scope="module")
+def axolotls(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of Axolotl's template files, which its prompt strategies give to transformers' apply_chat_template."""
+    folder = Path(os.environ.get("TEMPLATE_TOOLS") or tmp_path_factory.mktemp("axolotl"))
+    templates = folder / "axolotl" / "utils" / "chat_templates" / "templates"
+    if not templates.is_dir():
+        command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-requires-python", "--target"]
+        installed = subprocess.run([*command, str(folder), AXOLOTL], capture_output=True, text=True)
+        if installed.returncode:
+            pytest.skip(f"pip cannot install {AXOLOTL}: {installed.stderr[-300:]}")
+    return templates
+
+
+@pytest.mark.parametrize("name", AXOLOTLS)
+def test_a_template_of_axolotls_writes_its_ids_or_convert_says_what_differs(
+    axolotls: Path, shared: Path, tmp_path: Path, name: str
+) -> None:
+    path, tokenizer = tmp_path / "theirs.yaml", AutoTokenizer.from_pretrained(shared / "models" / "stories260k")
+    tokenizer.add_special_tokens({"additional_special_tokens": [*TOKENS, *EOS_OF_AXOLOTL.values()]})
+    tokenizer.eos_token = EOS_OF_AXOLOTL.get(name, tokenizer.eos_token)
+    rows = {"path": "rows.jsonl", "type": "chat_template"}
+    path.write_text(yaml.safe_dump({"base_model": "org/model", "chat_template": name, "datasets": [rows]}))
+    found, text = convert_file(path), (axolotls / f"{name}.jinja").read_text()
+    same = []
+    for turns in conversations("")[: 2 if name == "gemma" else 3]:  # Gemma's refuses system messages
+        ids = tokenizer.apply_chat_template(turns, chat_template=text, tokenize=True, return_dict=False)
+        ours, trained = render_ours(str(found.recipe["chat_template"]), turns, tokenizer)
+        both = min(len(ids), len(ours))
+        same.append(ids[:both] == ours[:both] and not any(trained[both:]) and len(ids) - both < 3)
+    assert all(same) != (name in SAID), f"{same}: {found.differences}"
+    assert (OTHER_TURNS.get(("Axolotl", name), "?") in " ".join(found.differences)) == (name in SAID)
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,7 @@ CLASSES = {
     "qwen2": "Qwen2Tokenizer",
     "qwen2_5": "Qwen2_5Tokenizer",
     "phi3": "Phi3MiniTokenizer",
+    "phi4": "Phi4Tokenizer",
 }
 
 
@@ -93,10 +94,14 @@ def make_torchtune(name: str, tokenizer: Any, folder: Path) -> Any:
     from torchtune.modules.transforms.tokenizers import _sentencepiece, _tiktoken
 
     family = name.removesuffix("_tokenizer").removesuffix("_mini")
-    made = getattr(importlib.import_module(f"torchtune.models.{family}._tokenizer"), CLASSES[family])
+    module: Any = importlib.import_module(f"torchtune.models.{family}._tokenizer")
+    made = getattr(module, CLASSES[family])
     shared, special = type("Shared", (Shared,), {"tokenizer": tokenizer}), dict(tokenizer.get_added_vocab())
     _sentencepiece.SentencePieceProcessor = _tiktoken.Encoding = shared
     _tiktoken.load_tiktoken_bpe = lambda path: {}
+    if family == "phi4":
+        module.GPT2BaseTokenizer = shared
+        return made("", "", special_tokens=special)
     if not family.startswith("qwen"):
         return made("", special_tokens=special) if family in ("llama3", "phi3") else made("")
     (folder / "vocab.json").write_text("{}")
