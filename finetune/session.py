@@ -39,7 +39,7 @@ from finetune.errors import UserError
 from finetune.export.export import export_run
 from finetune.export.logits import check_streamed_logits
 from finetune.models.head.log_probabilities import head_log_probabilities
-from finetune.models.load import ModelSize, load_model
+from finetune.models.load import ModelSize, load_model, trains_tower
 from finetune.models.probe import check_training_forward
 from finetune.optim.build import build_optimizer
 from finetune.plan.architecture import find_local_facts
@@ -235,6 +235,11 @@ class Session:
         keys = recipe.quantization, recipe.optimization, self._vocabulary
         with self.computing():
             model, size = load_model(recipe.model, recipe.lora, recipe.run.seed, world, *keys)
+            if data is not None and data.report.is_complete and data.images is None and trains_tower(model):
+                raise UserError(
+                    "trainable_modules: names parts of the model that only images reach, and no row holds one; "
+                    "name parts of the language model"
+                )
             optimizer = build_optimizer(model, recipe.optimization, world)
             check_training_forward(model, recipe.model, recipe.data, world)
             objectives = make_objectives(model, recipe, data, inputs, self.signals, world) if data else None

@@ -58,7 +58,7 @@ LINEAR = {
 FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "text_config": {"sliding_window": 16},
-        "vision_config": VISION,
+        "vision_config": VISION | {"vision_use_head": False},  # as published
         "mm_tokens_per_image": 4,
         "image_token_index": IMAGE,
         "boi_token_index": START,

@@ -55,14 +55,16 @@ def find_trained(tensors: Sequence[Sequence[str]], model: Model, text: tuple[str
     """The tensors that `trainable_modules` and `frozen_modules` leave trained, each by its first name.
 
     `tensors`: all names of each parameter; one that is tied has several. `text`: the beginnings of the names that text
-    reaches. Raises `UserError` where a pattern names no
-    part of the model, where tied weights would be trained under one name and frozen under another, or where nothing is
-    trained.
+    reaches; only a pattern that names none of these reaches the vision tower.
+
+    Raises `UserError` where a pattern names no part of the model, where tied weights would be trained under one name
+    and frozen under another, or where nothing is trained.
     """
     refuse_unmatched("trainable_modules", model.trainable_modules, tensors)
     refuse_unmatched("frozen_modules", model.frozen_modules, tensors)
-    tensors = [names for names in tensors if names[0].startswith(text)]
-    refuse_unreached("trainable_modules", model.trainable_modules, tensors)
+    of_text = [name for names in tensors if names[0].startswith(text) for name in names]
+    beside = [each for each in model.trainable_modules if not any(is_within(name, [each]) for name in of_text)]
+    tensors = [names for names in tensors if names[0].startswith(text) or is_within(names[0], beside)]
     trained = set()
     for names in tensors:
         chosen = [name for name in names if is_within(name, model.trainable_modules)] or (

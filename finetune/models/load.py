@@ -207,10 +207,15 @@ def freeze_modules(model: nn.Module, keys: Model) -> None:
         parameter.requires_grad_(its[0] in trained)
 
 
+def trains_tower(model: nn.Module) -> bool:
+    """Whether anything is trained beside the language model of a vision-language one."""
+    return any(p.requires_grad for part in other_parts(unwrap(model)) for p in part.parameters())
+
+
 def count_parameters(model: Any) -> ModelSize:
     """The parameters of an unsharded model, tied ones once."""
     parameters, active = dict(model.named_parameters()), count_active(model)
-    active |= {p: 0 for part in other_parts(model) for p in part.parameters()}
+    active |= {p: 0 for part in other_parts(model) for p in part.parameters()}  # they work on images
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     multiplied = {name: p for name, p in parameters.items() if embedding is head or p is not embedding}
     return ModelSize(

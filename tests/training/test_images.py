@@ -4,15 +4,21 @@ at a time, packed and padded, in every layout."""
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from finetune.config.reader import read_recipe
 from finetune.constants import IGNORE_INDEX
 from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
+from finetune.errors import UserError
+from finetune.session import Session
+from tests.conftest import make_chat
 from tests.data.world import Rank
 from tests.training import reference
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, train_families, write_config, write_recipe
@@ -28,6 +34,9 @@ WANTED = [
     ("qwen2_vl", "single", 1),
     *((f"{family}-lora", "single", 1) for family in ("gemma3", "qwen2_5_vl")),
     *((family, "full_shard", 2) for family in ("qwen2_5_vl", "gemma3")),
+    ("gemma3-tower", "ddp", 2),
+    ("qwen2_5_vl-tower", "full_shard", 2),
+    ("gemma3-tower", "single", 1),
     ("qwen2_5_vl-few", "full_shard", 2),
     ("gemma3-few", "ddp", 2),
 ]
@@ -37,6 +46,12 @@ LORA: dict[str, Any] = {
     "lora_target_modules": ["q_proj", "v_proj"],
     "eval_split_size": 3,
     "exact_match_samples": 3,
+}
+
+
+TOWER = {
+    "gemma3": ["language_model", "lm_head", "vision_tower", "multi_modal_projector"],
+    "qwen2_5_vl": ["visual", "language_model.layers.1"],
 }
 
 
@@ -58,10 +73,14 @@ def recipes(folder: Path) -> dict[str, Path]:
         steps: dict[str, Any] = {"global_batch_size": 3, "max_steps": STEPS, "save_steps": 1, "max_length": 128}
         steps |= {"packing": True, "per_device_train_batch_size": 2}
         kinds: dict[str, dict[str, Any]] = {"": {}, "-few": {}, "-lora": LORA}
+        kinds["-tower"] = {"trainable_modules": TOWER[family]} if family in TOWER else {}
         kinds["-padded"] = {"packing": False, "attn_implementation": "sdpa"}
         for kind, keys in kinds.items():
             paths[family + kind] = write_recipe(
-                folder / f"{family}{kind}.yaml", model, data["few" if kind == "-few" else "all"], **steps | keys
+                folder / f"{family}{kind}.yaml",
+                model,
+                data["few" if kind in ("-few", "-tower") else "all"],
+                **steps | keys,
             )
     return paths
 
@@ -69,7 +88,12 @@ def recipes(folder: Path) -> dict[str, Path]:
 @pytest.fixture(scope="module")
 def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
     """(family, layout, ranks) -> the run's folder."""
-    return train_families(folder, recipes, WANTED, [each for each in WANTED if each[0].endswith("-lora")])
+    return train_families(
+        folder,
+        recipes,
+        WANTED,
+        [each for each in WANTED if each[0].endswith("-lora") or each == ("gemma3-tower", "single", 1)],
+    )
 
 
 @pytest.mark.parametrize(("name", "layout", "ranks"), WANTED)
@@ -80,7 +104,7 @@ def test_losses_and_gradients_are_those_of_one_document_at_a_time(
     processor = open_processor(folder / family / "model", family)
     expected = reference.train(
         recipes[name],
-        prepare=_freeze_tower,
+        prepare=_freeze_tower if not name.endswith("-tower") else partial(_train_parts, TOWER[family]),
         inputs_of=lambda place: process_row(place, processor),
     )
     for line, (loss, norm) in zip(steps_of(runs(name, layout, ranks)), expected, strict=True):
@@ -92,6 +116,29 @@ def _freeze_tower(model: Any) -> None:
     for name, parameter in model.named_parameters():
         if "language_model" not in name and "lm_head" not in name:
             parameter.requires_grad_(False)
+
+
+def _train_parts(parts: list[str], model: Any) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(any(part in name for part in parts))
+
+
+def test_a_trained_tower_is_exported(runs: Callable[..., Path], folder: Path) -> None:
+    source = folder / "gemma3" / "model" / "model.safetensors"
+    exported = runs("gemma3-tower", "single", 1) / "export"
+    before, after = load_file(source), load_file(exported / "model.safetensors")
+    moved = [name for name in before if not torch.equal(before[name], after[name])]
+    assert any("vision_tower.encoder.layers.0.self_attn.q_proj" in name for name in moved)
+    assert any("multi_modal_projector" in name for name in moved)
+    open_whole(exported)
+
+
+def test_a_tower_is_not_trained_without_images(recipes: dict[str, Path], tmp_path: Path) -> None:
+    data = make_chat(tmp_path / "chat.jsonl", rows=8)
+    keys = [f"datasets=[{{path: {data}}}]", f"output_dir={tmp_path}"]
+    recipe = read_recipe(str(recipes["gemma3-tower"]), keys)
+    with pytest.raises(UserError, match="only images reach, and no row holds one"), Session(recipe) as session:
+        session.model.train()
 
 
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
@@ -111,8 +158,6 @@ def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
 def test_held_out_images_are_answered_as_by_the_exported_model(
     family: str, runs: Callable[..., Path], recipes: dict[str, Path], folder: Path
 ) -> None:
-    import torch
-
     run = runs(f"{family}-lora", "single", 1)
     lines = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     found = [line for line in lines if line["step"] == STEPS]
