@@ -241,6 +241,7 @@ def _hash_inputs(recipe: Recipe, stored: Mapping[str, StoredBatches], weights: s
         for store in examples.stores:
             digest.update(np.ascontiguousarray(store.input_ids).data)
             digest.update(np.ascontiguousarray(store.labels).data)
+            digest.update(np.ascontiguousarray(store.image_hashes).data)
         for column in (examples.store, examples.start, examples.lengths):
             digest.update(np.ascontiguousarray(column).data)
     return digest.hexdigest()

@@ -1,6 +1,7 @@
 """Images: token ids and pixels are the processor's own, and losses and gradients those of transformers' whole class over one document
 at a time, packed and padded, in every layout."""
 
+import itertools
 import json
 import shutil
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from tests.data.world import Rank
 from tests.training import reference
 from tests.training.layouts import assert_bit_equal, steps_of, train_all, train_families, write_config, write_recipe
 from tests.training.test_vision_language import open_whole
-from tests.vision import add_processor, make_image_chat, make_vision_model, open_processor, process_row
+from tests.vision import add_processor, draw_image, make_image_chat, make_vision_model, open_processor, process_row
 
 STEPS = 3
 PACKED = ("qwen2_5_vl", "gemma3", "internvl", "qwen3_vl")
@@ -110,6 +111,47 @@ def test_losses_and_gradients_are_those_of_one_document_at_a_time(
     for line, (loss, norm) in zip(steps_of(runs(name, layout, ranks)), expected, strict=True):
         assert line["loss"] == pytest.approx(loss, rel=1e-5)
         assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_pairs_with_images_are_compared_as_by_the_whole_class(tmp_path: Path) -> None:
+    """DPO: the image stands in both prompts, and each answer's log-probability has seen it."""
+    model = add_processor(make_vision_model(tmp_path / "model", "qwen2_5_vl"), "qwen2_5_vl")
+    processor = open_processor(model, "qwen2_5_vl")
+    for other in (0, 12):  # then other images of the same sizes: the reference is not that of the first
+        data, flat = _write_pairs(tmp_path, other)
+        keys: dict[str, Any] = {"method": "dpo", "global_batch_size": 1, "max_steps": 2, "packing": True}
+        run = tmp_path / f"run-{other}"
+        recipe = write_recipe(tmp_path / f"{other}.yaml", model, data, **keys, output_dir=str(run))
+        train_all(tmp_path, [(recipe, write_config(tmp_path, "single"), [])], ranks=1)
+        expected = reference.train(recipe, prepare=_freeze_tower, inputs_of=_side_by_side(flat, processor))
+        for line, (loss, norm) in zip(steps_of(run), expected, strict=True):
+            assert line["loss"] == pytest.approx(loss, rel=1e-5)
+            assert line["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def _write_pairs(folder: Path, other: int) -> tuple[Path, Path]:
+    """(pairs about images, a row for each of their sides); `other`: which images."""
+    lines, sides = [], []
+    for row in range(4):
+        part = {"type": "image", "path": draw_image(folder / f"{row}.png", row + other).name}
+        asked = {"role": "user", "content": [part, {"type": "text", "text": f"What is {row}?"}]}
+        answers = [[asked, {"role": "assistant", "content": text}] for text in (f"It is {row}.", "No idea.")]
+        lines.append(json.dumps({"prompt": [asked], "chosen": answers[0][1:], "rejected": answers[1][1:]}) + "\n")
+        sides += [json.dumps({"messages": messages}) + "\n" for messages in answers]
+    data, flat = folder / "pairs.jsonl", folder / "sides.jsonl"
+    data.write_text("".join(lines))
+    flat.write_text("".join(sides))
+    return data, flat
+
+
+def _side_by_side(flat: Path, processor: Any) -> Callable[[str], dict[str, Any]]:
+    """The inputs of the sides of pairs, which are asked for in turns: chosen, rejected, chosen, ..."""
+    asked = itertools.count()
+
+    def inputs_of(place: str) -> dict[str, Any]:
+        return process_row(f"{flat}:{2 * int(place.rpartition(':')[2]) - 1 + next(asked) % 2}", processor)
+
+    return inputs_of
 
 
 def _freeze_tower(model: Any) -> None:
