@@ -536,6 +536,7 @@ SQUAD = [{"path": "org/squad", "type": "squad", "split": "train"}]
          {"trainable_modules": None}),
         (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "tiiuae/Falcon-H1-1.5B") + "lora_target_modules: [q_proj]\n", {"packing": False}),
         (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "unsloth/gpt-oss-20b-BF16"), {"model_name_or_path": "unsloth/gpt-oss-20b-BF16"}),
+        (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "unsloth/DeepSeek-V3-bf16"), {"model_name_or_path": "unsloth/DeepSeek-V3-bf16"}),
         (PHI.replace("microsoft/Phi-3-mini-4k-instruct", "XiaomiMiMo/MiMo-7B-Base"), {"model_name_or_path": "XiaomiMiMo/MiMo-7B-Base"}),
     ],
 )  # fmt: skip
