@@ -27,6 +27,7 @@ from tests.training.test_expert_adapters import EXPERTS
 from tests.training.test_experts import BALANCED, COEFFICIENT, FAMILIES, SMALL
 
 STEPS, SAVED, FAMILY_STEPS = 10, 5, 2
+DIVIDED = "expert_parallel_size=2"
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 LORA: dict[str, Any] = {
     "use_peft": True, "lora_r": 4, "lora_target_modules": ["q_proj", "v_proj", "o_proj"], "lora_target_parameters": EXPERTS,
@@ -36,7 +37,8 @@ PACKED = {"packing": True, "max_length": 160}  # three documents a row
 # A name of the run -> model, keys. On 4 ranks, 2 of them have the same experts: 2 of 4, which FSDP deals out whole, or 3 of 6,
 # whose rows it shards.
 ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
-    "padded": ("mixtral-4", {"max_steps": STEPS}),
+    "padded": ("mixtral-4", {"max_steps": STEPS} | SAVING),
+    "lora": ("mixtral-4", {"max_steps": STEPS, "modules_to_save": ["layers.1.mlp.gate"]} | SAVING | LORA),
     "lora-packed": ("qwen3_moe-6", {"max_steps": STEPS} | LORA | PACKED),
     "idle": ("mixtral-idle", {"max_steps": FAMILY_STEPS}),
     "idle-lora": ("mixtral-idle", {"max_steps": FAMILY_STEPS} | LORA),
@@ -51,7 +53,7 @@ ON_TWO: dict[str, tuple[str, dict[str, Any]]] = {
 ON_FOUR: dict[str, tuple[str, dict[str, Any]]] = {
     "four": ("mixtral-4", {"max_steps": STEPS} | SAVING),
     "four-packed": ("qwen3_moe-6", {"max_steps": STEPS} | PACKED),
-    "four-lora": ("mixtral-4", {"max_steps": STEPS, "modules_to_save": ["layers.1.mlp.gate"]} | SAVING | LORA),
+    "four-lora": ON_TWO["lora"],
 }
 # Dense and shared layers too, whose names plain peft would take for a routed expert's: compared with one process of ours.
 ALL_LINEAR = LORA | {"max_steps": FAMILY_STEPS, "lora_target_modules": "all-linear"}
@@ -100,57 +102,79 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str], Path]:
-    """A run's name -> its folder. Each set of ranks is started once: 4, then 1, then 2, which resume what was saved before."""
-    divided, whole = ["expert_parallel_size=2"], write_config(folder, "full_shard")
-    in_files = ["optim_offload=nvme", f"offload_dir={folder}/scratch"]
-    configs = {
+def configs(folder: Path) -> dict[str, Path]:
+    """The Accelerate file of a run, where it is not the first."""
+    return {
+        "whole": write_config(folder, "full_shard"),
         "four": write_config(folder, "full_shard", checkpointing=True),
         "four-lora": write_config(folder, "shard_grad_op"),
         "glm4_moe": write_config(folder, "offload"),
         "olmoe": write_config(folder, "no_wrap"),
+        "single": write_config(folder, "single"),
+        "bf16": write_config(folder, "full_shard", "bf16"),
     }
 
-    def run(name: str, recipe: str, keys: list[str], config: Path = whole) -> tuple[Path, Path, list[str]]:
-        return recipes[recipe], config, [f"output_dir={folder / 'runs' / name}", *keys]
 
-    def resume(name: str, start: str, step: int, config: Path = whole, *keys: str, recipe: str = "four") -> Any:
-        path = folder / "runs" / start / "checkpoints" / f"step-{step:08d}"
-        return run(name, recipe, [f"resume_from_checkpoint={path}", f"save_steps={SAVED + 3}", *keys], config)
+@pytest.fixture(scope="module")
+def run(folder: Path, recipes: dict[str, Path], configs: dict[str, Path]) -> Callable[..., Any]:
+    """A run for `train_all`: its name, its recipe's and its file's name, and keys."""
 
-    four = [run(name, name, divided, configs.get(name, whole)) for name in ON_FOUR]
-    four += [run(f"unmoved-{model}", f"unmoved-{model}", divided) for model in UNMOVED]
-    few, bf16 = [*divided, f"max_steps={FAMILY_STEPS}"], write_config(folder, "full_shard", "bf16")
-    four += [run("in memory", "four-packed", few, bf16), run("in files", "four-packed", [*few, *in_files], bf16)]
-    train_all(folder, [*four, resume("whole", "four", SAVED)], ranks=4, timeout=400)
-    single = write_config(folder, "single")
-    one = [run("lora-single", "four-lora", [], single), run("all-linear-single", "all-linear", [], single)]
-    train_all(folder, [resume("single", "four", SAVED, single), *one], ranks=1)
-    two = [run(name, name, divided, configs.get(name, whole)) for name in ON_TWO]
-    two += [run("all-linear", "all-linear", divided)]
-    again = [resume(f"{start}-two", start, SAVED + 3, whole, *divided) for start in ("whole", "single")]
-    again += [resume("lora-whole", "four-lora", SAVED, recipe="four-lora")]
-    again += [resume("lora-two", "lora-single", SAVED, whole, *divided, recipe="four-lora")]
-    train_all(folder, [*two, *again], ranks=2, timeout=400)
+    def make(name: str, recipe: str, config: str, *keys: str) -> tuple[Path, Path, list[str]]:
+        return recipes[recipe], configs.get(config, configs["whole"]), [f"output_dir={folder / 'runs' / name}", *keys]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, run: Callable[..., Any]) -> Callable[[str], Path]:
+    """The folder of a run of 2 ranks, or of one, which resumes what was saved before. Each set of ranks is started once."""
+    two = [run(name, name, name, DIVIDED) for name in (*ON_TWO, "all-linear")]
+    two += [run(f"unmoved-{model}", f"unmoved-{model}", "whole", DIVIDED) for model in UNMOVED]
+    train_all(folder, two, ranks=2, timeout=400)
+    saved = folder / "runs" / "padded" / "checkpoints" / f"step-{SAVED:08d}"
+    one = [run("alone", "padded", "single", f"resume_from_checkpoint={saved}")]
+    one += [run("lora-single", "lora", "single"), run("all-linear-single", "all-linear", "single")]
+    train_all(folder, one, ranks=1)
     return lambda name: folder / "runs" / name
 
 
 @pytest.fixture(scope="module")
-def replicated(folder: Path, recipes: dict[str, Path], runs: Callable[[str], Path]) -> Callable[[str], Path]:
-    """As `runs`, of two replicas of two ranks, which divide the experts between them."""
-    hybrid, divided = write_config(folder, "full_shard", mesh=(2, 2)), ["expert_parallel_size=2"]
+def more_runs(folder: Path, run: Callable[..., Any], runs: Callable[[str], Path]) -> Callable[[str], Path]:
+    """As `runs`, of 4 ranks first, then 1, then 2, which resume what was saved before."""
+
+    def resume(name: str, start: str, step: int, config: str, *keys: str, recipe: str = "four") -> Any:
+        path = runs(start) / "checkpoints" / f"step-{step:08d}"
+        return run(name, recipe, config, f"resume_from_checkpoint={path}", f"save_steps={SAVED + 3}", *keys)
+
+    four = [run(name, name, name, DIVIDED) for name in ON_FOUR]
+    few = [DIVIDED, f"max_steps={FAMILY_STEPS}"]
+    in_files = ["optim_offload=nvme", f"offload_dir={folder}/scratch"]
+    four += [run("in memory", "four-packed", "bf16", *few), run("in files", "four-packed", "bf16", *few, *in_files)]
+    train_all(folder, [*four, resume("whole", "four", SAVED, "whole")], ranks=4, timeout=400)
+    train_all(folder, [resume("single", "four", SAVED, "single")], ranks=1)
+    again = [resume(f"{start}-two", start, SAVED + 3, "whole", DIVIDED) for start in ("whole", "single")]
+    again += [resume("lora-whole", "four-lora", SAVED, "whole", recipe="four-lora")]
+    again += [resume("lora-two", "lora-single", SAVED, "whole", DIVIDED, recipe="four-lora")]
+    train_all(folder, again, ranks=2, timeout=400)
+    return runs
+
+
+@pytest.fixture(scope="module")
+def replicated(folder: Path, recipes: dict[str, Path], more_runs: Callable[[str], Path]) -> Callable[[str], Path]:
+    """As `more_runs`, of two replicas of two ranks, which divide the experts between them."""
+    hybrid = write_config(folder, "full_shard", mesh=(2, 2))
 
     def resume(name: str, start: str, config: Path, *keys: str) -> Any:
-        path = runs(start) / "checkpoints" / f"step-{SAVED:08d}"
-        return recipes["four"], config, [f"output_dir={runs(name)}", f"resume_from_checkpoint={path}", *keys]
+        path = more_runs(start) / "checkpoints" / f"step-{SAVED:08d}"
+        return recipes["four"], config, [f"output_dir={more_runs(name)}", f"resume_from_checkpoint={path}", *keys]
 
     four: list[Any] = [
-        (recipes[name], hybrid, [f"output_dir={runs(run)}", *divided]) for run, name in REPLICATED.items()
+        (recipes[name], hybrid, [f"output_dir={more_runs(run)}", DIVIDED]) for run, name in REPLICATED.items()
     ]
-    train_all(folder, [*four, resume("into-hybrid", "four", hybrid, *divided)], ranks=4, timeout=400)
+    train_all(folder, [*four, resume("into-hybrid", "four", hybrid, DIVIDED)], ranks=4, timeout=400)
     train_all(folder, [resume("hybrid-single", "hybrid", write_config(folder, "single"))], ranks=1)
-    train_all(folder, [resume("hybrid-two", "hybrid", write_config(folder, "full_shard"), *divided)], ranks=2)
-    return runs
+    train_all(folder, [resume("hybrid-two", "hybrid", write_config(folder, "full_shard"), DIVIDED)], ranks=2)
+    return more_runs
 
 
 @pytest.mark.slow
@@ -172,28 +196,46 @@ def test_a_run_resumes_with_replicas_of_divided_experts_and_without(
     _assert_resumed(replicated(name), replicated("four"), SAVED)
 
 
-@pytest.mark.parametrize("name", [*ON_TWO, *ON_FOUR])
+@pytest.mark.parametrize("name", ON_TWO)
 def test_losses_and_gradients_are_those_of_one_process(
     name: str, runs: Callable[[str], Path], recipes: dict[str, Path]
 ) -> None:
     """Of transformers alone, whatever the ranks send each other; a rank that no token is sent to has its part in it."""
-    lines = assert_losses(runs(name), reference.losses(recipes[PLAIN.get(name, name)]))
-    assert len(lines) == (ON_TWO | ON_FOUR)[name][1]["max_steps"]
+    lines = assert_losses(runs(name), reference.losses(recipes[name]))
+    assert len(lines) == ON_TWO[name][1]["max_steps"]
 
 
-def test_routing_is_counted_once(runs: Callable[[str], Path]) -> None:
-    """The auxiliary loss is that of another number of ranks, and the idle experts are those of all ranks."""
-    two, four = steps_of(runs("padded")), steps_of(runs("four"))
-    for key in ("router_aux_loss", "largest_expert_share_by_layer"):
-        assert [line[key] for line in two] == [pytest.approx(line[key], rel=1e-5) for line in four]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_four_ranks_of_which_two_have_the_same_experts(
+    name: str, more_runs: Callable[[str], Path], recipes: dict[str, Path]
+) -> None:
+    lines = assert_losses(more_runs(name), reference.losses(recipes[PLAIN.get(name, name)]))
+    assert len(lines) == STEPS
+
+
+def test_idle_experts_are_those_of_all_ranks(runs: Callable[[str], Path]) -> None:
     assert steps_of(runs("idle"))[0]["idle_expert_share_by_layer"][1] == 0.5
 
 
+@pytest.mark.slow
+def test_routing_is_counted_once(more_runs: Callable[[str], Path]) -> None:
+    """The auxiliary loss is that of another number of ranks."""
+    two, four = steps_of(more_runs("padded")), steps_of(more_runs("four"))
+    for key in ("router_aux_loss", "largest_expert_share_by_layer"):
+        assert [line[key] for line in two] == [pytest.approx(line[key], rel=1e-5) for line in four]
+
+
+def test_a_run_of_two_ranks_resumes_on_one(runs: Callable[[str], Path]) -> None:
+    _assert_resumed(runs("alone"), runs("padded"), SAVED)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RESUMED)
-def test_a_run_resumes_in_another_layout(name: str, runs: Callable[[str], Path]) -> None:
+def test_a_run_resumes_in_another_layout(name: str, more_runs: Callable[[str], Path]) -> None:
     """Divided on 4 ranks, then sharded on 4 or 2 or whole on 1, then divided on 2."""
     start, step = RESUMED[name]
-    _assert_resumed(runs(name), runs(start), step)
+    _assert_resumed(more_runs(name), more_runs(start), step)
 
 
 def _assert_resumed(run: Path, whole: Path, step: int) -> None:
@@ -208,9 +250,10 @@ def _assert_resumed(run: Path, whole: Path, step: int) -> None:
     assert all(torch.allclose(ours[key], theirs[key], rtol=1e-3, atol=1e-5) for key in ours)
 
 
-def test_state_in_files_is_bit_for_bit_that_in_memory(runs: Callable[[str], Path]) -> None:
+@pytest.mark.slow
+def test_state_in_files_is_bit_for_bit_that_in_memory(more_runs: Callable[[str], Path]) -> None:
     """Of experts, whose rows are sharded, and of all else, which is sharded over all ranks."""
-    assert_bit_equal(runs("in files"), runs("in memory"), FAMILY_STEPS)
+    assert_bit_equal(more_runs("in files"), more_runs("in memory"), FAMILY_STEPS)
 
 
 @pytest.mark.parametrize("model", UNMOVED)
@@ -237,17 +280,17 @@ def test_plain_peft_opens_the_adapter_of_divided_experts(runs: Callable[[str], P
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    for name in ("four-lora", "lora-single"):
+    for name in ("lora", "lora-single"):
         export(runs(name), runs(name) / "adapter", adapter_only=True, log=lambda _: None)
-    export(runs("four-lora"), runs("four-lora") / "export", verify=False, log=lambda _: None)
-    ours, alone = (load_file(runs(n) / "adapter/adapter_model.safetensors") for n in ("four-lora", "lora-single"))
+    export(runs("lora"), runs("lora") / "export", verify=False, log=lambda _: None)
+    ours, alone = (load_file(runs(n) / "adapter/adapter_model.safetensors") for n in ("lora", "lora-single"))
     assert ours.keys() == alone.keys()
     assert all(torch.allclose(ours[key], alone[key], rtol=1e-3, atol=1e-5) for key in ours)
     ids, load = torch.arange(3, 40)[None], AutoModelForCausalLM.from_pretrained
     base = load(folder / "mixtral-4", dtype=torch.float32).eval()
     before = base(ids).logits
-    found = PeftModel.from_pretrained(base, runs("four-lora") / "adapter").eval()(ids).logits
-    merged = load(runs("four-lora") / "export", dtype=torch.float32).eval()(ids).logits
+    found = PeftModel.from_pretrained(base, runs("lora") / "adapter").eval()(ids).logits
+    merged = load(runs("lora") / "export", dtype=torch.float32).eval()(ids).logits
     assert (found - before).norm() > 1e-3 * before.norm()
     assert (found - merged).norm() < 1e-5 * merged.norm()
 

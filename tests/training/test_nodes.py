@@ -21,6 +21,7 @@ from tests.training.layouts import steps_of, write_recipe
 from tests.training.nodes_on_ranks import KILLED_AT_STEP
 from tests.warm_processes import WarmProcess
 
+pytestmark = pytest.mark.slow  # two launchers of two ranks each
 STEPS, SAVE_STEPS = 6, 2
 NODES, RANKS = 2, 4
 SECONDS = 400

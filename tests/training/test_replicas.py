@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,36 +21,37 @@ LAYOUTS = {  # ranks, ranks a node, ranks in a shard group
     "hybrid1": (4, 2, 2),
 }
 STEPS, SAVED_AT = 6, 2
+ON_LAYOUTS = ["ddp", pytest.param("hybrid", marks=pytest.mark.slow)]  # the latter starts four ranks
 Cases = dict[str, dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Cases:
-    """Every case's exit codes, digests and log; all are run by one process that forks their ranks."""
-    folder = tmp_path_factory.mktemp("replicas")
-    recipe = _write_recipe(folder)
-    configs = {
-        "ddp": write_config(folder, "ddp"),
-        "hybrid": write_config(folder, "full_shard", mesh=(2, 2)),
-        "hybrid1": folder / "hybrid1.yaml",
-    }
-    fsdp1 = {"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}
-    configs["hybrid1"].write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": fsdp1}))
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Cases]:
+    """A layout -> every case's exit codes, digests and log; all of a layout are run by one process that forks their ranks."""
 
-    def case(name: str, layout: str, optim: str, fault: str = "", output: str | None = None) -> dict[str, Any]:
-        keys = [f"optim={optim}", f"output_dir={folder / (output or name)}"]
-        return _case(recipe, configs[layout], keys, layout, fault, STEPS if fault == "flipped" else SAVED_AT, name)
+    @cache
+    def run(layout: str) -> Cases:
+        folder = tmp_path_factory.mktemp(layout)
+        recipe, config = _write_recipe(folder), folder / "config.yaml"
+        if layout == "hybrid1":
+            fsdp1 = {"fsdp_version": 1, "fsdp_sharding_strategy": "HYBRID_SHARD"}
+            config.write_text(yaml.safe_dump({"distributed_type": "FSDP", "fsdp_config": fsdp1}))
+        else:
+            config = write_config(folder, "ddp") if layout == "ddp" else write_config(folder, "full_shard", mesh=(2, 2))
 
-    cases = {f"{layout} {optim}": (layout, optim) for layout in ("ddp", "hybrid") for optim in _installed()}
-    wanted = {name: case(name, layout, optim) for name, (layout, optim) in cases.items()}
-    wanted["hybrid1 adamw_bf16_moments"] = case("hybrid1", "hybrid1", "adamw_bf16_moments")
-    for layout in ("ddp", "hybrid"):
-        whole = f"{layout} adamw_bf16_moments"
-        wanted[f"{whole} killed"] = case(f"{layout} killed", layout, "adamw_bf16_moments", "killed")
-        wanted[f"{whole} resumed"] = case(
-            f"{layout} resumed", layout, "adamw_bf16_moments", "flipped", f"{layout} killed"
-        )
-    return _run_cases(folder, wanted)
+        def case(name: str, optim: str, fault: str = "", output: str | None = None) -> dict[str, Any]:
+            keys = [f"optim={optim}", f"output_dir={folder / (output or name)}"]
+            return _case(recipe, config, keys, layout, fault, STEPS if fault == "flipped" else SAVED_AT, name)
+
+        bf16 = "adamw_bf16_moments"
+        if layout == "hybrid1":
+            return _run_cases(folder, {bf16: case(bf16, bf16)})
+        wanted = {optim: case(optim, optim) for optim in _installed()}
+        wanted["killed"] = case("killed", bf16, "killed")
+        wanted["resumed"] = case("resumed", bf16, "flipped", "killed")
+        return _run_cases(folder, wanted)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -117,18 +120,19 @@ def _installed() -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("optim", OPTIMIZERS)
-@pytest.mark.parametrize("layout", ["ddp", "hybrid"])
-def test_replicas_stay_equal_bit_for_bit(layout: str, optim: str, runs: Cases) -> None:
+@pytest.mark.parametrize("layout", ON_LAYOUTS)
+def test_replicas_stay_equal_bit_for_bit(layout: str, optim: str, runs: Callable[[str], Cases]) -> None:
     if optim not in _installed():
         pytest.skip("needs torchao")
-    run = runs[f"{layout} {optim}"]
+    run = runs(layout)[optim]
     assert not any(run["codes"]), run["log"]
     assert list(run["held"]) == [str(step) for step in range(SAVED_AT, STEPS + 1, SAVED_AT)]
     assert_equal(run, LAYOUTS[layout][2])
 
 
-def test_fsdp1s_replicas_stay_equal_bit_for_bit(runs: Cases) -> None:
-    run = runs["hybrid1 adamw_bf16_moments"]
+@pytest.mark.slow
+def test_fsdp1s_replicas_stay_equal_bit_for_bit(runs: Callable[[str], Cases]) -> None:
+    run = runs("hybrid1")["adamw_bf16_moments"]
     assert not any(run["codes"]), run["log"]
     assert_equal(run, LAYOUTS["hybrid1"][2])
 
@@ -140,9 +144,9 @@ def assert_equal(run: dict[str, Any], shard_group_size: int) -> None:
         assert len(set(held)) == shard_group_size, "ranks of a shard group hold different parts"
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hybrid"])
-def test_a_killed_run_resumes_exactly_with_rounded_moments(layout: str, runs: Cases) -> None:
-    whole, killed, resumed = (runs[f"{layout} adamw_bf16_moments{end}"] for end in ("", " killed", " resumed"))
+@pytest.mark.parametrize("layout", ON_LAYOUTS)
+def test_a_killed_run_resumes_exactly_with_rounded_moments(layout: str, runs: Callable[[str], Cases]) -> None:
+    whole, killed, resumed = (runs(layout)[name] for name in ("adamw_bf16_moments", "killed", "resumed"))
     assert killed["codes"] == [-9] * len(killed["codes"]) and list(killed["held"]) == [str(SAVED_AT)]
     assert list(resumed["held"]) == [str(2 * SAVED_AT), str(STEPS)]
     held = killed["held"] | resumed["held"]
@@ -150,9 +154,9 @@ def test_a_killed_run_resumes_exactly_with_rounded_moments(layout: str, runs: Ca
         assert held[str(step)] == whole["held"][str(step)], step
 
 
-@pytest.mark.parametrize("layout", ["ddp", "hybrid"])
-def test_replicas_that_are_not_equal_stop_the_run_and_are_not_saved(layout: str, runs: Cases) -> None:
-    run, (ranks, _, group) = runs[f"{layout} adamw_bf16_moments resumed"], LAYOUTS[layout]
+@pytest.mark.parametrize("layout", ON_LAYOUTS)
+def test_replicas_that_are_not_equal_stop_the_run_and_are_not_saved(layout: str, runs: Callable[[str], Cases]) -> None:
+    run, (ranks, _, group) = runs(layout)["resumed"], LAYOUTS[layout]
     assert run["codes"] == [2] * ranks, run["log"]
     said = f"step {STEPS} is not saved: ranks {(ranks - 1) % group} and {ranks - 1} hold replicas of the model"
     assert said in run["log"] and "q_proj.weight.exp_avg the first" in run["log"]

@@ -57,14 +57,15 @@ TWO_RANKS += [
 MORE_ON_TWO = [(layout, "lora") for layout in ("shard_grad_op", "by_size", "no_wrap", "SHARD_GRAD_OP")]
 MORE_ON_TWO += [("FULL_SHARD", "dora"), ("ddp", "dora"), ("shard_grad_op", "nf4"), ("offload", "nf4")]  # not FSDP1
 MORE_ON_TWO += [("full_shard", "int8")]
-THREE_RANKS = [(layout, mode) for layout in ("full_shard", "FULL_SHARD", "ddp") for mode in ("full", "lora")]
-THREE_RANKS += [("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
-IN_BF16 = [("full_shard", "full"), ("full_shard", "lora"), ("offload", "lora"), ("FULL_SHARD", "full"), ("ddp", "full")]
-IN_BF16 += [("ddp", "lora"), ("full_shard", "nf4"), ("ddp", "nf4")]
-MORE_IN_BF16 = [("offload", "full"), ("FULL_SHARD", "lora"), ("full_shard", "int8"), ("ddp", "int8")]
+THREE_RANKS = [("full_shard", "full"), ("full_shard", "lora"), ("FULL_SHARD", "full"), ("ddp", "full")]
+MORE_ON_THREE = [("FULL_SHARD", "lora"), ("ddp", "lora"), ("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
+IN_BF16 = [("full_shard", "full"), ("offload", "lora"), ("FULL_SHARD", "full"), ("ddp", "full"), ("ddp", "lora")]
+IN_BF16 += [("full_shard", "nf4"), ("ddp", "nf4")]
+MORE_IN_BF16 = [("offload", "full"), ("full_shard", "lora"), ("FULL_SHARD", "lora"), ("full_shard", "int8")]
+MORE_IN_BF16 += [("ddp", "int8")]
 WITH_DROPOUT = ["full_shard", "FULL_SHARD", "ddp"]
 IN_BF16_WEIGHTS = ["full_shard", "FULL_SHARD", "NO_SHARD", "ddp"]
-# (layout, mode, variant) of the runs that each start of ranks walks, by their number; those of the second start on 2 are slow.
+# (layout, mode, variant) of the runs that each start of ranks walks, by their number; those of the second start on 2 and on 3 are slow.
 STARTS: list[tuple[int, list[tuple[str, str, str]]]] = [
     (1, [(*which, "fp32") for which in ONE_RANK]),
     (
@@ -76,6 +77,7 @@ STARTS: list[tuple[int, list[tuple[str, str, str]]]] = [
     ),
     (2, [(*which, "fp32") for which in MORE_ON_TWO] + [(*which, "bf16") for which in MORE_IN_BF16]),
     (3, [(*which, "fp32") for which in THREE_RANKS]),
+    (3, [(*which, "fp32") for which in MORE_ON_THREE]),
 ]
 
 
@@ -141,7 +143,7 @@ def test_one_rank_with_accumulation(layout: str, mode: str, runs: Runs, expected
     assert_losses(runs(layout, mode, 1), expected[mode])
 
 
-@pytest.mark.parametrize(("layout", "mode"), THREE_RANKS)
+@pytest.mark.parametrize(("layout", "mode"), with_slow(THREE_RANKS, MORE_ON_THREE))
 def test_three_ranks_that_share_unevenly(layout: str, mode: str, runs: Runs, expected: Expected) -> None:
     assert_losses(runs(layout, mode, 3), expected[mode])
 
