@@ -138,6 +138,8 @@ INT8 = "the base's weights are in 8 bits there and here; the inputs of its layer
 COMPUTE = "the compute dtype is the Accelerate file's, and the 4-bit weights are stored in it"
 HUB = "after the run: finetune export RUN --output DIR --push-to-hub REPO"
 TOKEN_NAMES = ("bos_token", "eos_token", "pad_token", "unk_token")
+IMAGE_SIZE = "the model's own image processor, as its files configure it, decides the size"
+TOWER = "the tower and the projector are frozen; true is the default there too"
 TOKEN = "a mapping of the four names; a pad_token is left out beside adapters, which would train the embedding for it"
 TEMPLATE = "chat_template takes the tokenizer's own, a family's name, a file or inline Jinja"
 OWN_DATA = "an entry of datasets; columns are recognized, or named with prompt_column, messages_column, ..."
@@ -324,7 +326,8 @@ AXOLOTL = (
     Counterpart("activation_offloading", "activation_offload", OFFLOADED, "flag"),
     *ignored(MEMORY_AND_SPEED, "experimental_skip_move_to_device"),
     *ignored(COMPUTE, "bnb_config_kwargs.bnb_4bit_compute_dtype", "bnb_config_kwargs.bnb_4bit_quant_storage"),
-    *ignored(FOUND, "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
+    *without_counterpart(IMAGE_SIZE, "image_size", "image_resize_algorithm", "processor_kwargs"),
+    *ignored(FOUND, "processor_type", "is_multimodal", "model_type", "tokenizer_type", "is_llama_derived_model", "base_model_config", "tokenizer_use_fast",
                "tokenizer_legacy", "tokenizer_use_mistral_common", "gptq", "is_mistral_derived_model", "is_falcon_derived_model",
                "cls_model_config"),
     *ignored(ALWAYS, "pad_to_sequence_len", "eval_sample_packing", "group_by_length", "shuffle_merged_datasets",
@@ -398,7 +401,13 @@ LLAMA_FACTORY = (
     Counterpart("adapter_name_or_path", "adapter_name_or_path", "a LoRA adapter to train further"),
     *unsupported("a new adapter on a merged one", "create_new_adapter"),
     *unsupported("mixing by probability", "mix_strategy", "interleave_probs", note="weight of an entry of datasets"),
-    *ignored("each entry of datasets has its own path", "dataset_dir", "media_dir"),
+    *ignored("each entry of datasets has its own path", "dataset_dir"),
+    Counterpart("media_dir", "datasets", "image_folder of each entry with images", "by-code"),
+    *(Counterpart(f"freeze_{part}", "trainable_modules", TOWER, "by-code")
+      for part in ("vision_tower", "multi_modal_projector", "language_model")),
+    *without_counterpart(IMAGE_SIZE, "image_max_pixels", "image_min_pixels", "image_do_pan_scan", "crop_to_patches"),
+    *ignored("data with videos or sound is refused", "video_max_pixels", "video_min_pixels", "video_fps", "video_maxlen",
+               "use_audio_in_video", "audio_sampling_rate"),
     *ignored("finetune report RUN draws the loss, and more", "plot_loss"),
     *ignored("the cache is keyed by everything that affects the tokens", "overwrite_cache"),
     *ignored(ONE_LOSS, "use_unsloth"),

@@ -62,6 +62,9 @@ OWN_TEMPLATE = ("tokenizer_default", "default", "empty")
 def set_template(key: str, value: Any, pair: Counterpart, found: Conversion) -> None:
     """Names our template for theirs, or says that none is known here."""
     name = str(value)
+    if found.images:
+        found.remarks.append(f"{key}: {shorten(value)}   (the tokenizer's own template, which writes the images)")
+        return
     if name in OWN_TEMPLATE and pair.theirs != "template":  # LLaMA-Factory's default writes `Human:`
         return
     if (ours := TEMPLATES.get(name.lower())) is not None:

@@ -21,6 +21,7 @@ from finetune.convert.model_names import BITSANDBYTES_MODEL, DEQUANTIZED, dequan
 from finetune.convert.recognize import (
     Refusal,
     adapt_preferences,
+    find_images,
     find_method,
     is_factory_v1,
     recognize_tool,
@@ -81,7 +82,7 @@ def convert_file(source: Path) -> Conversion:
     supported."""
     tool, theirs, text = load_theirs(source)
     refuse_other_methods(tool, theirs, source)
-    found, method = Conversion(tool), find_method(tool, theirs, source)
+    found, method = Conversion(tool, images=find_images(tool, theirs)[1]), find_method(tool, theirs, source)
     known = {pair.theirs: pair for pair in TOOLS[tool]}
     rate_first = sorted(_walk(theirs, known), key=lambda item: item[0].rsplit(".", 1)[-1] not in RATES)
     for key, value in rate_first:

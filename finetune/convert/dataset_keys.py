@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config.methods import METHODS
-from finetune.config.other_tools import Counterpart, without_counterpart
+from finetune.config.other_tools import Counterpart, unsupported, without_counterpart
 from finetune.convert.rules import Conversion, shorten
 from finetune.convert.tool_keys import TOOLS, Tool
 from finetune.errors import UserError
@@ -73,7 +73,9 @@ ENTRY_KEYS: Mapping[Tool, tuple[Counterpart, ...]] = {
         *without_counterpart(PAIR, "columns.query"),
         *without_counterpart("type alpaca reads the column of that name", "columns.history"),
         *without_counterpart("types sharegpt and alpaca read the column of that name", "columns.system", "columns.tools"),
-        *without_counterpart("text only", "columns.images", "columns.videos", "columns.audios"),
+        Counterpart("columns.images", None, "images are read from the column images or image; rename it"),
+        *unsupported("video", "columns.videos"),
+        *unsupported("audio", "columns.audios"),
         Counterpart("num_samples", "max_samples", "drawn by the seed"),
         *without_counterpart(FOLDER, "folder", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name"),
     ),
@@ -130,6 +132,7 @@ USUAL: Mapping[str, tuple[Any, ...]] = {
     "tags.system_tag": ("system",),
     "columns.tools": ("tools",),
     "columns.history": ("history",),
+    "columns.images": ("images", "image"),
     "conversation_style": ("sharegpt", "openai"),
     "answer_only_loss_mask": (True,),
     "template_thinking_key": ("thinking",),
@@ -213,6 +216,8 @@ def read_each(
     for entry in entries:
         sources += read(entry)
         found.differences += entry.list_unread(tool)
+        lacking = {pair.theirs: pair.missing_capability for pair in ENTRY_KEYS[tool]}
+        found.missing_capabilities += sorted({lacking[key] for key in entry.unread if lacking.get(key)})
     return sources
 
 

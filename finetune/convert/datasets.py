@@ -17,6 +17,7 @@ from finetune.convert.dataset_keys import (
     read_each,
     take_first_rows,
 )
+from finetune.convert.model_names import guess_vision_family
 from finetune.convert.rules import Conversion, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.data.formats import LABEL_COLUMNS
@@ -258,8 +259,20 @@ def _factory_data(theirs: Mapping[str, Any], source: Path, found: Conversion) ->
             )
         entry = TheirEntry.of(f"{info_path.name}: {name}", keys)
         return read_each(
-            "LLaMA-Factory", [entry], lambda entry: _factory_sources(entry, info_path.parent, method), found
+            "LLaMA-Factory",
+            [entry],
+            lambda entry: add_images(_factory_sources(entry, info_path.parent, method), entry),
+            found,
         )
+
+    def add_images(read: Sources, entry: TheirEntry) -> Sources:
+        folder = theirs.get("media_dir")
+        if "columns.images" not in entry.unread:
+            return read
+        if found.images is None and found.recipe.pop("chat_template", None):
+            found.remarks.append(f"{entry.where}: the tokenizer's own template, which writes the images")
+        found.images = found.images or guess_vision_family(str(theirs.get("model_name_or_path")))
+        return [source | {"image_folder": str(folder)} for source in read] if folder else read
 
     return sources("dataset"), sources("eval_dataset")
 

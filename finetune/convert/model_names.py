@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from finetune.config.image_rules import IMAGE_FAMILIES
 from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.rules import read_section
 
@@ -31,8 +32,17 @@ FAMILIES = (
     (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
 )  # fmt: skip
+# Of vision-language models, the model_type of the whole.
+VISION_FAMILIES = (
+    (r"qwen-?3[-_]?vl.*a\d+b", "qwen3_vl_moe"), (r"qwen-?3[-_]?vl", "qwen3_vl"), (r"qwen-?2\.5[-_]?vl", "qwen2_5_vl"),
+    (r"qwen-?2[-_]?vl", "qwen2_vl"), (r"qwen-?3\.5.*a\d+b", "qwen3_5_moe"), (r"qwen-?3\.5", "qwen3_5"), (r"internvl", "internvl"),
+    (r"gemma-?3n", "gemma3n"), (r"gemma-?3-(4|12|27)b", "gemma3"), (r"gemma-?4", "gemma4"), (r"glm-4\.6v", "glm46v"), (r"glm-4\.\dv", "glm4v"),
+    (r"smolvlm", "smolvlm"), (r"llama-?3\.2.*vision", "mllama"), (r"llama-?4", "llama4"), (r"pixtral|llava", "llava"),
+    (r"mistral-small-(3\.[12]|4)", "mistral3"), (r"moss-vl", "moss_vl"),
+)  # fmt: skip
+AUDIO_MODEL = re.compile(r"voxtral|omni\b|audio")
 MULTIMODAL_MODEL = re.compile(
-    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|voxtral|smolvlm|llava|gemma-?3n|internvl|omni\b|audio|kimi-vl|glm-4\.\dv|minicpm-[vo]"
+    r"[-_.]vl\b|\bvl[-_]|vision|pixtral|smolvlm|llava|gemma-?3n|internvl|kimi-vl|glm-4\.\dv|minicpm-[vo]"
 )
 # Mixtures of experts whose published weights are quantized, whose code is not transformers' own, or that have not been
 # tried.
@@ -67,10 +77,32 @@ def guess_family(name: str) -> str | None:
     return next((family for pattern, family in FAMILIES if re.search(pattern, lower)), None)
 
 
+def guess_vision_family(name: str) -> str | None:
+    """The model_type of the whole model that a name says, of a model of text alone its own; None where it says none.
+
+    >>> guess_vision_family("Qwen/Qwen2-VL-7B-Instruct"), guess_vision_family("meta-llama/Llama-3.1-8B")
+    ('qwen2_vl', 'llama')
+    """
+    lower = name.lower()
+    named = next((family for pattern, family in VISION_FAMILIES if re.search(pattern, lower)), None)
+    return named or guess_family(name)
+
+
 def dequantizes(theirs: Mapping[str, Any], name: str) -> bool:
     """Whether the tool loads the model's MXFP4 weights in bf16: Axolotl where that is asked for, Automodel always."""
     asks = read_section(theirs, "model_quantization_config_kwargs").get("dequantize")
     return "gpt-oss" in name and bool(asks or "nemo_automodel" in str(read_section(theirs, "model").get("_target_")))
+
+
+def name_model(theirs: Mapping[str, Any]) -> str:
+    """The model of a file, by whatever key the tool has for it."""
+    return str(
+        theirs.get("base_model")
+        or theirs.get("model_name_or_path")
+        or read_section(theirs, "model").get("pretrained_model_name_or_path")
+        or read_section(theirs, "checkpointer").get("checkpoint_dir")
+        or ""
+    )
 
 
 def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
@@ -79,23 +111,19 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
         value = theirs.get(key)
         if value not in (None, False, 1, ""):
             yield f"{key}: {value}", MOE_CAUSE, True
-    name = (
-        theirs.get("base_model")
-        or theirs.get("model_name_or_path")
-        or read_section(theirs, "model").get("pretrained_model_name_or_path")
-        or read_section(theirs, "checkpointer").get("checkpoint_dir")
-        or ""
-    )
-    lower = str(name).lower()
+    name = name_model(theirs)
+    lower = name.lower()
     is_dequantized = DEQUANTIZED.search(lower) or dequantizes(theirs, lower)
     is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
     if is_mixture and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in (
+        (AUDIO_MODEL, "audio"),
         (MULTIMODAL_MODEL, "multimodal"),
         (MOE_MODEL, MOE_CAUSE),
         (HYBRID_MODEL, "hybrid or linear attention"),
         (QUANTIZED_MODEL, "quantized weights"),
     ):
-        if pattern.search(lower) and not (pattern is MOE_MODEL and is_dequantized):
-            yield str(name), cause, True
+        takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
+        if pattern.search(lower) and not takes_images and not (pattern is MOE_MODEL and is_dequantized):
+            yield name, cause, True

@@ -5,13 +5,16 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.config.compatibility import find_problems
 from finetune.config.methods import METHODS, Method
 from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT
+from finetune.config.reader import read_recipe
 from finetune.config.schema import keys_of
-from finetune.convert.model_names import MOE_CAUSE, Found, find_refused_models
+from finetune.convert.model_names import MOE_CAUSE, Found, find_refused_models, guess_vision_family, name_model
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
+from finetune.files.run_json import read_json_object
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
@@ -235,13 +238,11 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
         "classification": ("num_labels",),
         "diffusion": ("diffusion",),
         "distillation": ("kd_trainer",),
-        "multimodal": ("processor_type",),
         "quantization-aware training": ("qat",),
         "1-bit training": ("use_onebitllms",),
     },
     "LLaMA-Factory": {
         "LLaMA-Factory's v1 schema with that key": ("optim_config", "lr_scheduler_config", "quant_config"),
-        "multimodal": ("image_max_pixels", "video_max_pixels", "freeze_vision_tower", "image_dir"),
         "LLaMA Pro": ("use_llama_pro",),
         FROM_SCRATCH: ("train_from_scratch",),
     },
@@ -252,14 +253,19 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
     "Automodel": {"diffusion": ("dllm",)},
 }
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
+AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
+IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "Axolotl": ("processor_type", "is_multimodal"),
+    "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
+}  # fmt: skip
 # Parts of the names of Automodel's recipes, and of its models' classes.
 AUTOMODEL_CAUSES = {
-    "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "Diffusion": "diffusion", "VLM": "multimodal",
-    "Encoder": "retrieval", "SequenceClassification": "classification", "Omni": "multimodal",
+    "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "Diffusion": "diffusion",
+    "Encoder": "retrieval", "SequenceClassification": "classification", "Omni": "audio",
     "Eagle": "speculative decoding", "Pretrain": "pretraining",
 }  # fmt: skip
 AUTOMODEL_MODELS = {
-    "Seq2Seq": "encoder-decoder models", "ImageText": "multimodal", "MultiModal": "multimodal",
+    "Seq2Seq": "encoder-decoder models", "MultiModal": "multimodal",
     "SequenceClassification": "classification",
 }  # fmt: skip
 V1_NAMES = {
@@ -341,8 +347,36 @@ def rename_v1(theirs: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: Path) -> None:
     """Raises `Refusal` for a file whose method, model or purpose is not supported, naming the key that says so."""
     losses = find_unsupported_losses(tool, theirs, source)
-    for found, cause, is_training in (*_methods(tool, theirs), *losses, *find_refused_models(theirs)):
+    for found, cause, is_training in (*_methods(tool, theirs), *losses):
         raise Refusal.because(source, found, cause, is_training)
+    key, images = find_images(tool, theirs)
+    read = read_recipe(None, ["model_name_or_path=some/name", 'datasets=[{"path": "some/name"}]'])
+    for problem in find_problems(read, images=images):
+        if not problem.is_note:  # as a run says it
+            refusal = Refusal(f"{source}: {key}: {problem.sentence.replace('some/name', name_model(theirs))}")
+            refusal.cause = f"images of {images}"
+            raise refusal
+    for found, cause, is_training in find_refused_models(theirs):
+        raise Refusal.because(source, found, cause, is_training)
+
+
+def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:
+    """(the key by which a file trains on images, the model_type of its whole model); none where it is trained on text, or
+    neither a config.json nor the name says the model_type."""
+    keys = [key for key in IMAGE_KEYS.get(tool, ()) if theirs.get(key) is not None]
+    template, components = str(theirs.get("template")), " ".join(_texts(theirs, "_component_"))
+    if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(theirs.get("dataset"))):
+        keys.append("template")
+    if tool == "torchtune" and re.search("vision|multimodal|clip", components):
+        return "model", "mllama"  # its only family
+    target = f"{theirs.get('recipe')} {read_section(theirs, 'model').get('_target_')}"
+    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
+        keys.append("model")
+    if not keys:
+        return "", None
+    name = name_model(theirs)
+    config = read_json_object(Path(name).expanduser() / "config.json")
+    return keys[0], str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
 
 
 def _methods(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
@@ -373,8 +407,6 @@ def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
     stage, kind = str(theirs.get("stage")), theirs.get("finetuning_type", "lora")
     if cause := {"rm": "reward model", "ppo": "online RL"}.get(stage):
         yield f"stage: {stage}", cause, True
-    if "_vl" in str(theirs.get("template")) or "mllm" in str(theirs.get("dataset")):
-        yield f"template: {theirs.get('template')}", "multimodal", True
     if kind not in ("lora", "full", "freeze"):
         yield f"finetuning_type: {kind}", str(kind).upper(), True
 
@@ -386,8 +418,6 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield f"loss: {loss}", f"another loss ({loss.removesuffix('Loss')})", True
     if {"teacher_model", "kd_loss"} & theirs.keys() and find_distillation(theirs) is None:
         yield "teacher_model", "distillation by another divergence", True
-    if re.search("vision|multimodal|clip", components):
-        yield "model", "multimodal", True
     purposes = {"tasks": "evaluation", "prompt": "generation", "max_new_tokens": "generation"}
     yield from ((key, purpose, False) for key, purpose in purposes.items() if key in theirs)
     if "quantizer" in theirs:
@@ -395,14 +425,14 @@ def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield "quantizer", "quantization-aware training" if is_training else "quantization", is_training
     if "llama4" in components or "moe" in components:
         yield "model", MOE_CAUSE, True
-    if "dataset" not in theirs:
+    if not {"dataset", "datasets"} & theirs.keys():
         yield "no dataset", "a file of another purpose", False
 
 
 def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
     recipe, model = theirs.get("recipe"), read_section(theirs, "model")
     name = str(recipe.get("_target_") if isinstance(recipe, dict) else recipe or AUTOMODEL_RECIPE).rsplit(".", 1)[-1]
-    if name != AUTOMODEL_RECIPE and find_distillation(theirs) is None:
+    if name not in AUTOMODEL_RECIPES and find_distillation(theirs) is None:
         cause = next((cause for part, cause in AUTOMODEL_CAUSES.items() if part in name), name)
         yield f"recipe: {name}", cause, cause != "a benchmark"
     if "teacher_model" in theirs and find_distillation(theirs) is None:

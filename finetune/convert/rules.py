@@ -34,6 +34,7 @@ class Conversion:
     ignored: list[str] = field(default_factory=list)  # keys without effect here
     to_do: list[str] = field(default_factory=list)  # what must be set or written before the recipe can train
     accelerate_file: str | None = None  # the text of one to write beside the recipe, where no shipped one does it
+    images: str | None = None  # the model_type of the whole model, where the file trains on images
     missing_capabilities: list[str] = field(default_factory=list)  # those behind some of the differences
 
     def add_difference(self, key: str, value: Any, note: str, missing_capability: str = "") -> None:
@@ -58,6 +59,7 @@ def adapt_tool(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
     """Adds to `found` what only several keys of `theirs` together determine; `text` is the file with its comments."""
     _adapt_tokens(theirs, found)
     _adapt_frozen(theirs, found)
+    _adapt_images(theirs, found)
     rules = {"Axolotl": _adapt_axolotl, "torchtune": _adapt_torchtune, "Automodel": _adapt_automodel}
     if found.tool in rules:
         rules[found.tool](theirs, text, found)
@@ -114,6 +116,31 @@ def _adapt_frozen(theirs: Mapping[str, Any], found: Conversion) -> None:
     inner = "" if "all" in modules else rf"\.({'|'.join(modules)})"
     extra = convert_names(theirs.get("freeze_extra_modules")) or []
     found.recipe["trainable_modules"] = [f"layers.({'|'.join(map(str, numbers))}){inner}", *extra]
+
+
+def _adapt_images(theirs: Mapping[str, Any], found: Conversion) -> None:
+    """What a tool trains of a vision-language model beside the language model, which is trained alone here."""
+    if found.images is None:
+        return
+    frozen = {"LLaMA-Factory": theirs, "Automodel": read_section(theirs, "freeze_config")}.get(found.tool, {})
+    for key in ("freeze_vision_tower", "freeze_multi_modal_projector", "freeze_audio_tower"):
+        if frozen.get(key) is False:
+            found.add_difference(key, False, TRAINED_TOWER)
+    if frozen.get("freeze_language_model"):
+        found.add_difference(
+            "freeze_language_model", True, "trained here; trainable_modules: [visual] trains the tower"
+        )
+    if found.tool == "Automodel" and frozen.get("freeze_embeddings") and not found.recipe.get("use_peft"):
+        found.add_difference("freeze_embeddings", True, "the embedding is trained here, in full fine-tuning")
+    if found.tool != "Axolotl":
+        return
+    targets = "all-linear" if theirs.get("lora_target_linear") else theirs.get("lora_target_modules")
+    if not theirs.get("adapter"):
+        found.add_difference("adapter", None, TRAINED_TOWER)
+    elif "language_model" not in str(targets):
+        found.add_difference("lora_target_modules", targets, "layers of the vision tower by these names too there")
+    if "train_on_inputs" not in theirs:
+        found.add_difference("processor_type", theirs.get("processor_type"), IMAGE_LABELS)
 
 
 def _adapt_axolotl(theirs: Mapping[str, Any], text: str, found: Conversion) -> None:
@@ -200,6 +227,10 @@ def _adapt_automodel(theirs: Mapping[str, Any], text: str, found: Conversion) ->
         recipe["report_to"] = "wandb"
 
 
+TRAINED_TOWER = "the vision tower and the projector are trained too there, frozen here; trainable_modules: [visual] trains them alone"
+IMAGE_LABELS = (
+    "some versions train on all text of rows with images, here the answers; assistant_only_loss: false trains all"
+)
 DIONS_MUON = "under FSDP Microsoft's there: updates times the root of rows / columns, other coefficients, and no Nesterov momentum"
 IN_ORDER = "rows are trained on in their order there, shuffled with the seed here"
 SCHEDULES = {

@@ -45,6 +45,8 @@ def make_runnable(found: Conversion) -> None:
     """Changes in the recipe what no run of it would take, with a line for each change; what no change resolves is left
     to do."""
     facts = find_facts(found.recipe)
+    if facts is not None and found.images:
+        facts = replace(facts, vision=True)
     if facts is not None and read_family_source(facts.model_type):
         if found.recipe.pop("trust_remote_code", None):
             found.remarks.append(
@@ -113,7 +115,9 @@ def judge(found: Conversion, facts: ModelFacts | None) -> list[Problem]:
     )
     least = 1 if layout.layout == "single" else 2
     ranks = layout.ranks_per_batch if layout.ranks_per_batch > 1 else max(least, layout.expert_parallel_size)
-    return [problem for problem in find_problems(read, layout, facts, ranks) if not problem.is_note]
+    return [
+        problem for problem in find_problems(read, layout, facts, ranks, images=found.images) if not problem.is_note
+    ]
 
 
 def _change(problem: Problem, found: Conversion) -> None:

@@ -19,6 +19,7 @@ from finetune.config.other_tools import (
     OFFLOADED,
     ONE_LOSS,
     OPTIMIZER_NAMES,
+    TOWER,
     TRL,
     Counterpart,
     ignored,
@@ -136,6 +137,9 @@ AUTOMODEL = (
     *unsupported("multi-token prediction", "model.num_nextn_predict_layers"),
     *unsupported("LoRA without some layers", "peft.exclude_modules"),
     *ignored("the recipe is fine-tuning", "recipe"),
+    *(Counterpart(f"freeze_config.freeze_{part}", "trainable_modules", TOWER, "by-code")
+      for part in ("vision_tower", "audio_tower", "language_model", "embeddings")),
+    *ignored("the model's own image processor is used", "processor", "freeze_config"),
     *ignored("model_name_or_path is loaded by transformers", "model"),
     *ignored(ONE_LOSS, "loss_fn", "loss_fn._target_"),
     *ignored(COMPUTE, "quantization.bnb_4bit_compute_dtype", "quantization.bnb_4bit_quant_storage"),

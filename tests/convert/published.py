@@ -20,6 +20,7 @@ from finetune.errors import UserError
 from tests.conftest import make_tokenizer
 from tests.models.families import build
 from tests.ranks import ROOT, launch_ranks
+from tests.vision import PROCESSORS, add_processor, draw_image, make_vision_model
 
 ROWS = 12
 # What needs a GPU, a compiler that takes minutes, more than one process or the network.
@@ -108,7 +109,7 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     place.mkdir(parents=True)
     recipe = {key: value for key, value in found.recipe.items() if key not in UNREADABLE} | HERE
     recipe |= {
-        "model_name_or_path": str(make_tiny(str(recipe["model_name_or_path"]), into)),
+        "model_name_or_path": str(make_tiny(str(recipe["model_name_or_path"]), into, found.images)),
         "output_dir": str(place / "run"),
     }
     recipe.pop("tokenizer_name_or_path", None)
@@ -127,6 +128,8 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
         if key in recipe:
             entries = enumerate(recipe[key])
             recipe[key] = [write_rows(entry, rows, place / f"{key}{number}.jsonl") for number, entry in entries]
+            if found.images in PROCESSORS:
+                add_pictures(recipe[key])
     if "accelerate_config" in recipe:
         recipe["accelerate_config"] = str(write_layout(str(recipe["accelerate_config"]), place))
     path = place / "recipe.yaml"
@@ -134,8 +137,11 @@ def make_trial(file: Path, found: Conversion, into: Path) -> Trial:
     return Trial(file, found, path)
 
 
-def make_tiny(name: str, into: Path) -> Path:
+def make_tiny(name: str, into: Path, images: str | None = None) -> Path:
     """A model of two layers with random weights, of the family that `name` says, and a tokenizer of bytes with its turns."""
+    if images in PROCESSORS:
+        whole = into / "models" / images
+        return whole if whole.exists() else add_processor(make_vision_model(whole, images), images)
     family, tokenizer = guess_family(name) or "llama", make_tokenizer()
     turns = [token for pattern, tokens in TURNS.items() if re.search(pattern, name.lower()) for token in tokens]
     folder = into / "models" / f"{family}{len(turns)}"
@@ -161,6 +167,17 @@ def write_rows(entry: Mapping[str, Any], kind: str, path: Path) -> dict[str, Any
     rows = [make_row(entry, kind, number) for number in range(ROWS)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return {key: value for key, value in entry.items() if key not in ("name", "split", "path")} | {"path": str(path)}
+
+
+def add_pictures(entries: list[dict[str, Any]]) -> None:
+    """Gives each row of messages a picture, as TRL's and LLaVA's data sets have it: in the column images."""
+    for entry in entries:
+        path = Path(entry["path"])
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        entry.pop("image_folder", None)
+        for number, row in enumerate(rows):
+            row["images"] = [draw_image(path.parent / f"{number}.png", number).name]
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def make_row(entry: Mapping[str, Any], kind: str, number: int) -> dict[str, Any]:

@@ -770,7 +770,14 @@ def test_references_are_resolved(converted: Convert) -> None:
     [
         (AXOLOTL + "rl: grpo\n", "rl: grpo: online RL"),
         (AXOLOTL + "reward_model: true\n", "reward model"),
-        (AXOLOTL + "processor_type: AutoProcessor\n", "multimodal"),
+        (
+            AXOLOTL + "processor_type: AutoProcessor\n",
+            "processor_type: NousResearch/Meta-Llama-3.1-8B: rows hold images, and training on images is not supported for llama;",
+        ),
+        (
+            AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "mistralai/Voxtral-Mini-3B-2507"),
+            "2507: audio: not supported",
+        ),
         (
             AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "meta-llama/Llama-4-Scout-17B-16E"),
             "16E: mixtures of experts whose weights are quantized, or not tried yet: not supported",

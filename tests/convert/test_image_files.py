@@ -1,0 +1,129 @@
+"""`finetune convert` on files of other tools that train on images, started with a tiny model of their family and pictures."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from finetune.config.image_rules import IMAGE_FAMILIES
+from finetune.convert.conversion import convert_file
+from finetune.convert.recognize import Refusal
+from tests.convert.published import make_trial, start
+from tests.vision import FAMILIES, MORE
+
+FACTORY = """
+model_name_or_path: Qwen/Qwen2.5-VL-7B-Instruct
+image_max_pixels: 262144
+video_max_pixels: 16384
+stage: sft
+do_train: true
+finetuning_type: lora
+lora_target: all
+freeze_vision_tower: true
+freeze_multi_modal_projector: true
+dataset: mllm_demo
+media_dir: data
+template: qwen2_vl
+cutoff_len: 2048
+learning_rate: 1.0e-4
+"""
+SHAREGPT = {"messages": "messages", "images": "images"}
+TAGS = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+AUTOMODEL = """
+recipe: FinetuneRecipeForVLM
+model: {_target_: nemo_automodel.NeMoAutoModelForImageTextToText.from_pretrained, pretrained_model_name_or_path: google/gemma-3-4b-it}
+freeze_config: {freeze_embeddings: true, freeze_vision_tower: true, freeze_language_model: false}
+processor: {_target_: transformers.AutoProcessor.from_pretrained}
+dataset: {_target_: nemo_automodel.components.datasets.vlm.datasets.make_cord_v2_dataset, path_or_dataset: naver-clova-ix/cord-v2, split: train}
+step_scheduler: {global_batch_size: 8, max_steps: 100}
+optimizer: {_target_: torch.optim.AdamW, lr: 1.0e-4}
+"""
+
+
+def write_factory(folder: Path, text: str = FACTORY, **columns: str) -> Path:
+    """A file of LLaMA-Factory beside a data/dataset_info.json with mllm_demo as its own has it."""
+    demo = {"formatting": "sharegpt", "columns": SHAREGPT | columns, "tags": TAGS, "file_name": "mllm_demo.json"}
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "dataset_info.json").write_text(json.dumps({"mllm_demo": demo}))
+    (folder / "data" / "mllm_demo.json").write_text("[]")
+    (folder / "theirs.yaml").write_text(text)
+    return folder / "theirs.yaml"
+
+
+def test_axolotls_file_for_qwen2_vl_means_the_same_and_trains(shared: Path, tmp_path: Path) -> None:
+    file = shared / "peer_configs" / "axolotl" / "qwen2-vl__lora-7b.yaml"
+    if not file.is_file():
+        pytest.skip("the published files of other tools are not at hand")
+    theirs, found = yaml.safe_load(file.read_text()), convert_file(file)
+    names = {
+        "base_model": "model_name_or_path", "sequence_len": "max_length", "micro_batch_size": "per_device_train_batch_size",
+        "num_epochs": "num_train_epochs", "sample_packing": "packing", "lr_scheduler": "lr_scheduler_type",
+    }  # fmt: skip
+    same = (
+        "learning_rate",
+        "lora_r",
+        "lora_alpha",
+        "gradient_accumulation_steps",
+        "warmup_ratio",
+        "attn_implementation",
+    )
+    expected = {names.get(key, key): theirs[key] for key in (*names, *same)}
+    expected["datasets"] = [{key: theirs["datasets"][0][key] for key in ("path", "split")}]
+    assert {key: found.recipe[key] for key in expected} == expected
+    assert "chat_template" not in found.recipe  # the model's own writes the images
+    assert not found.to_do and not found.missing_capabilities
+    trained, said = start(make_trial(file, found, tmp_path))
+    assert trained and "images" in said, said
+
+
+def test_llama_factorys_images_are_read_from_their_column(tmp_path: Path) -> None:
+    file = write_factory(tmp_path / "theirs")
+    found = convert_file(file)
+    theirs = yaml.safe_load(FACTORY)
+    (entry,) = found.recipe["datasets"]
+    assert (entry["path"], entry["image_folder"]) == (str(file.parent / "data" / "mllm_demo.json"), theirs["media_dir"])
+    assert found.recipe["max_length"] == theirs["cutoff_len"] and found.recipe["lora_target_modules"] == "all-linear"
+    assert "chat_template" not in found.recipe and not found.to_do and not found.missing_capabilities
+    (size,) = found.differences
+    assert size.startswith(f"image_max_pixels: {theirs['image_max_pixels']}   (the model's own image processor")
+    trained, said = start(make_trial(file, found, tmp_path))
+    assert trained and "images" in said, said
+
+
+def test_what_a_tool_trains_beside_the_language_model_is_listed(tmp_path: Path) -> None:
+    unfrozen = FACTORY.replace("freeze_vision_tower: true", "freeze_vision_tower: false")
+    assert any(
+        line.startswith("freeze_vision_tower: false")
+        for line in convert_file(write_factory(tmp_path, unfrozen)).differences
+    )
+    assert any(
+        "columns.images" in line and "rename it" in line
+        for line in convert_file(write_factory(tmp_path / "named", images="pictures")).differences
+    )
+    assert "video" in convert_file(write_factory(tmp_path / "video", videos="videos")).missing_capabilities
+
+
+def test_automodels_recipes_for_images_are_read(tmp_path: Path) -> None:
+    (tmp_path / "theirs.yaml").write_text(AUTOMODEL)
+    found = convert_file(tmp_path / "theirs.yaml")
+    assert (found.images, found.recipe["model_name_or_path"]) == ("gemma3", "google/gemma-3-4b-it")
+    assert any(line.startswith("freeze_embeddings: true") for line in found.differences)
+    assert found.missing_capabilities == ["a data set made by code"]
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *MORE}))
+def test_a_familys_images_are_read_where_a_run_takes_them(family: str, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({"model_type": family}))
+    file = tmp_path / "theirs.yaml"
+    file.write_text(
+        f"base_model: {tmp_path / 'model'}\nprocessor_type: AutoProcessor\ndatasets: [{{path: org/rows}}]\n"
+    )
+    if family in IMAGE_FAMILIES:
+        assert convert_file(file).images == family
+    else:
+        with pytest.raises(
+            Refusal, match=f"training on images is not supported for {family}; it is tested with gemma3"
+        ):
+            convert_file(file)
