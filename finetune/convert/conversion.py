@@ -17,11 +17,10 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
 from finetune.convert.chat_templates import add_tokenizers_turns, set_template
 from finetune.convert.datasets import add_sources
-from finetune.convert.model_names import BITSANDBYTES_MODEL, DEQUANTIZED, dequantizes
+from finetune.convert.model_names import BITSANDBYTES_MODEL, DEQUANTIZED, dequantizes, find_images
 from finetune.convert.recognize import (
     Refusal,
     adapt_preferences,
-    find_images,
     find_method,
     is_factory_v1,
     recognize_tool,

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from finetune.config.image_rules import IMAGE_FAMILIES
 from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.rules import read_section
+from finetune.convert.tool_keys import Tool
+from finetune.files.run_json import read_json_object
 
 Found = tuple[str, str, bool]  # what was found in a file, the capability that it asks for, whether the file trains
 
@@ -61,6 +64,10 @@ QUANTIZED_MODEL = re.compile(r"gptq|awq|aqlm|nvfp4|mxfp4|[-_](int|fp)[48]\b|(?<!
 BITSANDBYTES_MODEL = re.compile(r"\bbnb\b")  # stored quantized, and loaded as it is
 
 
+IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
+    "Axolotl": ("processor_type", "is_multimodal"),
+    "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
+}  # fmt: skip
 FEW_BITS = (*LOAD_KEYS, "quantization_bit", "quantize_moe_experts")
 MOE_KEYS = (
     "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
@@ -127,3 +134,35 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
         takes_images = pattern in (MULTIMODAL_MODEL, HYBRID_MODEL) and guess_vision_family(lower) in IMAGE_FAMILIES
         if pattern.search(lower) and not takes_images and not (pattern is MOE_MODEL and is_dequantized):
             yield name, cause, True
+
+
+def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:
+    """(the key by which a file trains on images, the model_type of its whole model); none where it is trained on text, or
+    neither a config.json nor the name says the model_type."""
+    keys = [key for key in IMAGE_KEYS.get(tool, ()) if theirs.get(key) is not None]
+    template, components = str(theirs.get("template")), " ".join(find_texts(theirs, "_component_"))
+    if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(theirs.get("dataset"))):
+        keys.append("template")
+    if tool == "torchtune" and re.search("vision|multimodal|clip", components):
+        return "model", "mllama"  # its only family
+    target = f"{theirs.get('recipe')} {read_section(theirs, 'model').get('_target_')}"
+    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
+        keys.append("model")
+    if not keys:
+        return "", None
+    name = name_model(theirs)
+    config = read_json_object(Path(name).expanduser() / "config.json")
+    return keys[0], str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
+
+
+def find_texts(value: Any, key: str) -> Iterator[str]:
+    """Every text under `key`, however deep."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key and isinstance(inner, str):
+                yield inner
+            else:
+                yield from find_texts(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from find_texts(inner, key)

@@ -10,11 +10,10 @@ from finetune.config.methods import METHODS, Method
 from finetune.config.other_tools import LABEL_LOSSES, MEAN_OF_MEANS, NO_DROPOUT
 from finetune.config.reader import read_recipe
 from finetune.config.schema import keys_of
-from finetune.convert.model_names import MOE_CAUSE, Found, find_refused_models, guess_vision_family, name_model
+from finetune.convert.model_names import MOE_CAUSE, Found, find_images, find_refused_models, find_texts, name_model
 from finetune.convert.rules import Conversion, convert_number, read_section, shorten
 from finetune.convert.tool_keys import Tool
 from finetune.errors import UserError
-from finetune.files.run_json import read_json_object
 
 AXOLOTL_METHODS = {"dpo": "dpo", "ipo": "dpo", "orpo": "orpo", "kto": "kto", "simpo": "simpo"}
 PAIR_LOSSES = ("sigmoid", "hinge", "ipo", "apo_zero")
@@ -254,10 +253,6 @@ REFUSED_KEYS: Mapping[Tool, Mapping[str, tuple[str, ...]]] = {
 }
 AUTOMODEL_RECIPE = "TrainFinetuneRecipeForNextTokenPrediction"
 AUTOMODEL_RECIPES = (AUTOMODEL_RECIPE, "FinetuneRecipeForVLM")
-IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
-    "Axolotl": ("processor_type", "is_multimodal"),
-    "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
-}  # fmt: skip
 # Parts of the names of Automodel's recipes, and of its models' classes.
 AUTOMODEL_CAUSES = {
     "Benchmark": "a benchmark", "KnowledgeDistillation": "distillation", "Diffusion": "diffusion",
@@ -303,9 +298,9 @@ class Refusal(UserError):
 
 def recognize_tool(theirs: Mapping[str, Any]) -> Tool | None:
     """Whose file it is, by the keys that only one of them has."""
-    if any("nemo_automodel" in text for text in _texts(theirs, "_target_")) or "step_scheduler" in theirs:
+    if any("nemo_automodel" in text for text in find_texts(theirs, "_target_")) or "step_scheduler" in theirs:
         return "Automodel"
-    if any(True for _ in _texts(theirs, "_component_")):
+    if any(True for _ in find_texts(theirs, "_component_")):
         return "torchtune"
     if "base_model" in theirs or {"sequence_len", "micro_batch_size"} & theirs.keys():
         return "LLaMA-Factory" if is_factory_v1(theirs) else "Axolotl"
@@ -360,25 +355,6 @@ def refuse_other_methods(tool: Tool, theirs: Mapping[str, Any], source: Path) ->
         raise Refusal.because(source, found, cause, is_training)
 
 
-def find_images(tool: Tool, theirs: Mapping[str, Any]) -> tuple[str, str | None]:
-    """(the key by which a file trains on images, the model_type of its whole model); none where it is trained on text, or
-    neither a config.json nor the name says the model_type."""
-    keys = [key for key in IMAGE_KEYS.get(tool, ()) if theirs.get(key) is not None]
-    template, components = str(theirs.get("template")), " ".join(_texts(theirs, "_component_"))
-    if tool == "LLaMA-Factory" and (re.search("_vl$|_vl_", template) or "mllm" in str(theirs.get("dataset"))):
-        keys.append("template")
-    if tool == "torchtune" and re.search("vision|multimodal|clip", components):
-        return "model", "mllama"  # its only family
-    target = f"{theirs.get('recipe')} {read_section(theirs, 'model').get('_target_')}"
-    if tool == "Automodel" and re.search("ForVLM|ImageText", target):
-        keys.append("model")
-    if not keys:
-        return "", None
-    name = name_model(theirs)
-    config = read_json_object(Path(name).expanduser() / "config.json")
-    return keys[0], str(config["model_type"]) if config.get("model_type") else guess_vision_family(name)
-
-
 def _methods(tool: Tool, theirs: Mapping[str, Any]) -> Iterator[Found]:
     for cause, keys in {**REFUSED_KEYS[tool], "mixture of depths": ("mixture_of_depths",)}.items():
         yield from ((f"{key}: {shorten(theirs[key])}", cause, True) for key in keys if theirs.get(key))
@@ -412,7 +388,7 @@ def _factory(theirs: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def _torchtune(theirs: Mapping[str, Any]) -> Iterator[Found]:
-    components = " ".join(_texts(theirs, "_component_"))
+    components = " ".join(find_texts(theirs, "_component_"))
     loss = str(read_section(theirs, "loss").get("_component_", "")).rsplit(".", 1)[-1]
     if "rlhf.loss" in components and find_method("torchtune", theirs, Path()) == "sft":
         yield f"loss: {loss}", f"another loss ({loss.removesuffix('Loss')})", True
@@ -437,7 +413,7 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield f"recipe: {name}", cause, cause != "a benchmark"
     if "teacher_model" in theirs and find_distillation(theirs) is None:
         yield "teacher_model", "distillation by another divergence", True
-    if "mock" in " ".join(_texts(theirs, "_target_")):
+    if "mock" in " ".join(find_texts(theirs, "_target_")):
         yield "dataset: made-up tokens", "a benchmark", False
     kind = str(model.get("_target_", ""))
     for part, cause in AUTOMODEL_MODELS.items():
@@ -449,16 +425,3 @@ def _automodel(theirs: Mapping[str, Any]) -> Iterator[Found]:
         yield "dataloader: prefix trees", "online RL", True
     if kind.endswith("from_config"):
         yield "model: from_config", FROM_SCRATCH, True
-
-
-def _texts(value: Any, key: str) -> Iterator[str]:
-    """Every text under `key`, however deep."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name == key and isinstance(inner, str):
-                yield inner
-            else:
-                yield from _texts(inner, key)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _texts(inner, key)
