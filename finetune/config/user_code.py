@@ -94,7 +94,7 @@ def explained(what: str) -> Iterator[None]:
         yield
     except (UserError, Preempted):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # sys.exit(0) would end the run as if it had succeeded
         if type(error).__name__ == "OutOfMemoryError":  # torch's, which is explained with the plan
             raise
         frames = [

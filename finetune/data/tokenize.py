@@ -99,6 +99,8 @@ def _complete_ratings(row: ParsedRow, others: Iterator[Document | None]) -> Pars
 def _read_row(row: Row | BadRow, source: DatasetSource, kind: RowKind) -> ParsedRow | BadRow:
     if isinstance(row, BadRow):
         return row
+    if (name := next((name for name in row if not isinstance(name, str)), None)) is not None:  # of a user's function
+        return BadRow(f"a column's name is {name!r}, and text is expected")
     try:
         "".join(row).encode()  # names of columns are shown in messages and stored in reports
         return READERS[kind](row, source)

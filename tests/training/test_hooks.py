@@ -34,6 +34,12 @@ def fails_at_row_3():
 def scalars():
     yield 3
 
+def leaves():
+    raise SystemExit(0)
+
+def numbered():
+    yield {{1: "one", "text": "two"}}
+
 def nothing():
     pass
 
@@ -210,6 +216,8 @@ def start(**keys: Any) -> Callable[[Path], object]:
         (prepare("my_data.py:row"), "my_data.py: no function or class row; did you mean rows?"),
         (prepare("my_data.py:fails_at_row_3"), r"/my_data.py:12: .*/my_data.py:fails_at_row_3, row 3: ZeroDivisionError: division by zero"),
         (prepare("my_data.py:scalars"), "my_data.py:scalars, row 1: int; a mapping is expected"),
+        (prepare("my_data.py:leaves"), r"/my_data.py:\d+: .*my_data.py:leaves: SystemExit: 0"),
+        (prepare("my_data.py:numbered"), "my_data.py:numbered, row 1: a column's name is 1, and text is expected"),
         (prepare("my_data.py:nothing"), "my_data.py:nothing: returned NoneType; yield rows"),
         (prepare("my_data.py:empty"), "my_data.py:empty: it has no rows"),
         (start(callbacks=["my_callbacks.py:Misspelled"]), "callbacks: Misspelled: on_stop is no event; did you mean on_step?"),
