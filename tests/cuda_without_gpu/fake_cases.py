@@ -54,11 +54,12 @@ class Case:
 
 
 def every_optimizer(on_device: bool) -> dict[str, Optimization]:
-    """Each optimizer; where the device itself may keep a loss that is not finite from the update, also with steps that are
-    skipped instead."""
+    """Each optimizer that works there; where the device itself may keep a loss that is not finite from the update, also with
+    steps that are skipped instead."""
     return {
         f"{optim}, {on_nonfinite}": Optimization(optim=optim, on_nonfinite=on_nonfinite)  # type: ignore[arg-type]
         for optim, facts in OPTIMIZERS.items()
+        if on_device or "CPU offload" not in facts.conflicts
         for on_nonfinite in (("stop", "skip") if on_device and facts.reads_found_inf else ("stop",))
     }
 
