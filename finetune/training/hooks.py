@@ -81,7 +81,11 @@ class Hooks:
         for of, callback in self.callbacks.items():
             with explained(f"{of}.state_dict"):
                 state = callback.state_dict() if hasattr(callback, "state_dict") else None
-                states |= {of: json.loads(json.dumps(state))} if state else {}
+            try:
+                kept = json.loads(json.dumps(state))
+            except (TypeError, ValueError) as error:
+                raise UserError(f"{of}.state_dict: checkpoints keep values of JSON: {error}") from None
+            states |= {of: kept} if state else {}
         return replace(progress, callbacks=states or None)
 
     def load_states(self, progress: Progress) -> None:

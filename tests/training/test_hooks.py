@@ -244,3 +244,15 @@ def test_a_file_that_cannot_be_run_is_named_with_its_line(tmp_path: Path) -> Non
             load(f"{file}:rows")
         assert "\n" not in str(caught.value)
         file.unlink()
+
+
+def test_a_state_that_is_no_json_is_said_before_the_first_step(mine: Path) -> None:
+    class Keeps(finetune.Callback):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    recipe = read_recipe(mine, max_steps=1, output_dir=str(mine.parent / "unsaved"))
+    sentence = "Keeps.state_dict: checkpoints keep values of JSON: Object of type set is not JSON serializable"
+    with pytest.raises(finetune.UserError, match=sentence):
+        finetune.train(recipe, "single", callbacks=[Keeps()])
+    assert not [*(mine.parent / "unsaved").glob("checkpoints/step-*")]
