@@ -4,7 +4,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from finetune.config.schema import Recipe
 from finetune.config.user_code import explained, load
 from finetune.errors import UserError
+from finetune.files.run_json import MAX_DIGITS, parse_json
 from finetune.progress import Progress
 
 EVENTS = ("on_start", "on_step", "on_log", "on_evaluate", "on_save", "on_end")
@@ -75,18 +76,21 @@ class Hooks:
             with explained(f"{of}.{name}"):
                 getattr(callback, name, lambda _: None)(event)
 
-    def save_states(self, progress: Progress) -> Progress:
-        """`progress` with the callbacks' states."""
+    def read_states(self) -> dict[str, Any]:
+        """The callbacks' states, by name. Raises `UserError` where one fails, or would not come back as it is."""
         states: dict[str, Any] = {}
         for of, callback in self.callbacks.items():
             with explained(f"{of}.state_dict"):
                 state = callback.state_dict() if hasattr(callback, "state_dict") else None
             try:
-                kept = json.loads(json.dumps(state))
+                text = json.dumps(state)
+                kept = parse_json(text)
             except (TypeError, ValueError) as error:
                 raise UserError(f"{of}.state_dict: checkpoints keep values of JSON: {error}") from None
+            if kept != json.loads(text):
+                raise UserError(f"{of}.state_dict: a whole number has more than {MAX_DIGITS} digits; keep it as text")
             states |= {of: kept} if state else {}
-        return replace(progress, callbacks=states or None)
+        return states
 
     def load_states(self, progress: Progress) -> None:
         """Gives the callbacks the states that `progress` holds."""

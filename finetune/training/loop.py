@@ -138,7 +138,7 @@ def train(run: TrainingRun, progress: Progress, signals: SignalListener) -> Prog
             run.notify("on_step", progress)
             if due.save:
                 with window.paused():
-                    saver.save(run.hooks.save_states(progress))
+                    run.save(progress)
                 signals.save = False
                 run.notify("on_save", progress)
             if due.end:

@@ -144,7 +144,7 @@ def start_run(
     for line in first_screen(run, size, progress):
         log.say(line)
     hooks.load_states(progress)
-    hooks.save_states(progress)  # a state that no checkpoint can keep is said before the first step
+    RankGroup(world).on_all(hooks.read_states)  # a state that no checkpoint can keep is said before the first step
     return run
 
 

@@ -2,7 +2,7 @@
 saver."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -77,9 +77,26 @@ class TrainingRun:
                 raise
             self.saver.finish()
             if not step_folder(self.folder, progress.step).exists():
-                self.saver.save(self.hooks.save_states(progress))
+                self.save(progress)
                 self.saver.finish()
             raise UserError(f"{error} (step {progress.step} is saved)") from error
+
+    def save(self, progress: Progress) -> None:
+        """Saves a checkpoint, with the callbacks' states of rank 0. All ranks call it.
+
+        Raises `UserError` on all ranks where a state cannot be kept; the step is saved before, without new states.
+        """
+        failure = None
+        if self.hooks.callbacks:
+            try:
+                states = RankGroup(self.world).on_all(self.hooks.read_states)[0]
+                progress = replace(progress, callbacks=states or None)
+            except UserError as error:
+                failure = error
+        self.saver.save(progress)
+        if failure is not None:
+            self.saver.finish()
+            raise UserError(f"{failure} (step {progress.step} is saved, without it)") from failure
 
     def preempted(self, where: str, by: str = "a signal") -> Preempted:
         """The exception of a run that a signal stops; `where` says what is saved."""

@@ -246,13 +246,33 @@ def test_a_file_that_cannot_be_run_is_named_with_its_line(tmp_path: Path) -> Non
         file.unlink()
 
 
-def test_a_state_that_is_no_json_is_said_before_the_first_step(mine: Path) -> None:
+@pytest.mark.parametrize(
+    ("state", "sentence"),
+    [
+        ({1, 2}, "Keeps.state_dict: checkpoints keep values of JSON: Object of type set is not JSON serializable"),
+        (10**30, "Keeps.state_dict: a whole number has more than 20 digits; keep it as text"),
+    ],
+)
+def test_a_state_that_checkpoints_cannot_keep_is_said_before_the_first_step_or_after_a_save(
+    mine: Path, state: Any, sentence: str, tmp_path: Path
+) -> None:
     class Keeps(finetune.Callback):
-        def state_dict(self) -> dict[str, Any]:
-            return {"seen": {1, 2}}
+        def __init__(self, from_step: int) -> None:
+            self.from_step, self.step = from_step, 0
 
-    recipe = read_recipe(mine, max_steps=1, output_dir=str(mine.parent / "unsaved"))
-    sentence = "Keeps.state_dict: checkpoints keep values of JSON: Object of type set is not JSON serializable"
-    with pytest.raises(finetune.UserError, match=sentence):
-        finetune.train(recipe, "single", callbacks=[Keeps()])
-    assert not [*(mine.parent / "unsaved").glob("checkpoints/step-*")]
+        def on_step(self, event: finetune.Event) -> None:
+            self.step = event.step
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": state if self.step >= self.from_step else 0}
+
+    def steps_saved(from_step: int) -> list[str]:
+        folder = tmp_path / str(from_step)
+        recipe = read_recipe(mine, max_steps=2, save_steps=1, output_dir=str(folder))
+        with pytest.raises(finetune.UserError, match=f"^{sentence}") as caught:
+            finetune.train(recipe, "single", callbacks=[Keeps(from_step)])
+        assert ("step 2 is saved, without it" in str(caught.value)) == (from_step == 2)
+        return sorted(path.name for path in folder.glob("checkpoints/step-*"))
+
+    assert steps_saved(0) == []
+    assert steps_saved(2) == ["step-00000001", "step-00000002"]
