@@ -179,13 +179,12 @@ class ImageProcessor:
         from PIL import Image
 
         blank = Image.new("RGB", size)
+        own = self._own
         try:
-            found = self._own(text=[self.token], images=[[blank]], return_text_replacement_offsets=True)
-            return str(found["text_replacement_offsets"][0][0]["replacement"])
-        except Exception as error:  # each processor has limits of its own
-            raise BadRow(
-                f"image: {size[0]} x {size[1]} pixels: {type(self._own).__name__} rejects it: {error}"
-            ) from None
+            found = own(text=[self.token], images=[[blank]], return_text_replacement_offsets=True)
+        except ValueError as error:  # a processor's own limits, such as a ratio of the sides
+            raise BadRow(f"image: {size[0]} x {size[1]} pixels: {type(own).__name__} rejects it: {error}") from None
+        return str(found["text_replacement_offsets"][0][0]["replacement"])
 
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""

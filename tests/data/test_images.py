@@ -128,6 +128,10 @@ def load_ids(model: Path) -> list[int]:
         ({"type": "image", "path": "none.png"}, "none.png: no such file"),
         ({"type": "image", "path": "text.png"}, "text.png: cannot be read as an image"),
         ({"type": "image", "path": "torn.png"}, "torn.png: cannot be read as an image"),
+        (
+            {"type": "image", "path": "thin.png"},
+            "1 x 300 pixels: Qwen2_5_VLProcessor rejects it: absolute aspect ratio",
+        ),
         ({"type": "image", "path": "moving.gif"}, "moving.gif: animated; save one of its 2 frames"),
         ({"type": "image", "path": "bomb.png"}, "bomb.png: 30,000 x 3,000 pixels, more than 89,478,485"),
         (
@@ -145,6 +149,7 @@ def test_an_image_that_cannot_be_used_is_named_with_its_row(
     draw_image(tmp_path / "good.png", 1)
     (tmp_path / "text.png").write_text("no image")
     (tmp_path / "torn.png").write_bytes((tmp_path / "good.png").read_bytes()[:-40])
+    Image.new("L", (1, 300)).save(tmp_path / "thin.png")
     frames = [Image.new("L", (9, 9), color) for color in (0, 200)]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     if "bomb" in str(part):
