@@ -271,6 +271,13 @@ def render(document: Document, renderer: Renderer) -> RenderedText:
             return _render_whole(document, asked, renderer)
 
 
+def find_image_token(renderer: Renderer) -> str:
+    """What a chat template writes for an image. Raises `BadRow` or `UserError` where the model takes none."""
+    if renderer.images is None:
+        raise BadRow("image: this tokenizer is of no model that takes images")
+    return renderer.images.token
+
+
 def write_images(
     text: RenderedText, document: Document, images: Sequence[EncodedImage], renderer: Renderer
 ) -> RenderedText:
@@ -280,10 +287,8 @@ def write_images(
     """
     if not images:
         return text
-    assert isinstance(document, Conversation)
-    if renderer.images is None:
-        raise BadRow("image: this tokenizer is of no model that takes images")
-    token, last = renderer.images.token, max(text.turns, default=len(document.messages))
+    assert isinstance(document, Conversation) and renderer.images is not None
+    token, last = find_image_token(renderer), max(text.turns, default=len(document.messages))
     counts = [sum(m["content"].count(IMAGE) for m in document.messages[:end]) for end in (last + 1, None)]
     found = text.text.count(token)
     typed = [word for word in renderer.images.reserved if word != token and word in text.text]

@@ -24,7 +24,7 @@ from finetune.data.images import ImageProcessor, hash_images, read_image
 from finetune.data.json_rows import RepeatedKeys
 from finetune.data.messages import BadRow
 from finetune.data.preferences import find_mismatched, is_empty_answer, join_answer, parse_pair, parse_ratings
-from finetune.data.render import COMPARED, CONTEXT, RenderedText, render, render_turns, write_images
+from finetune.data.render import COMPARED, CONTEXT, RenderedText, find_image_token, render, render_turns, write_images
 from finetune.data.sources import RowBatch
 from finetune.data.template import Renderer, add_variables, make_renderer_of
 from finetune.data.token_store import Tokens
@@ -67,6 +67,8 @@ def render_group(
     texts: tuple[RenderedText, ...] = ()
     for document in group.documents:
         images = [read_image(image, folder) for image in getattr(document, "images", ())]
+        if images:
+            find_image_token(renderer)  # a text model's template would only say that it expects text
         own = render_turns(document, renderer) if len(group.documents) == 1 else (render(document, renderer),)
         texts += tuple(write_images(text, document, images, renderer) for text in own)
     try:

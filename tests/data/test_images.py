@@ -244,12 +244,13 @@ def test_what_images_cannot_be_combined_with_is_refused(model: Path, tmp_path: P
             prepare(model, data, **keys)
 
 
-def test_a_model_without_a_tower_takes_no_images(tmp_path: Path, model: Path) -> None:
+@pytest.mark.parametrize("keys", [{}, {"chat_template": "chatml"}], ids=["own template", "named"])
+def test_a_model_without_a_tower_takes_no_images(keys: dict[str, str], tmp_path: Path, model: Path) -> None:
     draw_image(tmp_path / "0.png", 0)
     data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     with pytest.raises(UserError, match="a row holds an image, and this model takes none"):
-        prepare(model, data, model_name_or_path=None, model_config=config, tokenizer_name_or_path=str(model))
+        prepare(model, data, model_name_or_path=None, model_config=config, tokenizer_name_or_path=str(model), **keys)
 
 
 def test_images_do_not_depend_on_the_number_of_threads(model: Path, tmp_path: Path) -> None:
