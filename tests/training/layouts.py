@@ -1,6 +1,7 @@
 """Recipes, Accelerate files for every layout, and what a run under them left, for tests."""
 
 import json
+import shutil
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,18 @@ def assert_losses(
         assert line["loss"] == pytest.approx(loss, rel=rel), f"{run}, step {line['step']}"
         assert line["grad_norm"] == pytest.approx(norm, rel=norms or rel), f"{run}, step {line['step']}"
     return lines
+
+
+def assert_last_step_again_is_bit_equal(whole: Path, recipe: Path, folder: Path, steps: int) -> None:
+    """That a copy of the run `whole` of one process, which lost its last checkpoint, resumes to the same bits."""
+    again = folder / "again"
+    shutil.copytree(whole, again)
+    shutil.rmtree(again / "checkpoints" / f"step-{steps:08d}")
+    (again / "finished.json").unlink()
+    keys = [f"output_dir={again}", "export_at_end=False"]
+    printed = train_all(folder, [(recipe, write_config(folder, "single"), keys)], ranks=1)
+    assert f"resumed at step {steps - 1}" in printed
+    assert_bit_equal(whole, again, steps)
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:

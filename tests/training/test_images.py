@@ -3,7 +3,6 @@ at a time, packed and padded, in every layout."""
 
 import itertools
 import json
-import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,14 @@ from finetune.session import Session
 from tests.conftest import make_chat
 from tests.data.world import Rank
 from tests.training import reference
-from tests.training.layouts import assert_bit_equal, steps_of, train_all, train_families, write_config, write_recipe
+from tests.training.layouts import (
+    assert_last_step_again_is_bit_equal,
+    steps_of,
+    train_all,
+    train_families,
+    write_config,
+    write_recipe,
+)
 from tests.training.test_vision_language import open_whole
 from tests.vision import add_processor, draw_image, make_image_chat, make_vision_model, open_processor, process_row
 
@@ -186,14 +192,7 @@ def test_a_tower_is_not_trained_without_images(recipes: dict[str, Path], tmp_pat
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole, again = runs("gemma3", "single", 1), tmp_path / "again"
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08d}")
-    (again / "finished.json").unlink()
-    keys = [f"output_dir={again}", "export_at_end=False"]
-    printed = train_all(tmp_path, [(recipes["gemma3"], write_config(tmp_path, "single"), keys)], ranks=1)
-    assert f"resumed at step {STEPS - 1}" in printed
-    assert_bit_equal(whole, again, STEPS)
+    assert_last_step_again_is_bit_equal(runs("gemma3", "single", 1), recipes["gemma3"], tmp_path, STEPS)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])

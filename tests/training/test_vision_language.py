@@ -19,11 +19,9 @@ from tests.conftest import make_chat
 from tests.inference.test_evaluate import PROMPTS, make_task
 from tests.training import reference
 from tests.training.layouts import (
-    assert_bit_equal,
+    assert_last_step_again_is_bit_equal,
     assert_losses,
-    train_all,
     train_families,
-    write_config,
     write_recipe,
 )
 from tests.training.test_preference_layouts import make_pairs
@@ -197,14 +195,7 @@ def test_a_trained_checkpoint_is_talked_to_and_measured(
 def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
     runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
 ) -> None:
-    whole, again = runs("qwen3_vl", "single", 1), tmp_path / "again"
-    shutil.copytree(whole, again)
-    shutil.rmtree(again / "checkpoints" / f"step-{STEPS:08d}")
-    (again / "finished.json").unlink()
-    keys = [f"output_dir={again}", "export_at_end=False"]
-    printed = train_all(tmp_path, [(recipes["qwen3_vl"], write_config(tmp_path, "single"), keys)], ranks=1)
-    assert f"resumed at step {STEPS - 1}" in printed
-    assert_bit_equal(whole, again, STEPS)
+    assert_last_step_again_is_bit_equal(runs("qwen3_vl", "single", 1), recipes["qwen3_vl"], tmp_path, STEPS)
 
 
 def test_an_adapter_without_effect_on_the_class_is_refused(
