@@ -25,7 +25,8 @@ SECONDS = 60.0  # for a change to be seen; two are enough on a quiet machine
 # The first time the page is seen, its recipe is opened and a plot gets the focus: both must outlive every change.
 SEEN = """(() => {
   const d = w.document, text = (selector) => [...d.querySelectorAll(selector)].map((each) => each.textContent);
-  if (!d.body.dataset.seen && d.querySelector('details')) {
+  // The plots' listeners are added at the end of the page; a focus before them shows no values.
+  if (d.readyState === 'complete' && !d.body.dataset.seen && d.querySelector('details')) {
     d.body.dataset.seen = 'yes';
     d.querySelector('details').open = true;
     d.querySelector('#loss .plot').focus();
