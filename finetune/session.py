@@ -27,7 +27,7 @@ from finetune.config.layout import Sharding
 from finetune.config.pretrained_adapter import complete_lora
 from finetune.config.schedules import compute_learning_rate
 from finetune.config.schema import Recipe
-from finetune.config.user_code import expect_recipe, explained
+from finetune.config.user_code import expect_recipe, explained, place_of
 from finetune.constants import EXPORT
 from finetune.data.batches import MicroBatch, StepBatch
 from finetune.data.examples import Prompt
@@ -105,13 +105,14 @@ class FunctionObjective(Objective):
         found = model(**inputs, head_function=head_log_probabilities)
         if not micro_batch.example_ids:
             return Measured(found.sum() * 0.0)
-        with explained("loss"):
+        with explained("loss", self.function):
             loss: object = self.function(found, micro_batch.with_documents())
         if not isinstance(loss, Tensor) or loss.dim() or not loss.requires_grad:
             given = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
             given = "a tensor without a graph" if isinstance(loss, Tensor) and not loss.dim() else given
             raise UserError(
-                f"loss: returned {given}; return one number with its graph, such as -log_probabilities.sum()"
+                f"{place_of(self.function)}loss: returned {given}; return one number with its graph, such as "
+                "-log_probabilities.sum()"
             )
         return Measured(loss)
 

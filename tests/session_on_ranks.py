@@ -30,7 +30,7 @@ ROWS = [
 
 def main() -> None:
     folder, layout = Path(sys.argv[1]), sys.argv[2]
-    starts = launches(9)
+    starts = launches(10)
     found: dict[str, Any] = {}
 
     next(starts)
@@ -51,8 +51,22 @@ def main() -> None:
     finetune.train(watched, layout)
     next(starts)
     found["rows"] = train_on_rows(folder / "rows", layout, model)
+    next(starts)
+    own = {"max_steps": 2, "export_at_end": False, "output_dir": f"{folder}/refused"}
+    try:
+        finetune.train(finetune.load_recipe("quickstart", **QUICK | own), layout, [Refuses()])
+    except finetune.UserError as error:
+        found["refused"] = str(error)
     if os.environ["RANK"] == "0":
         (folder / "found.json").write_text(json.dumps(found))
+
+
+class Refuses:
+    """Raises on the last rank alone; the others learn of it and do not wait."""
+
+    def on_step(self, event: finetune.Event) -> None:
+        if os.environ["RANK"] == str(int(os.environ["WORLD_SIZE"]) - 1):
+            raise ValueError(f"not on rank {os.environ['RANK']}")
 
 
 HOOKS: dict[str, Any] = {"max_steps": 2, "exact_match_samples": 5, "export_at_end": False}

@@ -79,6 +79,12 @@ def test_hooks_of_a_recipe_see_all_ranks(folder: Path) -> None:
     assert (noted["step"], float(f"{noted['loss']:.9g}")) == (2, trained["loss"])
 
 
+def test_what_a_callback_raises_on_one_rank_ends_all_after_a_save(folder: Path, found: dict[str, Any]) -> None:
+    ranks = json.loads((folder / "refused" / "environment.json").read_text())["ranks"]
+    assert found["refused"].endswith(f"Refuses.on_step: ValueError: not on rank {ranks - 1} (step 1 is saved)")
+    assert [path.name for path in (folder / "refused").glob("checkpoints/step-*")] == ["step-00000001"]
+
+
 class Largest(TorchDispatchMode):
     """Finds the largest tensor that any operation within it makes, in numbers."""
 

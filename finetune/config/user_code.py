@@ -2,11 +2,12 @@
 
 import difflib
 import importlib.util
+import inspect
 import itertools
 import sys
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from finetune.config.schema import Recipe
 from finetune.errors import Preempted, UserError
 
 OURS = str(Path(__file__).resolve().parents[1])
+MANY_ROWS = 100_000  # from so many on, each tenfold number is said
 
 
 def expect_recipe(recipe: Any) -> Recipe:
@@ -66,29 +68,51 @@ def load(name: str) -> Any:
 
 
 def read_rows(name: str) -> Iterator[dict[str, Any]]:
-    """The rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises, and for no row."""
+    """The rows that the function `FILE.py:NAME` yields. Raises `UserError` for what it raises."""
     function = load(name)
-    with explained(name):
+    with explained(name, function):
         rows = function()
+    place = f"{place_of(function)}{name}"
     if not hasattr(rows, "__iter__") or isinstance(rows, str | Mapping):
-        raise UserError(f"{name}: returned {type(rows).__name__}; yield rows, each a mapping as {{'text': ...}}")
+        raise UserError(f"{place}: returned {type(rows).__name__}; yield rows, each a mapping as {{'text': ...}}")
     rows, end = iter(rows), object()
     for number in itertools.count(1):
-        with explained(f"{name}, row {number}"):
+        with explained(f"{name}, row {number}", function):
             row = next(rows, end)
         if row is end:
             return
         if not isinstance(row, Mapping):
-            raise UserError(f"{name}, row {number}: {type(row).__name__}; a mapping is expected, as {{'text': ...}}")
-        yield dict(row)
+            raise UserError(f"{place}, row {number}: {type(row).__name__}; a mapping is expected, as {{'text': ...}}")
+        if number >= MANY_ROWS and str(number).strip("0") == "1":
+            print(f"{name}: {number:,} rows so far; one without an end requires streaming: true", file=sys.stderr)
+        yield plain_row(row)
+
+
+def plain_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A row of a user's code as a file has it: arrays and tensors as lists.
+
+    >>> import numpy
+    >>> plain_row({"input_ids": numpy.arange(3), "source": "web"})
+    {'input_ids': [0, 1, 2], 'source': 'web'}
+    """
+    return {key: value.tolist() if hasattr(value, "tolist") else value for key, value in row.items()}
+
+
+def place_of(code: Any) -> str:
+    """`FILE:LINE: ` of the definition of a user's function or class; empty where that is not known."""
+    with suppress(TypeError, OSError):
+        code = inspect.unwrap(code)
+        return f"{inspect.getsourcefile(code)}:{inspect.getsourcelines(code)[1]}: "
+    return ""
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
+def explained(what: str, code: Any = None) -> Iterator[None]:
     """Turns what a user's code raises within it into a `UserError` that names the file and the line.
 
     Args:
         what: What is called, for the sentence.
+        code: The function or class that is called. Its definition is named where the call itself fails.
     """
     try:
         yield
@@ -105,17 +129,25 @@ def explained(what: str) -> Iterator[None]:
         own = [frame for frame in frames if frame[0] == frames[0][0]]  # not of a library that it calls
         if isinstance(error, SyntaxError) and error.filename:
             own.append((error.filename, error.lineno))
-        place = f"{own[-1][0]}:{own[-1][1]}: " if own else ""
+        place = f"{own[-1][0]}:{own[-1][1]}: " if own else place_of(code)
         said = " ".join(str(error.msg if isinstance(error, SyntaxError) else error).split())
         raise UserError(f"{place}{what}: {type(error).__name__}{f': {said}' if said else ''}") from error
 
 
+_folders: list[str] = []  # of the files that were run, the latest first
+
+
 @lru_cache
 def _run_file(path: str, modified_ns: int) -> ModuleType:
-    name = f"{Path(path).stem} of a recipe"  # no import finds it: a file named json.py replaces nothing
+    name = f"{path} of a recipe"  # no import finds it: a file named json.py replaces nothing
     folder = str(Path(path).parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # what stands beside it can be imported, after all else
+    for key, module in list(sys.modules.items()):  # a module of that name beside another file is another module
+        file = Path(getattr(module, "__file__", None) or "")
+        if key == file.stem and str(file.parent) in {*_folders} - {folder} and Path(folder, file.name).is_file():
+            del sys.modules[key]
+    rest = [each for each in sys.path if each not in _folders]
+    _folders[:] = [folder, *(each for each in _folders if each != folder)]
+    sys.path[:] = [*rest, *_folders]  # what stands beside it can be imported, after all else
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None, path
     sys.modules[name] = module = importlib.util.module_from_spec(spec)  # where dataclasses look

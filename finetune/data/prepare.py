@@ -16,6 +16,7 @@ import xxhash
 from finetune.config.compatibility import find_problems, refuse_problems
 from finetune.config.methods import RowKind
 from finetune.config.schema import Data, DatasetSource, Recipe, compute_global_batch_size
+from finetune.config.user_code import plain_row
 from finetune.data.batches import (
     MicroBatch,
     OnReport,
@@ -335,7 +336,7 @@ def batch_rows(
     if not rows or not all(isinstance(row, Mapping) for row in rows):
         raise UserError(f"{GIVEN}: a list of mappings is expected, each as a row of a data file")
     source, stats = DatasetSource(path=GIVEN), SourceStats()
-    read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(dict, rows)))
+    read = RowBatch(GIVEN, tuple(range(1, len(rows) + 1)), tuple(map(plain_row, rows)))
     tokens = tokenize_rows([(source, read)], recipe.data, tokenizer, stats, recipe.method_facts.rows)
     examples, report = select_examples(keep_in_memory(tokens, stats.as_json), source, recipe.data)
     if stop := [finding for finding in report.findings if finding.is_fatal]:

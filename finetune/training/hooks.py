@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from finetune.config.schema import Recipe
-from finetune.config.user_code import explained, load
+from finetune.config.user_code import explained, load, place_of
 from finetune.errors import UserError
 from finetune.files.run_json import MAX_DIGITS, parse_json
 from finetune.progress import Progress
@@ -73,22 +74,25 @@ class Hooks:
     def call(self, name: str, event: Event) -> None:
         """Calls each callback that has the event `name`. Raises `UserError` for what one raises."""
         for of, callback in self.callbacks.items():
-            with explained(f"{of}.{name}"):
-                getattr(callback, name, lambda _: None)(event)
+            event_of_it = getattr(callback, name, lambda _: None)
+            with explained(f"{of}.{name}", event_of_it):
+                event_of_it(event)
 
     def read_states(self) -> dict[str, Any]:
         """The callbacks' states, by name. Raises `UserError` where one fails, or would not come back as it is."""
         states: dict[str, Any] = {}
         for of, callback in self.callbacks.items():
-            with explained(f"{of}.state_dict"):
-                state = callback.state_dict() if hasattr(callback, "state_dict") else None
+            state_dict = getattr(callback, "state_dict", dict)
+            with explained(f"{of}.state_dict", state_dict):
+                state: Any = state_dict()
+            place = f"{place_of(state_dict)}{of}.state_dict"
             try:
                 text = json.dumps(state)
                 kept = parse_json(text)
             except (TypeError, ValueError) as error:
-                raise UserError(f"{of}.state_dict: checkpoints keep values of JSON: {error}") from None
+                raise UserError(f"{place}: checkpoints keep values of JSON: {error}") from None
             if kept != json.loads(text):
-                raise UserError(f"{of}.state_dict: a whole number has more than {MAX_DIGITS} digits; keep it as text")
+                raise UserError(f"{place}: a whole number has more than {MAX_DIGITS} digits; keep it as text")
             states |= {of: kept} if state else {}
         return states
 
@@ -96,7 +100,7 @@ class Hooks:
         """Gives the callbacks the states that `progress` holds."""
         for of, state in (progress.callbacks or {}).items():
             if (load_state := getattr(self.callbacks.get(of), "load_state_dict", None)) is not None:
-                with explained(f"{of}.load_state_dict"):
+                with explained(f"{of}.load_state_dict", load_state):
                     load_state(state)
 
     def score(self, answers: Sequence[tuple[str, str, str]]) -> dict[str, float]:
@@ -105,10 +109,15 @@ class Hooks:
         for of, metric in self.metrics.items():
             scores = []
             for answer in answers:
-                with explained(of):
-                    scores.append(float(metric(*answer)))
-                if not math.isfinite(scores[-1]):
-                    raise UserError(f"{of}: returned {scores[-1]} for the prompt {answer[0][:60]!r}; return a number")
+                with explained(of, metric):
+                    returned = metric(*answer)
+                score = math.nan
+                with suppress(Exception):  # whatever cannot be a number
+                    score = float(returned)
+                if not math.isfinite(score):
+                    shown = f"returned {returned!r:.60} for the prompt {answer[0][:60]!r}"
+                    raise UserError(f"{place_of(metric)}{of}: {' '.join(shown.split())}; return a number")
+                scores.append(score)
             found[f"metrics/{of.rpartition(':')[2]}"] = math.fsum(scores) / len(scores)
         return found
 
@@ -125,7 +134,7 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
     made = []
     for name in recipe.run.callbacks:
         kind = load(name)
-        with explained(name):
+        with explained(name, kind):
             made.append(kind())
     by_name: dict[str, Any] = {}
     for callback in (*made, *callbacks):
@@ -138,7 +147,8 @@ def load_hooks(recipe: Recipe, callbacks: Sequence[Any] = ()) -> Hooks:
             close = difflib.get_close_matches(unknown[0], EVENTS, n=1) if unknown else []
             wrong = f"{unknown[0]} is no event" if unknown else "it has no event"
             advice = f"did you mean {close[0]}?" if close else f"there are {', '.join(EVENTS)}"
-            raise UserError(f"callbacks: {kind}: {wrong}; {advice}")
+            place = place_of(getattr(callback, unknown[0]) if unknown else type(callback))
+            raise UserError(f"{place}callbacks: {kind}: {wrong}; {advice}")
         same = sum(name.partition(" ")[0] == kind for name in by_name)
         by_name[f"{kind} {same + 1}" if same else kind] = callback
     return Hooks(by_name, metrics)

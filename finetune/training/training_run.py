@@ -70,10 +70,12 @@ class TrainingRun:
             is_main=self.world.is_main,
             model=self.model,
         )
+        is_training = self.model.training
         try:
             RankGroup(self.world).on_all(lambda: self.hooks.call(name, event))
+            self.model.train(is_training)  # whatever a callback has left: dropout is part of the run
         except UserError as error:
-            if progress.step == 0 or name not in ("on_step", "on_log", "on_evaluate"):
+            if progress.step == 0:
                 raise
             self.saver.finish()
             if not step_folder(self.folder, progress.step).exists():

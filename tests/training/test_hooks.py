@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -11,10 +11,14 @@ import yaml
 import finetune
 from finetune.cli import main
 from finetune.config.accelerate_file import read_sharding
-from finetune.config.user_code import load
+from finetune.config.user_code import load, read_rows
 from finetune.data.batches import StepBatch
+from finetune.data.prepare import batch_rows
+from finetune.data.tokenizer import load_tokenizer
+from finetune.distributed.collective import alone
 from finetune.files.run_json import read_json_lines
 from finetune.run import fine_tune
+from finetune.training.hooks import Hooks
 from tests.ranks import ROOT
 
 TRAIN = ROOT / "recipes" / "quickstart" / "train.jsonl"
@@ -45,6 +49,19 @@ def nothing():
 
 def empty():
     return []
+
+def arrays():
+    import numpy as np
+    yield {{"input_ids": np.array([3, 4, 5]), "labels": np.array([3, 4, 5]), "number": np.int64(7)}}
+
+def lists():
+    yield {{"input_ids": [3, 4, 5], "labels": [3, 4, 5], "number": 7}}
+
+def needs(path):
+    yield {{"text": path}}
+
+def many():
+    return ({{"text": "row"}} for number in range(100_001))
 """
 CALLBACKS = """
 import finetune
@@ -83,6 +100,11 @@ def closeness(prompt, answer, expected):
 def words(prompt, answer, expected):
     return None
 """
+
+
+def line_of(function: str) -> int:
+    """Of its definition, in my_data.py."""
+    return DATA[: DATA.index(f"def {function}(")].count("\n") + 1
 
 
 @pytest.fixture
@@ -183,6 +205,10 @@ class Recorder:
 
     def on_step(self, event: finetune.Event) -> None:
         self.steps.append(event.step)
+        event.model.eval()  # a careless one, which must not end dropout
+
+    def on_save(self, event: finetune.Event) -> None:
+        assert event.model.training
 
 
 def read(keys: dict[str, Any]) -> Callable[[Path], object]:
@@ -215,12 +241,13 @@ def start(**keys: Any) -> Callable[[Path], object]:
         (lambda mine: finetune.prepare(read_recipe(mine, datasets=[{"path": "my_data.py:rows"}])), "named by the key function"),
         (prepare("my_data.py:row"), "my_data.py: no function or class row; did you mean rows?"),
         (prepare("my_data.py:fails_at_row_3"), r"/my_data.py:12: .*/my_data.py:fails_at_row_3, row 3: ZeroDivisionError: division by zero"),
-        (prepare("my_data.py:scalars"), "my_data.py:scalars, row 1: int; a mapping is expected"),
+        (prepare("my_data.py:scalars"), rf"/my_data.py:{line_of('scalars')}: .*my_data.py:scalars, row 1: int; a mapping is expected"),
+        (prepare("my_data.py:needs"), rf"/my_data.py:{line_of('needs')}: .*my_data.py:needs: TypeError: needs\(\) missing 1 required"),
         (prepare("my_data.py:leaves"), r"/my_data.py:\d+: .*my_data.py:leaves: SystemExit: 0"),
         (prepare("my_data.py:numbered"), "my_data.py:numbered, row 1: a column's name is 1, and text is expected"),
-        (prepare("my_data.py:nothing"), "my_data.py:nothing: returned NoneType; yield rows"),
+        (prepare("my_data.py:nothing"), rf"/my_data.py:{line_of('nothing')}: .*my_data.py:nothing: returned NoneType; yield rows"),
         (prepare("my_data.py:empty"), "my_data.py:empty: it has no rows"),
-        (start(callbacks=["my_callbacks.py:Misspelled"]), "callbacks: Misspelled: on_stop is no event; did you mean on_step?"),
+        (start(callbacks=["my_callbacks.py:Misspelled"]), r"/my_callbacks.py:\d+: callbacks: Misspelled: on_stop is no event; did you mean on_step\?"),
         (start(given=[Recorder]), r"callbacks: Recorder is a class; give one of it, Recorder\(\)"),
         (start(given=[print]), "callbacks: builtin_function_or_method: it has no event; there are on_start"),
         (start(metrics=["my_eval.py:word"], exact_match_samples=2), "no function or class word; did you mean words?"),
@@ -247,6 +274,75 @@ def test_a_file_that_cannot_be_run_is_named_with_its_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
+    ("returned", "shown"),
+    [
+        ("float('nan')", "nan"),
+        ("'high'", "'high'"),
+        ("None", "None"),
+        ("{'a': 1}", r"\{'a': 1\}"),
+        ("[1, 2]", r"\[1, 2\]"),
+    ],
+)
+def test_a_metric_that_returns_no_number_is_named_with_its_line(tmp_path: Path, returned: str, shown: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(f"import math\n\ndef score(prompt, answer, expected):\n    return {returned}\n")
+    hooks = Hooks(metrics={f"{file}:score": load(f"{file}:score")})
+    sentence = f"^{file}:3: {file}:score: returned {shown} for the prompt '2 \\+ 2'; return a number$"
+    with pytest.raises(finetune.UserError, match=sentence):
+        hooks.score([("2 + 2", "4", "4")])
+
+
+def test_a_wrong_signature_is_named_with_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text("\ndef score(prompt):\n    return 1\n\nclass Watch:\n    def on_step(self): ...\n")
+    metric, watch = load(f"{file}:score"), load(f"{file}:Watch")
+    with pytest.raises(finetune.UserError, match=f"^{file}:2: {file}:score: TypeError: score\\(\\) takes 1"):
+        Hooks(metrics={f"{file}:score": metric}).score([("2 + 2", "4", "4")])
+    with pytest.raises(finetune.UserError, match=f"^{file}:6: Watch.on_step: TypeError: "):
+        Hooks(callbacks={"Watch": watch()}).call("on_step", cast("finetune.Event", None))
+
+
+def test_modules_of_one_name_beside_two_files_are_two(tmp_path: Path) -> None:
+    """As of two recipes in one notebook: the second must not get the helper of the first."""
+    for folder in ("one", "two"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "my_words.py").write_text(f"WORD = {folder!r}\n")
+        (tmp_path / folder / "mine.py").write_text("import my_words\ndef word(): return my_words.WORD\n")
+    words = [load(f"{tmp_path}/{folder}/mine.py:word") for folder in ("one", "two", "one")]
+    assert [word() for word in words] == ["one", "two", "one"]
+
+
+def test_arrays_in_rows_are_lists(mine: Path) -> None:
+    """Of a function, and of rows in memory."""
+    by_function = [tokens_of(read_recipe(mine, datasets=[{"function": f"my_data.py:{name}"}], global_batch_size=1,
+                                         per_device_train_batch_size=1), 1) for name in ("arrays", "lists")]  # fmt: skip
+    assert by_function[0] == by_function[1] != []
+    recipe = read_recipe(mine)
+    tokenizer = load_tokenizer(recipe.model, recipe.data)
+    row = next(iter(load(f"{mine}/my_data.py:arrays")()))
+    (micro_batch,) = batch_rows([row], recipe, tokenizer, alone()).micro_batches
+    assert micro_batch.input_ids.flatten()[:3].tolist() == [3, 4, 5]
+
+
+def test_a_function_of_many_rows_says_how_far_it_is(mine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One without an end would else run in silence."""
+    assert sum(1 for _ in read_rows(f"{mine}/my_data.py:many")) == 100_001
+    assert (
+        "my_data.py:many: 100,000 rows so far; one without an end requires streaming: true" in capsys.readouterr().err
+    )
+
+
+def test_what_a_callback_raises_after_a_save_says_that_the_step_is_saved(mine: Path) -> None:
+    class Uploads(finetune.Callback):
+        def on_save(self, event: finetune.Event) -> None:
+            raise ConnectionError("no network")
+
+    recipe = read_recipe(mine, max_steps=1, output_dir=str(mine / "run"), exact_match_samples=0, eval_datasets=[])
+    with pytest.raises(finetune.UserError, match=r"Uploads.on_save: ConnectionError: no network \(step 1 is saved\)$"):
+        finetune.train(recipe, callbacks=[Uploads()])
+
+
+@pytest.mark.parametrize(
     ("state", "sentence"),
     [
         ({1, 2}, "Keeps.state_dict: checkpoints keep values of JSON: Object of type set is not JSON serializable"),
@@ -269,7 +365,7 @@ def test_a_state_that_checkpoints_cannot_keep_is_said_before_the_first_step_or_a
     def steps_saved(from_step: int) -> list[str]:
         folder = tmp_path / str(from_step)
         recipe = read_recipe(mine, max_steps=2, save_steps=1, output_dir=str(folder))
-        with pytest.raises(finetune.UserError, match=f"^{sentence}") as caught:
+        with pytest.raises(finetune.UserError, match=f"^{__file__}:[0-9]+: {sentence}") as caught:
             finetune.train(recipe, "single", callbacks=[Keeps(from_step)])
         assert ("step 2 is saved, without it" in str(caught.value)) == (from_step == 2)
         return sorted(path.name for path in folder.glob("checkpoints/step-*"))
