@@ -164,6 +164,32 @@ MORE: dict[str, dict[str, Any]] = {
         "boi_token_index": START,
         "eoi_token_index": END,
     },
+    "glm46v": {
+        "text_config": rope(mrope_section=[1, 1, 2], partial_rotary_factor=1.0),
+        "vision_config": QWEN_VISION | {"image_size": 28},
+        **QWEN_IDS,
+    },
+    "llava": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": VISION | {"model_type": "clip_vision_model"},
+        "image_token_index": IMAGE,
+    },
+    "llava_next": {
+        "text_config": {"model_type": "llama"},
+        "vision_config": VISION | {"model_type": "clip_vision_model"},
+        "image_grid_pinpoints": [[28, 56], [56, 28], [56, 56]],
+        "image_token_index": IMAGE,
+    },
+}
+PIXTRAL: dict[str, dict[str, Any]] = {  # whose class is that of LLaVA
+    "pixtral": {
+        "model_type": "llava",
+        "text_config": {"model_type": "mistral"},
+        "vision_config": VISION | {"model_type": "pixtral", "head_dim": 8, "image_size": 56},
+        "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full",
+        "image_token_index": IMAGE,
+    }
 }
 MIXED_DTYPES = ("qwen3_vl",)  # the language model in bf16, the tower in fp32
 STATEFUL = ("qwen3_5", "qwen3_5_moe", "llama4")  # with linear attention, or chunks of it
@@ -196,9 +222,9 @@ def whole_config(family: str) -> dict[str, Any]:
     """The content of config.json."""
     tokenizer = make_tokenizer()
     ids = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    keys = (FAMILIES | MORE)[family]
+    keys = (FAMILIES | MORE | PIXTRAL)[family]
     text = TEXT | {"vocab_size": VOCABULARY} | ids | keys["text_config"]
-    return keys | {"model_type": family, "text_config": text}
+    return {"model_type": family} | keys | {"text_config": text}
 
 
 def make_vision_model(folder: Path, family: str, *, seed: int = 0, dtype: str = "float32") -> Path:
@@ -277,7 +303,38 @@ PROCESSORS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str], str]
         "<|image|>",
     ),
 }
-PROCESSORS["qwen3_vl"] = PROCESSORS["qwen3_5"] = PROCESSORS["qwen2_vl"] = PROCESSORS["qwen2_5_vl"]
+CLIP = {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "crop_size": SIDE_28["size"]}
+STRATEGY = {"patch_size": 14, "num_additional_image_tokens": 1, "vision_feature_select_strategy": "default"}
+GLM_SIZE = {"size": {"shortest_edge": 28 * 56, "longest_edge": 56 * 168}, "patch_size": 14}
+PROCESSORS |= {
+    "pixtral": (
+        PROCESSORS["mistral3"][0],
+        PROCESSORS["mistral3"][1] | {"spatial_merge_size": 1, "processor_class": "PixtralProcessor"},
+        {},
+        "<|image|>",
+    ),
+    "smolvlm": (
+        {"image_processor_type": "SmolVLMImageProcessor", "size": {"longest_edge": 56}}
+        | {"max_image_size": {"longest_edge": 28}},
+        {"image_seq_len": 1},
+        SMOLVLM_NAMES,
+        "<|image|>",
+    ),
+    "llava": (CLIP, STRATEGY, {"image_token": "<|image|>"}, "<|image|>"),
+    "llava_next": (
+        CLIP
+        | {"image_processor_type": "LlavaNextImageProcessor"}
+        | {"image_grid_pinpoints": MORE["llava_next"]["image_grid_pinpoints"]},
+        STRATEGY,
+        {"image_token": "<|image|>"},
+        "<|image|>",
+    ),
+    **{
+        family: ({"image_processor_type": processor} | GLM_SIZE, {}, *PROCESSORS["qwen2_5_vl"][2:])
+        for family, processor in (("glm4v", "Glm4vImageProcessor"), ("glm46v", "Glm46VImageProcessor"))
+    },
+    **dict.fromkeys(("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), PROCESSORS["qwen2_5_vl"]),
+}
 
 
 def add_processor(folder: Path, family: str) -> Path:
@@ -339,12 +396,29 @@ def open_processor(folder: Path, family: str) -> Any:
     from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
 
-    known: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type])
+    name = PROCESSORS[family][1].get("processor_class")
+    name = name or PROCESSOR_MAPPING_NAMES[AutoConfig.from_pretrained(folder).model_type]
+    known: Any = _pixtral_processor() if name == "PixtralProcessor" else processor_class_from_name(name)
     parts = {"image_processor": AutoImageProcessor.from_pretrained(folder, backend="pil")}
     parts |= {"tokenizer": AutoTokenizer.from_pretrained(folder)}
     unchecked = type(known.__name__, (known,), {"check_argument_for_proper_class": lambda *_: None})
     videos = {name: None for name in known.get_attributes() if name not in parts}
     return unchecked(**parts, **videos, **PROCESSORS[family][1])
+
+
+def _pixtral_processor() -> Any:
+    """transformers' own class, whose module cannot be imported without torchvision, of its source."""
+    import types
+    from importlib.util import find_spec
+
+    spec = find_spec("transformers.models.pixtral.processing_pixtral")
+    assert spec is not None and spec.origin is not None
+    source = Path(spec.origin).read_text().replace(".image_processing_pixtral", ".image_processing_pil_pixtral")
+    source = source.replace("@auto_docstring\n", "")  # it looks for the class in the file
+    module = types.ModuleType(spec.name)
+    module.__package__ = "transformers.models.pixtral"
+    exec(compile(source, spec.origin, "exec"), module.__dict__)
+    return module.PixtralProcessor
 
 
 def process_row(place: str, processor: Any) -> dict[str, Any]:

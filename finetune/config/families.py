@@ -45,6 +45,9 @@ class Family:
     has_state: bool = False  # layers carry a state from token to token, which layer_types says in config.json
     multiplies_logits: bool = False  # by logits_scaling, by which the others divide
     is_of_vision: bool = False  # the language model of a vision-language one, without a class of its own
+    # Of the model_type of a whole vision-language model; tests/training/test_images.py holds each to transformers' own.
+    takes_images: bool = False
+    images_see_themselves: bool = False  # attention within an image is bidirectional
     # Its sizes and layers.
     defaults: dict[str, int] = field(default_factory=dict)  # sizes that may be omitted; empty: layers not in the table
     tied: bool = False  # tie_word_embeddings where the config does not say
@@ -116,6 +119,7 @@ OLMO_2 = Family(
 )
 QWEN_2 = Family(defaults=QWEN_SIZES, query_key_value_bias=True, output_bias=False)
 QWEN_3 = Family(defaults=QWEN_SIZES | {"head_dim": 128}, query_key_value_bias="attention_bias", query_key_norm="head")
+WITH_IMAGES = Family(takes_images=True)
 NO_CONVOLUTION = Family(has_state=True, unadaptable=("conv1d", "out_proj"))
 
 FAMILIES: Mapping[str, Family] = {
@@ -210,7 +214,12 @@ FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),
     "granitemoe": Family(mixture=MixtureKeys(experts="num_local_experts", intermediate="intermediate_size")),
     **dict.fromkeys(("hyperclovax", "hyperclovax_vision_v2"), Family(multiplies_logits=True)),
+    # Whole vision-language models.
+    "gemma3": Family(takes_images=True, images_see_themselves=True),
+    **dict.fromkeys(("glm4v", "glm46v", "internvl", "llava", "llava_next", "mistral3", "smolvlm"), WITH_IMAGES),
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), WITH_IMAGES),
 }
+IMAGE_FAMILIES = [name for name, family in FAMILIES.items() if family.takes_images]
 PLANNED = [name for name, family in FAMILIES.items() if family.is_planned]
 
 
@@ -254,12 +263,13 @@ def find_layer_class(model_type: str) -> str:
 
 @cache
 def find_linear_layers(model_type: str) -> frozenset[str]:
-    """The names of a family's linear layers, but for heads; empty where the family is not known.
+    """The names of a family's linear layers, but for heads and vision towers; empty where the family is not known.
 
     >>> sorted(find_linear_layers("phi3"))
     ['down_proj', 'gate_up_proj', 'o_proj', 'qkv_proj']
     """
-    found = LINEAR.findall(read_family_source(model_type))
+    classes = re.split(r"^(?=class )", read_family_source(model_type), flags=re.MULTILINE)
+    found = [name for text in classes if not re.match(r"class \w*Vision", text) for name in LINEAR.findall(text)]
     return frozenset(found) - HEADS
 
 

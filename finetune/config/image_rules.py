@@ -1,9 +1,7 @@
 """The rules on rows with images, which are known once the data has been read. Imports no torch."""
 
 from finetune.config.facts import Rule
-
-# By model_type of the whole model, those whose images are held to transformers' own (tests/training/test_images.py).
-IMAGE_FAMILIES = ("gemma3", "internvl", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_5")
+from finetune.config.families import IMAGE_FAMILIES
 
 RULES: tuple[Rule, ...] = (
     Rule(

@@ -1,13 +1,17 @@
 """Images in the rows: their bytes, what the model's own processor writes in their place, and their pixels."""
 
 import base64
+import importlib
+import importlib.util
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import xxhash
 
@@ -22,6 +26,7 @@ MAX_BYTES = 4 * MAX_PIXELS  # of its file
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")  # none that starts another program
 IN_FILE, IN_STORE = b"f", b"b"  # how a stored image begins: its path follows, or its bytes
 TEXT_INPUTS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+LAYOUTS = {"rows", "cols", "num_soft_tokens_per_image"}  # of an image's parts, which no model reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +118,16 @@ class ImageProcessor:
         """Transformers' processor of the family, without the part for videos, which needs torchvision; Pillow resizes
         the images, whatever else is installed, so that they are the same everywhere."""
         from transformers import AutoImageProcessor
-        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES, processor_class_from_name
+        from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 
         name, family = self._name, self.family
         if name is None or family not in PROCESSOR_MAPPING_NAMES:
             raise UserError(f"{name or family}: a row holds an image, and this model takes none; name another model")
         options = {"revision": self._model.model_revision} if name == self._model.model_name_or_path else {}
         try:
-            known: Any = processor_class_from_name(PROCESSOR_MAPPING_NAMES[family])
+            read = [json.loads(text) for text in self.describe().values()]
+            named = next((each["processor_class"] for each in read[::-1] if each.get("processor_class")), None)
+            known = _find_processor_class(named or PROCESSOR_MAPPING_NAMES[family])
             parts = dict.fromkeys(known.get_attributes())
             parts |= {"image_processor": AutoImageProcessor.from_pretrained(name, backend="pil", **options)}
             parts |= {"tokenizer": self._tokenizer}
@@ -190,7 +197,7 @@ class ImageProcessor:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
         pictures = [open_image(image) for image in images]
         found = self._own(text=[self.token * len(pictures)], images=[pictures], return_tensors="pt")
-        return {name: value for name, value in found.items() if name not in TEXT_INPUTS}
+        return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
 
     @cached_property
     def blank_inputs(self) -> dict[str, Any]:
@@ -200,6 +207,19 @@ class ImageProcessor:
         encoded = BytesIO()
         Image.new("RGB", (64, 64), "gray").save(encoded, "PNG")
         return self.make_inputs([EncodedImage(encoded.getvalue())])
+
+
+def _find_processor_class(name: str) -> Any:
+    """Transformers' class of this name."""
+    from transformers.models.auto.processing_auto import processor_class_from_name
+
+    if name == "PixtralProcessor" and importlib.util.find_spec("torchvision") is None:
+        # It imports one function of the module that needs torchvision; the module for Pillow has the same function.
+        folder = "transformers.models.pixtral"
+        for_pillow = importlib.import_module(f"{folder}.image_processing_pil_pixtral")
+        with patch.dict(sys.modules, {f"{folder}.image_processing_pixtral": for_pillow}):
+            return importlib.import_module(f"{folder}.processing_pixtral").PixtralProcessor
+    return processor_class_from_name(name)
 
 
 def place_images(text: str, spans: Sequence[tuple[int, int]], written: Sequence[str], token: str) -> Any:

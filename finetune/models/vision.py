@@ -14,11 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from finetune.config.families import find_family
 from finetune.distributed.language_model import base_of, trunk_of
 from finetune.errors import UserError
 from finetune.models.attention.documents import BOUNDARIES, NAME, NO_MASK
-
-BIDIRECTIONAL = ("gemma3",)  # families in which the tokens of an image see each other
 
 
 def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[int], **kwargs: Any) -> Tensor:
@@ -46,7 +45,7 @@ def forward_images(model: Any, images: Mapping[str, Tensor], counts: Sequence[in
         lengths = held.get("packed_lengths") or (ids.shape[1],) * ids.shape[0]
         kwargs["position_ids"] = _find_positions(base, ids, is_image, kwargs["position_ids"], lengths, counts, images)
     is_ours = trunk.config._attn_implementation == NAME
-    if base.config.model_type in BIDIRECTIONAL:
+    if find_family(base.config.model_type).images_see_themselves:
         starts = is_image & ~F.pad(is_image, (1, 0))[:, :-1]
         numbers = torch.where(is_image, starts.cumsum(1), -1)
         held |= {"image_tokens": numbers} if is_ours else {}

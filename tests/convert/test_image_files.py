@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from finetune.config.image_rules import IMAGE_FAMILIES
+from finetune.config.families import IMAGE_FAMILIES
 from finetune.convert.conversion import convert_file
 from finetune.convert.recognize import Refusal
 from tests.convert.published import make_trial, start
