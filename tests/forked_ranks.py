@@ -19,6 +19,8 @@ from tests.ranks import free_port, open_stores
 
 def import_all() -> None:
     """Imports what a run imports on its way, so that no rank has to; what is there then, no rank's collector looks at."""
+    import peft  # noqa: F401  # with bitsandbytes and, by its operators, torch's inductor: a second for every process
+    import tabulate  # noqa: F401
     import transformers.models.llama.modeling_llama
     import transformers.models.mixtral.modeling_mixtral  # noqa: F401
 
@@ -30,6 +32,7 @@ def import_all() -> None:
     import finetune.optim.build
     import finetune.optim.nvme
     import finetune.run
+    import finetune.session
     import finetune.training.dry_run
     import finetune.training.finish
     import finetune.training.objectives.preference

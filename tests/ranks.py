@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from finetune.errors import EXIT_USER_ERROR
-from tests.warm_processes import WarmProcess
+from tests.warm_processes import WARM_LAUNCH, WarmProcess
 
 ROOT = Path(__file__).resolve().parents[1]
 GRACE_SECONDS = 5.0  # after one rank has failed, before the others are killed
@@ -162,7 +162,10 @@ def run_python(
     """Runs `python ARGUMENTS` (a script or `-m module`) like `run_command`, but in a warm process: its imports are not the point."""
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     output = {name: folder / name for name in ("stdout", "stderr")}
-    process = WarmProcess([str(word) for word in arguments], environment(), **output, cwd=cwd or ROOT)
+    env = environment() | {
+        WARM_LAUNCH: "1"
+    }  # no signal is sent to a launcher here, whose ranks are not its children then
+    process = WarmProcess([str(word) for word in arguments], env, **output, cwd=cwd or ROOT)
     try:
         code = process.wait(timeout)
     finally:

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
@@ -36,16 +36,41 @@ def answer(*command: str) -> tuple[int, str]:
     finished = run_command(command, timeout=60, env={"PYTHONPROFILEIMPORTTIME": "1"})
     timed = re.findall(r"^import time:[^|]*\|[^|]*\|\s+([a-z]\w*)", finished.stderr, re.M)
     said = "".join(line for line in finished.stderr.splitlines(True) if not line.startswith("import time:"))
-    assert timed and not (set(timed) & packages_distributions().keys()) - LIGHT, said
-    assert "Traceback" not in said
+    check_light(set(timed), said)
     return finished.returncode, finished.stdout + said
 
 
-@pytest.mark.parametrize("command", [(*FINETUNE,), *((*FINETUNE, name) for name in COMMANDS), RUN], ids=" ".join)
+def answers(folder: Path, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    """What `answer` returns for each of many commands, in processes forked from one that has read Python and our configuration."""
+    folder.mkdir(exist_ok=True)
+    (folder / "commands.json").write_text(json.dumps(commands))
+    finished = run_command(("python", "-m", "tests.light_commands", str(folder)))
+    assert finished.returncode == 0, finished.stderr
+    given = json.loads((folder / "answers.json").read_text())
+    assert len(given) == len(commands)
+    for _, _, said, modules in given:
+        check_light({name.partition(".")[0] for name in modules.splitlines()}, said)
+    return [(code, stdout + said) for code, stdout, said, _ in given]
+
+
+def check_light(modules: set[str], said: str) -> None:
+    heavy = {name for name in modules & packages_distributions().keys() if name[0] != "_"} - LIGHT - {"tests"}
+    assert modules and not heavy, f"{heavy}: {said}"
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("command", [FINETUNE, RUN], ids=" ".join)
 def test_help_answers_at_once(command: tuple[str, ...]) -> None:
     code, said = answer(*command, "--help")
     assert code == 0
     assert said.startswith("usage: ")
+
+
+def test_help_of_every_command_answers_at_once(tmp_path: Path) -> None:
+    commands = [(*FINETUNE, name, "--help") for name in COMMANDS]
+    for command, (code, said) in zip(commands, answers(tmp_path, commands), strict=True):
+        assert code == 0, command
+        assert said.startswith(f"usage: finetune {command[3]} ")
 
 
 def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: Callable[..., Path]) -> None:
@@ -73,23 +98,29 @@ def test_a_mistake_is_one_message_and_exit_code_2(tmp_path: Path, tiny_recipe: C
         (["--dryrun"], "command line: --dryrun: no such option; did you mean --dry-run?"),
         (["quickstart"], "command line: quickstart: an override is written key=value; --recipe names a recipe, "),
     ]
-    for arguments, message in mistakes:
-        for command in ((*FINETUNE, "launch"), RUN):
-            given = [*arguments] if "--recipe" in arguments else ["--recipe", str(recipe), *arguments]
-            code, said = answer(*command, *given)
+    given = [[*each] if "--recipe" in each else ["--recipe", str(recipe), *each] for each, _ in mistakes]
+    for command in ((*FINETUNE, "launch"), RUN):
+        said_of_each = answers(tmp_path / "answers", [(*command, *arguments) for arguments in given])
+        assert said_of_each[0] == answer(*command, *given[0]), "a process of its own says the same"
+        for (_, message), (code, said) in zip(mistakes, said_of_each, strict=True):
             assert (code, said.count("\n")) == (EXIT_USER_ERROR, 1), said
             assert said.startswith(message)
-    assert answer(*FINETUNE, "launch", "--num-processes", "0") == (
-        2,
-        "--num-processes 0: a run has at least one rank\n",
-    )
-    code, said = answer(*FINETUNE, "launch", "--num-processes", "2", "--config", "single")
-    assert code == 2
-    assert "this layout is for one process, but 2 were launched" in said
     file = tmp_path / "of_eight.yaml"
     file.write_text("distributed_type: MULTI_GPU\nnum_processes: 8\n")
     in_backward = ["optim_in_backward=true", "max_grad_norm=null"]
-    code, said = answer(*FINETUNE, "launch", "--recipe", str(recipe), "--config", str(file), *in_backward)
+    no_ranks, two_of_one, eight = answers(
+        tmp_path / "answers",
+        [
+            (*FINETUNE, "launch", "--num-processes", "0"),
+            (*FINETUNE, "launch", "--num-processes", "2", "--config", "single"),
+            (*FINETUNE, "launch", "--recipe", str(recipe), "--config", str(file), *in_backward),
+        ],
+    )
+    assert no_ranks == (2, "--num-processes 0: a run has at least one rank\n")
+    code, said = two_of_one
+    assert code == 2
+    assert "this layout is for one process, but 2 were launched" in said
+    code, said = eight
     assert code == 2 and "num_processes: 8 is not read; 1 rank starts, one for each GPU; --num-processes 8" in said
 
 
@@ -164,7 +195,7 @@ def test_ranks_on_the_cpu_stopped_by_a_signal_and_started_again(
     assert steps == list(range(1, 41)), "nothing repeated, nothing lost"
 
 
-def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path) -> None:
+def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     model, file = tmp_path / "model", tmp_path / "file"
     model.mkdir()
     file.write_text("")
@@ -190,11 +221,15 @@ def test_a_mistake_in_an_export_is_reported_at_once(tmp_path: Path) -> None:
         ([str(model)], out, ["--max-shard-size", "lots"], "--max-shard-size: lots: not a size; write a number"),
         ([str(model)], out, ["--max-shard-size", "0GB"], "--max-shard-size: 0GB: not a size"),
     ]
-    for source, output, options, message in mistakes:
-        code, said = answer(*FINETUNE, "export", *source, "--output", str(output), *options)
+    exports = [
+        (*FINETUNE, "export", *source, "--output", str(output), *options) for source, output, options, _ in mistakes
+    ]
+    exports.append((*FINETUNE, "export", str(model), "--output", str(out), "--dtype", "float8"))
+    *said_of_each, (code_of_dtype, said_of_dtype) = answers(tmp_path_factory.mktemp("answers"), exports)
+    for (*_, message), (code, said) in zip(mistakes, said_of_each, strict=True):
         assert (code, said.count("\n")) == (EXIT_USER_ERROR, 1), said
         assert said.startswith(message)
-    code, said = answer(*FINETUNE, "export", str(model), "--output", str(out), "--dtype", "float8")
+    code, said = code_of_dtype, said_of_dtype
     assert code == EXIT_USER_ERROR
     assert "--dtype: invalid choice: 'float8'" in said
     assert sorted(tmp_path.iterdir()) == [file, model]

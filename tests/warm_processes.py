@@ -20,6 +20,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+WARM_LAUNCH = "FINETUNE_TESTS_WARM_LAUNCH"  # in the environment of a warm launcher whose ranks are to be warm too
+
 
 class WarmProcess:
     """What tests use of `subprocess.Popen`, over a process of the fork server: `python ARGUMENTS`, its output in files."""
@@ -50,6 +52,14 @@ class WarmProcess:
         if code is None:
             raise subprocess.TimeoutExpired("a script in a warm process", timeout or 0.0)
         return code
+
+
+class WarmRank(WarmProcess):
+    """What torchrun's agent uses of `subprocess.Popen` to start a rank, which writes where the agent does."""
+
+    def __init__(self, args: Sequence[str], env: Mapping[str, str], **_: Any) -> None:
+        words = [word for word in args[1:] if word != "-u"]
+        super().__init__(words, env, Path("/proc/self/fd/1").readlink(), Path("/proc/self/fd/2").readlink())
 
 
 class WarmCommand:
@@ -132,7 +142,7 @@ def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd:
     os.environ.clear()
     os.environ |= env
     freeze_imports()
-    if int(env.get("WORLD_SIZE", "1")) > 1:
+    if int(env.get("WORLD_SIZE", "1")) > 1 and "TORCHELASTIC_RUN_ID" not in env:  # whose agent has opened the store
         from tests.ranks import open_stores
 
         open_stores()
@@ -140,6 +150,10 @@ def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd:
         from finetune.export import reload_process
 
         vars(reload_process)["subprocess"] = warm_reload()
+    if WARM_LAUNCH in env and arguments[:3] == ("-m", "finetune", "launch"):
+        from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+        vars(subprocess_handler)["Popen"] = WarmRank
     if arguments[0] == "-m":
         sys.argv = list(arguments[1:])
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
