@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import pytest  # noqa: E402
 import yaml  # noqa: E402
 from hypothesis import HealthCheck, settings  # noqa: E402
 
-from finetune.export import reload_process  # noqa: E402
+from finetune.export import reload_process, torch_files  # noqa: E402
 from tests.ranks import ROOT, run_command  # noqa: E402
 from tests.warm_processes import freeze_imports, start_server, warm_reload  # noqa: E402
 
@@ -57,9 +57,10 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def reload_warm(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """The separate process that opens an export does not import all again, except where a test is marked `cold`."""
+    """The processes that open an export, or torch's files, do not import all again, except where a test is marked `cold`."""
     if request.node.get_closest_marker("cold") is None:
         monkeypatch.setattr(reload_process, "subprocess", warm_reload())
+        monkeypatch.setattr(torch_files, "subprocess", warm_reload())
 
 
 QUICKSTART = ("accelerate", "launch", "finetune/run.py", "--config", "fsdp_full_shard.yaml")
@@ -93,6 +94,18 @@ def make_once(factory: pytest.TempPathFactory, name: str, make: Callable[[Path],
             make(folder)
             (folder / "made").touch()
     return folder
+
+
+@pytest.fixture(scope="module")
+def slow_too(request: pytest.FixtureRequest) -> bool:
+    """Whether slow tests of the file are asked for: what only they look at is not computed for the others."""
+    of_file = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("slow") for item in of_file)
+
+
+def slow_but(quick: Collection[str], cases: Iterable[str]) -> list[Any]:
+    """Parameters: each of `cases`, slow unless it is one of `quick`."""
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 @dataclass(frozen=True, slots=True)

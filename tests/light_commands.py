@@ -14,7 +14,7 @@ from typing import Any
 
 import finetune.cli
 import finetune.launch
-import finetune.run  # noqa: F401  # what every command reads: light, or the modules of every answer tell
+import finetune.run  # noqa: F401  # what commands read; it must be light too, since the modules of every answer hold it
 
 
 def run(command: list[str], folder: Path) -> None:

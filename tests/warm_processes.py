@@ -127,8 +127,17 @@ def start_server() -> Any:
 
 
 def warm_reload() -> Any:
-    """In place of `subprocess` in export/reload_process.py: the process that opens an export does not import all again."""
-    return SimpleNamespace(Popen=WarmCommand, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+    """In place of `subprocess` in export/reload_process.py and torch_files.py: the processes that open an export or a file of torch's
+    do not import all again."""
+    return SimpleNamespace(Popen=WarmCommand, run=_run_command, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
+
+
+def _run_command(command: Sequence[str], *, env: Mapping[str, str], **_: Any) -> "subprocess.CompletedProcess[bytes]":
+    with tempfile.TemporaryDirectory(prefix="warm-") as folder:
+        stdout, stderr = Path(folder, "stdout"), Path(folder, "stderr")
+        code = WarmProcess([word for word in command[1:] if word != "-P"], env, stdout, stderr).wait()
+        said = [path.read_bytes() if path.exists() else b"" for path in (stdout, stderr)]
+    return subprocess.CompletedProcess(command, code, *said)
 
 
 def _run(arguments: tuple[str, ...], env: dict[str, str], files: list[str], cwd: str) -> None:

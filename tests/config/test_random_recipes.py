@@ -21,10 +21,8 @@ from finetune.errors import UserError
 from finetune.plan.plan import make_plan
 from finetune.pretrained_config import load_config, read_facts
 from tests.conftest import make_model
-from tests.ranks import ROOT
 from tests.training.layouts import train_all, write_config
 
-TOKENIZER = ROOT.parent / "shared" / "models" / "stories260k"
 SIZES = {"num_hidden_layers": [1, 2], "hidden_size": [48, 96], "intermediate_size": [48, 96], "vocab_size": [512, 515]}
 HEADS = [(4, 4), (4, 2), (6, 3), (8, 8)]
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -78,21 +76,22 @@ class Place:
     """Where data, a trained model and scratch files are."""
 
     folder: Path
+    tokenizer: Path
 
     @classmethod
-    def make(cls, folder: Path) -> "Place":
+    def make(cls, folder: Path, tokenizer: Path) -> "Place":
         for kind, row in ROWS.items():
             rows = [{k: v.format(n) if isinstance(v, str) else n % 2 == 0 for k, v in row.items()} for n in range(8)]
             (folder / f"{kind}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rows))
         make_model(folder / "model", vocab_size=512, hidden_size=32, num_attention_heads=4)
-        for file in TOKENIZER.glob("tokenizer*"):  # a teacher's tokenizer is that of the run
+        for file in tokenizer.glob("tokenizer*"):  # a teacher's tokenizer is that of the run
             (folder / "model" / file.name).write_bytes(file.read_bytes())
-        return cls(folder)
+        return cls(folder, tokenizer)
 
     def base(self, draw: random.Random) -> dict[str, Any]:
         """The keys that every recipe has: a model, adapters on it or not, data."""
         keys: dict[str, Any] = {
-            "tokenizer_name_or_path": str(TOKENIZER),
+            "tokenizer_name_or_path": str(self.tokenizer),
             "max_length": 32,
             "max_steps": 1,
             "packing": False,
@@ -189,8 +188,8 @@ def judge_as_a_plan(recipe: Recipe, sharding: Sharding, ranks: int) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    return Place.make(tmp_path_factory.mktemp("random"))
+def place(tmp_path_factory: pytest.TempPathFactory, shared: Path) -> Place:
+    return Place.make(tmp_path_factory.mktemp("random"), shared / "models" / "stories260k")
 
 
 @pytest.mark.parametrize("count", [500, pytest.param(5000, marks=pytest.mark.slow)])

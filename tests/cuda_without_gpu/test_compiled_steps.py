@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import slow_but
 from tests.cuda_without_gpu.steps_on_ranks import HEAD_SIZE, LONGEST, STEPS
 from tests.ranks import launch_ranks
 
@@ -25,10 +26,14 @@ CAPPED: dict[str, dict[str, Any]] = {
 }
 
 
+COMPILED = slow_but(("compiled",), ("compiled", "lora, compiled"))
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each of JOBS found, by rank."""
-    return run_jobs(tmp_path_factory.mktemp("steps"), JOBS)
+def found(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str, list[dict[str, Any]]]:
+    """What each of JOBS found, by rank; those of LoRA are slow."""
+    jobs = {name: job for name, job in JOBS.items() if slow_too or "lora" not in name}
+    return run_jobs(tmp_path_factory.mktemp("steps"), jobs)
 
 
 def run_jobs(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
@@ -39,7 +44,7 @@ def run_jobs(folder: Path, jobs: dict[str, dict[str, Any]]) -> dict[str, list[di
     return results
 
 
-@pytest.mark.parametrize("name", ["compiled", "lora, compiled"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_the_branch_that_cuda_takes_trains_to_the_losses_of_the_cpus(found: Any, name: str) -> None:
     expected = found["lora, cpu" if "lora" in name else "cpu"]
     assert HEAD_SIZE % 8, "the kernel's padding is part of it"
@@ -50,7 +55,7 @@ def test_the_branch_that_cuda_takes_trains_to_the_losses_of_the_cpus(found: Any,
     assert len(set(losses)) == len(STEPS)
 
 
-@pytest.mark.parametrize("name", ["compiled", "lora, compiled"])
+@pytest.mark.parametrize("name", COMPILED)
 def test_one_graph_serves_every_layer_and_length_and_generation_makes_none(found: Any, name: str) -> None:
     for rank in (0, 1):
         each = found[name][rank]

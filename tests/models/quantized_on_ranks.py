@@ -1,6 +1,6 @@
 """Run by test_quantize.py: quantized models on 1, 2, 3 and 4 forked ranks, in every layout that can hold them.
 
-    quantized_on_ranks.py FOLDER
+    quantized_on_ranks.py FOLDER RANKS...
 
 Rank 0 writes FOLDER/<scenario>.json: the digests of every quantized weight's bytes, and what each rank read and holds.
 """
@@ -157,7 +157,7 @@ def main() -> None:
     import_all()
     import bitsandbytes  # noqa: F401
 
-    for ranks in sorted({size for size, _ in WORLDS}):
+    for ranks in map(int, sys.argv[2:]):
         processes = fork_ranks(lambda rank, ranks=ranks: on_rank(rank, ranks, folder), ranks, folder / "log.txt")
         codes = wait(processes, 200)
         if any(codes):

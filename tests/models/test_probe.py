@@ -14,7 +14,7 @@ from finetune.distributed.world import join, leave
 from finetune.errors import UserError
 from finetune.models.load import load_model
 from finetune.models.probe import check_training_forward
-from tests.conftest import make_model
+from tests.conftest import make_model, slow_but
 from tests.models.families import HYBRIDS, LEAKY, OTHERS, OWN_ATTENTION, build
 from tests.ranks import launch_ranks
 
@@ -76,14 +76,18 @@ def test_a_forward_that_computes_something_else_is_refused(loaded: dict[str, Any
     assert "does not compute what the model's own forward does" in loaded["modernbert-decoder, packed"]["error"]
 
 
+QUICK = ("ddp", "bf16", "lora, fsdp1, bf16", "checkpointing", "compiled")
+
+
 @pytest.fixture(scope="module")
-def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the ranks found in each of LAYOUTS and HYBRID: see probe_on_ranks.py."""
+def checked(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str, Any]:
+    """What the ranks found in each of LAYOUTS and HYBRID, or in QUICK: see probe_on_ranks.py."""
     folder = tmp_path_factory.mktemp("layouts")
     make_model(folder / "llama")
     build("nemotron").save_pretrained(folder / "nemotron")
     found: dict[str, Any] = {}
-    for ranks, layouts in ((2, LAYOUTS), (4, HYBRID)):
+    quick = {name: LAYOUTS[name] for name in QUICK}
+    for ranks, layouts in ((2, LAYOUTS), (4, HYBRID)) if slow_too else ((2, quick),):
         scenarios = [{"name": name} | keys for name, keys in layouts.items()]
         (folder / "scenarios.json").write_text(json.dumps(scenarios))
         launch_ranks(Path(__file__).with_name("probe_on_ranks.py"), [str(folder)], ranks=ranks, timeout=300).check()
@@ -91,14 +95,14 @@ def checked(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS | HYBRID)
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS | HYBRID))
 def test_in_every_layout_a_sound_model_passes_and_a_leak_is_found(layout: str, checked: dict[str, Any]) -> None:
     for found in checked[layout]:
         assert found["error"] is None
         assert "its layers do not keep documents apart" in found["leak"]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS | HYBRID)
+@pytest.mark.parametrize("layout", slow_but(QUICK, LAYOUTS | HYBRID))
 def test_the_check_changes_neither_losses_nor_random_state_nor_graphs(layout: str, checked: dict[str, Any]) -> None:
     for found in checked[layout]:
         assert found["is_random_state_kept"]

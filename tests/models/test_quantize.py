@@ -3,7 +3,7 @@ each weight's bytes are those that bitsandbytes makes of the whole weight, and n
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,28 @@ from safetensors.torch import load_file
 
 from finetune.models.quantized.base import quantize_layers
 from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear, dequantize_tensor, quantize_tensor
+from tests.conftest import slow_but
 from tests.cuda_without_gpu.steps_on_ranks import CountingBackend
 from tests.models.families import build, documents, plain_loss
 from tests.models.quantized_on_ranks import KINDS, STORED, TRAINED, WORLDS, kinds_of
 from tests.ranks import launch_ranks
 
 SCRIPT = Path(__file__).with_name("quantized_on_ranks.py")
-LAYOUTS = [f"{layout}-{ranks}" for ranks, layout in WORLDS]
-SCENARIOS = [(f"{layout}-{ranks}", kind) for ranks, layout in WORLDS for kind in kinds_of(layout)]
+QUICK_WORLDS = [world for world in WORLDS if world[0] <= 2]  # more ranks are slow
+QUICK_LAYOUTS = [f"{layout}-{ranks}" for ranks, layout in QUICK_WORLDS]
+LAYOUTS = slow_but(QUICK_LAYOUTS, [f"{layout}-{ranks}" for ranks, layout in WORLDS])
+
+
+def scenarios(kinds: Collection[str]) -> list[Any]:
+    """(layout, kind), slow on more than two ranks."""
+    return [
+        pytest.param(f"{layout}-{ranks}", kind, marks=pytest.mark.slow if ranks > 2 else [])
+        for ranks, layout in WORLDS
+        for kind in kinds_of(layout)
+        if kind in kinds
+    ]
+
+
 Found = Callable[..., dict[str, Any]]
 
 
@@ -43,15 +57,22 @@ def by_bitsandbytes(folder: Path, kind: str) -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
     """Qwen2 of odd sizes (it has biases), its quantized copies as transformers saves them, and what the ranks found."""
     folder = tmp_path_factory.mktemp("quantized")
     sizes = {"hidden_size": 40, "intermediate_size": 75, "num_key_value_heads": 2}
     build("qwen2", **sizes).save_pretrained(folder / "model")
     for kind in STORED:
         by_bitsandbytes(folder / "model", kind).save_pretrained(folder / f"stored-{kind}")
-    launch_ranks(SCRIPT, [str(folder)], ranks=1, timeout=300).check()
+    counts = sorted({str(ranks) for ranks, _ in (WORLDS if slow_too else QUICK_WORLDS)})
+    launch_ranks(SCRIPT, [str(folder), *counts], ranks=1, timeout=300).check()
     return folder
+
+
+@pytest.fixture(scope="module")
+def worlds(slow_too: bool) -> Sequence[tuple[int, str]]:
+    """(ranks, layout) of what has been found."""
+    return [*WORLDS] if slow_too else QUICK_WORLDS
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +122,7 @@ def _digest(part: torch.Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(part.contiguous().numpy().tobytes())
 
 
-@pytest.mark.parametrize(("layout", "kind"), SCENARIOS)
+@pytest.mark.parametrize(("layout", "kind"), scenarios(KINDS))
 def test_the_bytes_are_those_of_the_whole_weight(
     layout: str, kind: str, found: Found, expected: Mapping[str, Mapping[str, list[str]]]
 ) -> None:
@@ -115,7 +136,7 @@ def test_the_bytes_do_not_depend_on_the_compute_dtype(
     assert found(layout, TRAINED, "bf16")["digests"] == expected[TRAINED]
 
 
-@pytest.mark.parametrize(("layout", "kind"), [which for which in SCENARIOS if which[1] in STORED])
+@pytest.mark.parametrize(("layout", "kind"), scenarios(STORED))
 def test_a_base_that_is_stored_quantized_is_read_as_it_is(
     layout: str, kind: str, found: Found, expected: Mapping[str, Mapping[str, list[str]]]
 ) -> None:
@@ -126,19 +147,23 @@ def test_a_base_that_is_stored_quantized_is_read_as_it_is(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_loss_is_that_of_transformers_with_bitsandbytes(kind: str, folder: Path, found: Found) -> None:
+def test_the_loss_is_that_of_transformers_with_bitsandbytes(
+    kind: str, folder: Path, found: Found, worlds: Sequence[tuple[int, str]]
+) -> None:
     with torch.no_grad():
         truth = float(plain_loss(by_bitsandbytes(folder / "model", kind), documents()))
         unquantized = float(plain_loss(build("qwen2").from_pretrained(folder / "model"), documents()))
     assert abs(truth - unquantized) > 1e-3 * unquantized, "quantization changes nothing"
-    for layout in (layout for layout, its in SCENARIOS if its == kind):
-        assert found(layout, kind)["loss"] == pytest.approx(truth, rel=1e-6), layout
+    for ranks, layout in (world for world in worlds if kind in kinds_of(world[1])):
+        assert found(f"{layout}-{ranks}", kind)["loss"] == pytest.approx(truth, rel=1e-6), layout
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_rank_reads_or_holds_more_than_its_share(kind: str, found: Found, weights: dict[str, torch.Tensor]) -> None:
+def test_no_rank_reads_or_holds_more_than_its_share(
+    kind: str, found: Found, weights: dict[str, torch.Tensor], worlds: Sequence[tuple[int, str]]
+) -> None:
     """A share is a rank's part of the codes, up to the rows in which it begins and ends; DDP's is everything."""
-    for ranks, layout in (world for world in WORLDS if kind in kinds_of(world[1])):
+    for ranks, layout in (world for world in worlds if kind in kinds_of(world[1])):
         result = found(f"{layout}-{ranks}", kind)
         sharers = {"hybrid": 2, "ddp": 1, "single": 1}.get(layout, ranks)
         whole_bytes = sum(part.numel() for weight in weights.values() for part in whole(weight, kind))
@@ -152,9 +177,11 @@ def test_no_rank_reads_or_holds_more_than_its_share(kind: str, found: Found, wei
         assert sum(result["held"]) >= whole_bytes
 
 
-def test_embeddings_norms_biases_and_head_stay_in_the_compute_dtype(found: Found) -> None:
-    for layout in LAYOUTS:
-        dtypes = found(layout, TRAINED, "bf16")["dtypes"]
+def test_embeddings_norms_biases_and_head_stay_in_the_compute_dtype(
+    found: Found, worlds: Sequence[tuple[int, str]]
+) -> None:
+    for ranks, layout in worlds:
+        dtypes = found(f"{layout}-{ranks}", TRAINED, "bf16")["dtypes"]
         frozen = {name: dtype for name, dtype in dtypes.items() if ".lora_" not in name}
         assert {"model.embed_tokens.weight", "model.norm.weight"} < frozen.keys()
         assert any(name.endswith("q_proj.base_layer.bias") for name in frozen)
