@@ -25,11 +25,37 @@ ALLOWED = {
 }
 
 
+QUICK = (
+    "full",
+    "offload",
+    "ddp, lora, checkpointed",
+    "hybrid",
+    "updated in backward",
+    "updated in backward, offload",
+    "fp16",
+    "fp8",
+    "padded rows",
+    "lora, offload",
+    "nf4, checkpointed",
+    "int8, one process",
+    "sequence, dpo",
+    "tensor, offload",
+    "sequence, tensor, checkpointed",
+    "experts, lora, checkpointed",
+    "dpo",
+    "kto",
+    "distill, lora, sequence",
+    "gpt_oss",
+    "capped scores, dropout",
+)  # each kind of layout, method, optimizer and kernel; the other cases are slow
+
+
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> dict[str, Any]:
     """What the steps of each case wait for, or its error."""
     results = tmp_path_factory.mktemp("fake-steps") / "results.json"
-    done = run_python([str(Path(__file__).with_name("fake_steps.py")), str(results)], timeout=400)
+    chosen = [] if slow_too else QUICK
+    done = run_python([str(Path(__file__).with_name("fake_steps.py")), str(results), *chosen], timeout=400)
     assert done.returncode == 0, done.stderr
     read: dict[str, Any] = json.loads(results.read_text())
     return read
@@ -58,7 +84,10 @@ def expected_places(case: Case, optimization: Optimization) -> set[str]:
     return {place for place, is_expected in waits.items() if is_expected}
 
 
-@pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=case.name, marks=[] if case.name in QUICK else pytest.mark.slow) for case in CASES],
+)
 def test_a_step_on_cuda_waits_for_the_device_where_it_must_and_nowhere_else(found: Any, case: Case) -> None:
     assert "error" not in found[case.name], found[case.name].get("error")
     assert len(found[case.name]) == len(case.optimizations)

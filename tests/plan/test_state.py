@@ -136,13 +136,22 @@ IN_FILES = ["in files", "in files, tied, bf16 moments", "lora in files"]
 TWO_RANKS += [("fsdp2", recipe) for recipe in IN_FILES] + [("fsdp2 fp32", "in files"), ("fsdp2 offload", "in files")]
 TWO_RANKS += [("fsdp2", "divided, in files"), ("tensor parallel", "even, in files")]
 FOUR_RANKS += [("fsdp2", "divided, in files"), ("tensor parallel x 2", "even, in files")]
+# One of each kind of layout and of what trains; the others are slow.
+QUICK = [("fsdp2", "full"), ("fsdp2 offload", "lora"), ("fsdp1", "tied"), ("fsdp1", "whole"), ("ddp", "lora")]
+QUICK += [("fsdp2", "whole"), ("ddp", "qlora"), ("fsdp2", "base in 8 bits"), ("fsdp2", "adafactor")]
+QUICK += [("fsdp2", "muon"), ("fsdp2", "divided"), ("fsdp2", "gpt_oss's experts"), ("fsdp2", "glm4_moe")]
+QUICK += [("tensor parallel", "even lora"), ("fsdp2", "vision"), ("fsdp2", "in files, tied, bf16 moments")]
+QUICK += [("fsdp1 no shard", "full"), ("fsdp2 no wrap", "lora")]
+MORE = [pair for pair in TWO_RANKS if pair not in QUICK]
+assert len(MORE) + len(QUICK) == len(TWO_RANKS)
 NEEDS_TORCHAO = pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 
 
 @pytest.mark.parametrize(
     ("ranks", "pairs"),
     [
-        pytest.param(2, TWO_RANKS, id="2 ranks"),
+        pytest.param(2, QUICK, id="2 ranks"),
+        pytest.param(2, MORE, id="2 ranks, more", marks=pytest.mark.slow),
         pytest.param(2, [("fsdp2", "8-bit"), ("ddp", "8-bit")], id="8-bit, 2 ranks", marks=NEEDS_TORCHAO),
         pytest.param(
             1, [("single", "full"), ("single", "lora"), ("fsdp2", "full")], id="1 rank", marks=pytest.mark.slow

@@ -65,7 +65,7 @@ def stop_at(batch: int, sent: signal.Signals) -> None:
     def count(*arguments: Any) -> Any:
         calls[0] += 1
         if os.environ["RANK"] == "0":
-            print("batch of the reference", flush=True)
+            os.write(1, b"batch of the reference\n")  # in one piece: the ranks write into one file
         if calls[0] == batch and (
             sent == signal.SIGKILL or int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
         ):

@@ -4,6 +4,7 @@ and resumed it gives the same numbers bit for bit."""
 import json
 import re
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ WANTED: dict[tuple[int, str], list[str]] = {
     (4, "hybrid"): ["dpo-full"],
 }
 CASES = [(ranks, layout, mode) for (ranks, layout), modes in WANTED.items() for mode in modes]
+QUICK_CASES = [case for case in CASES if case[0] <= 2]  # more ranks are slow
+MODES_COMPARED = ("dpo-lora", "dpo-full", "packed", "orpo", "kto")
+QUICK_COMPARED = ("dpo-lora", "packed", "orpo")
 
 
 def make_pairs(path: Path, rows: int) -> Path:
@@ -62,8 +66,9 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Path:
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Path:
     """The folder of every run, `RANKS-LAYOUT-MODE`; all are run by one process that forks their ranks."""
+    cases = CASES if slow_too else QUICK_CASES
     mesh = {"hybrid": (2, 2)}
     configs = {
         layout: write_config(folder / layout, "full_shard" if layout == "hybrid" else layout, mesh=mesh.get(layout))
@@ -88,8 +93,8 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
         } | how
 
     starts = [
-        start(ranks, *(run(*case, held_out) for case in CASES if case[0] == ranks))
-        for ranks in sorted({ranks for ranks, _ in WANTED})
+        start(ranks, *(run(*case, held_out) for case in cases if case[0] == ranks))
+        for ranks in sorted({ranks for ranks, _, _ in cases})
     ]
     dropout = ["attention_dropout=0.5", "lora_dropout=0.5", "max_steps=1"]
     starts[0]["runs"] += (run(1, "single", "dpo-lora", *dropout, name="dropout"),)
@@ -121,17 +126,23 @@ def runs(folder: Path, recipes: dict[str, Path]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("ranks", "layout", "mode"), CASES)
+@pytest.mark.parametrize(
+    ("ranks", "layout", "mode"),
+    [case if case in QUICK_CASES else pytest.param(*case, marks=pytest.mark.slow) for case in CASES],
+)
 def test_every_layout_computes_what_a_plain_loop_does(
     ranks: int, layout: str, mode: str, runs: Path, recipes: dict[str, Path]
 ) -> None:
     assert_losses(runs / f"{ranks}-{layout}-{mode}", reference.losses(recipes[mode]))
 
 
-def test_metrics_are_the_same_on_every_layout(runs: Path) -> None:
+@pytest.mark.parametrize("modes", [QUICK_COMPARED, pytest.param(MODES_COMPARED, marks=pytest.mark.slow)], ids=len)
+def test_metrics_are_the_same_on_every_layout(modes: Sequence[str], runs: Path, slow_too: bool) -> None:
     """Those of training, and those of the held-out pairs before and after it."""
-    for mode in ("dpo-lora", "dpo-full", "packed", "orpo", "kto"):
-        first, *others = [_metrics(runs / f"{r}-{layout}-{m}") for r, layout, m in CASES if m == mode]
+    for mode in modes:
+        cases = CASES if slow_too else QUICK_CASES
+        first, *others = [_metrics(runs / f"{r}-{layout}-{m}") for r, layout, m in cases if m == mode]
+        assert others
         assert all(line.keys() == other.keys() for lines in others for line, other in zip(first, lines, strict=True))
         for lines in others:
             if (

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from finetune.config.accelerate_file import read_sharding
 from finetune.config.reader import read_recipe
 from finetune.plan.plan import format_plan, make_plan
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.training import reference
 from tests.training.layouts import (
     LAYOUTS,
@@ -45,37 +45,38 @@ VARIANTS: dict[str, tuple[str, bool, list[str]]] = {
 }
 ONE_RANK = [("single", "full"), ("single", "lora"), ("full_shard", "full"), ("FULL_SHARD", "full"), ("ddp", "lora")]
 ONE_RANK += [("single", mode) for mode in ("nf4", "int8", "nf4-dora")]
-TWO_RANKS = [(layout, "full") for layout in LAYOUTS]
-TWO_RANKS += [(layout, "lora") for layout in ("full_shard", "offload", "FULL_SHARD", "ddp")]
-TWO_RANKS += [
-    ("full_shard", "dora"),
-    ("full_shard", "nf4"),
-    ("ddp", "nf4"),
-    ("ddp", "int8"),
-    ("full_shard", "nf4-dora"),
-]
-MORE_ON_TWO = [(layout, "lora") for layout in ("shard_grad_op", "by_size", "no_wrap", "SHARD_GRAD_OP")]
-MORE_ON_TWO += [("FULL_SHARD", "dora"), ("ddp", "dora"), ("shard_grad_op", "nf4"), ("offload", "nf4")]  # not FSDP1
+TWO_RANKS = [(layout, "full") for layout in ("full_shard", "offload", "FULL_SHARD", "ddp")]
+TWO_RANKS += [(layout, "lora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
+TWO_RANKS += [("ddp", "int8"), ("full_shard", "nf4-dora")]
+MORE_ON_TWO = [(layout, "full") for layout in LAYOUTS if (layout, "full") not in TWO_RANKS]
+MORE_ON_TWO += [(layout, "lora") for layout in ("shard_grad_op", "by_size", "no_wrap", "SHARD_GRAD_OP", "offload")]
+MORE_ON_TWO += [(layout, "dora") for layout in ("full_shard", "FULL_SHARD", "ddp")]
+MORE_ON_TWO += [(layout, "nf4") for layout in ("full_shard", "shard_grad_op", "offload", "ddp")]  # not FSDP1
 MORE_ON_TWO += [("full_shard", "int8")]
-THREE_RANKS = [("full_shard", "full"), ("full_shard", "lora"), ("FULL_SHARD", "full"), ("ddp", "full")]
-MORE_ON_THREE = [("FULL_SHARD", "lora"), ("ddp", "lora"), ("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
+THREE_RANKS = [("full_shard", "full"), ("ddp", "full")]
+MORE_ON_THREE = [("full_shard", "lora"), ("FULL_SHARD", "full"), ("FULL_SHARD", "lora"), ("ddp", "lora")]
+MORE_ON_THREE += [("full_shard", "nf4"), ("full_shard", "int8"), ("ddp", "nf4")]
 IN_BF16 = [("full_shard", "full"), ("offload", "lora"), ("FULL_SHARD", "full"), ("ddp", "full"), ("ddp", "lora")]
-IN_BF16 += [("full_shard", "nf4"), ("ddp", "nf4")]
 MORE_IN_BF16 = [("offload", "full"), ("full_shard", "lora"), ("FULL_SHARD", "lora"), ("full_shard", "int8")]
-MORE_IN_BF16 += [("ddp", "int8")]
-WITH_DROPOUT = ["full_shard", "FULL_SHARD", "ddp"]
-IN_BF16_WEIGHTS = ["full_shard", "FULL_SHARD", "NO_SHARD", "ddp"]
+MORE_IN_BF16 += [("ddp", "int8"), ("full_shard", "nf4"), ("ddp", "nf4")]
+WITH_DROPOUT, MORE_WITH_DROPOUT = ["full_shard", "FULL_SHARD"], ["ddp"]
+IN_BF16_WEIGHTS, MORE_IN_BF16_WEIGHTS = ["full_shard", "FULL_SHARD"], ["NO_SHARD", "ddp"]
+
+
+def all_on_two(
+    plain: list[tuple[str, str]], bf16: list[tuple[str, str]], dropout: list[str], weights: list[str]
+) -> list[tuple[str, str, str]]:
+    """(layout, mode, variant) of the runs of one start of two ranks."""
+    runs = [(*which, variant) for variant, its in (("fp32", plain), ("bf16", bf16)) for which in its]
+    runs += [(layout, "full", variant) for layout in dropout for variant in ("dropout", "dropout-checkpointed")]
+    return runs + [(layout, "full", "bf16-weights") for layout in weights]
+
+
 # (layout, mode, variant) of the runs that each start of ranks walks, by their number; those of the second start on 2 and on 3 are slow.
 STARTS: list[tuple[int, list[tuple[str, str, str]]]] = [
     (1, [(*which, "fp32") for which in ONE_RANK]),
-    (
-        2,
-        [(*which, "fp32") for which in TWO_RANKS]
-        + [(*which, "bf16") for which in IN_BF16]
-        + [(layout, "full", variant) for layout in WITH_DROPOUT for variant in ("dropout", "dropout-checkpointed")]
-        + [(layout, "full", "bf16-weights") for layout in IN_BF16_WEIGHTS],
-    ),
-    (2, [(*which, "fp32") for which in MORE_ON_TWO] + [(*which, "bf16") for which in MORE_IN_BF16]),
+    (2, all_on_two(TWO_RANKS, IN_BF16, WITH_DROPOUT, IN_BF16_WEIGHTS)),
+    (2, all_on_two(MORE_ON_TWO, MORE_IN_BF16, MORE_WITH_DROPOUT, MORE_IN_BF16_WEIGHTS)),
     (3, [(*which, "fp32") for which in THREE_RANKS]),
     (3, [(*which, "fp32") for which in MORE_ON_THREE]),
 ]
@@ -153,7 +154,7 @@ def test_bf16_with_checkpointing_stays_close(layout: str, mode: str, runs: Runs,
     assert_losses(runs(layout, mode, 2, "bf16"), expected[mode], rel=2e-2)
 
 
-@pytest.mark.parametrize("layout", IN_BF16_WEIGHTS)
+@pytest.mark.parametrize("layout", slow_but(IN_BF16_WEIGHTS, IN_BF16_WEIGHTS + MORE_IN_BF16_WEIGHTS))
 def test_bfloat16_parameters_are_kept_in_every_layout(
     layout: str, folder: Path, recipes: dict[str, Path], runs: Runs, expected: Expected
 ) -> None:
@@ -162,7 +163,8 @@ def test_bfloat16_parameters_are_kept_in_every_layout(
     assert_losses(run, expected["full"], rel=2e-2)
     files = [*run.glob("checkpoints/step-*/model/*.safetensors")]
     assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
-    first_screen = (folder / "printed-1.txt").read_text().partition(f"{run}: ")[2].splitlines()[2]
+    printed = "".join(path.read_text() for path in folder.glob("printed-*.txt"))
+    first_screen = printed.partition(f"{run}: ")[2].splitlines()[2]
     assert first_screen.endswith("; bf16; activation checkpointing off")
     overrides = VARIANTS["bf16-weights"][2]
     plan = make_plan(
@@ -184,7 +186,7 @@ def test_held_out_loss_and_answers_under_every_wrapper(layout: str, mode: str, r
     assert [line["exact_match_samples"] for line in lines if "exact_match" in line] == [3, 3]
 
 
-@pytest.mark.parametrize("layout", WITH_DROPOUT)
+@pytest.mark.parametrize("layout", slow_but(WITH_DROPOUT, WITH_DROPOUT + MORE_WITH_DROPOUT))
 def test_dropout_is_the_same_where_activations_are_computed_again(layout: str, runs: Runs, expected: Expected) -> None:
     """A recomputation that draws other random numbers has wrong gradients, and nobody says so."""
     kept, again = (steps_of(runs(layout, "full", 2, variant)) for variant in ("dropout", "dropout-checkpointed"))
