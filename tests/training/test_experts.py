@@ -17,7 +17,7 @@ from finetune.export.export import export
 from finetune.files.tensors import read, read_folder
 from finetune.report.page import render_page
 from finetune.report.run_data import read_run
-from tests.conftest import make_chat, make_model
+from tests.conftest import make_chat, make_model, slow_but
 from tests.ranks import launch_ranks, run_python
 from tests.training import reference
 from tests.training.layouts import assert_losses, steps_of, train_all, train_families, write_config, write_recipe
@@ -38,14 +38,19 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 BALANCED = ("mixtral", "qwen3_moe", "olmoe", "qwen2_moe", "gpt_oss")  # by an auxiliary loss; the others by a bias
 VERIFIED = [("mixtral", "full_shard", 2)]  # exported by the run itself, which takes seconds
+QUICK_FAMILIES = ("mixtral", "qwen3_moe", "deepseek_v3", "gpt_oss")  # the others are slow
 # (family, layout, ranks)
-WANTED = [
-    *((family, "full_shard", 2) for family in FAMILIES),
+QUICK = [
+    *((family, "full_shard", 2) for family in QUICK_FAMILIES),
     ("mixtral", "FULL_SHARD", 2),
     ("mixtral", "ddp", 2),
     ("qwen3_moe", "ddp", 2),
     ("mixtral", "single", 1),
     ("qwen3_moe", "full_shard", 1),
+]
+WANTED = [
+    *QUICK,
+    *((family, "full_shard", 2) for family in FAMILIES if family not in QUICK_FAMILIES),
 ]
 
 
@@ -63,12 +68,15 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+def runs(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Callable[[str, str, int], Path]:
     """(family, layout, ranks) -> the run's folder."""
-    return train_families(folder, recipes, WANTED, VERIFIED)
+    return train_families(folder, recipes, WANTED if slow_too else QUICK, VERIFIED)
 
 
-@pytest.mark.parametrize(("family", "layout", "ranks"), WANTED)
+@pytest.mark.parametrize(
+    ("family", "layout", "ranks"),
+    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.slow) for each in WANTED],
+)
 def test_losses_and_gradients_are_those_of_transformers(
     family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
 ) -> None:
@@ -77,7 +85,7 @@ def test_losses_and_gradients_are_those_of_transformers(
     assert {"router_aux_loss" in line for line in lines} == {family in BALANCED}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK_FAMILIES, FAMILIES))
 def test_the_export_of_a_model_that_did_not_move_is_the_folder_it_came_from(
     family: str, runs: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -90,7 +98,7 @@ def test_the_export_of_a_model_that_did_not_move_is_the_folder_it_came_from(
     assert family == "gpt_oss" or any(".experts.4." in name for name in before)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(QUICK_FAMILIES, FAMILIES))
 def test_plain_transformers_opens_the_export_of_a_trained_model(
     family: str, runs: Callable[..., Path], tmp_path: Path
 ) -> None:

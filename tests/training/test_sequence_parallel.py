@@ -71,6 +71,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], bool, tuple[str, ...]]] = {
     "sp 2 x tp 2": (4, {"sp_size": 2, "tp_size": 2}, True, (*CORE, "dpo-lora", "kto", "masks")),
     "single": (1, {}, False, ()),
 }
+# (layout, mode) that are slow although they are of two ranks
+MORE = {("full_shard", mode) for mode in LONG_CONTEXT}
+MORE |= {("sp 2", mode) for mode in ("padded-lora", "alone", "nf4", "kto", "longrope", "dynamic-padded")}
 # (saved under, resumed under): the latter's ranks are started after the former's.
 RESUMED = [
     ("sp 2", "full_shard"),
@@ -84,8 +87,8 @@ RESUMED = [
 
 
 def marked(*which: str, layouts: tuple[str, ...]) -> Any:
-    """A case; slow where one of its `layouts` is not on 2 ranks, which alone are started in a quick run."""
-    is_slow = any(LAYOUTS[layout][0] != 2 for layout in layouts)
+    """A case; slow where it is in MORE, or one of its `layouts` not on 2 ranks, which alone are started in a quick run."""
+    is_slow = which in MORE or any(LAYOUTS[layout][0] != 2 for layout in layouts)
     return pytest.param(*which, marks=pytest.mark.slow) if is_slow else pytest.param(*which)
 
 
@@ -129,7 +132,7 @@ def recipes(folder: Path) -> dict[str, Path]:
 
 
 @pytest.fixture(scope="module")
-def run(folder: Path, recipes: dict[str, Path]) -> Run:
+def run(folder: Path, recipes: dict[str, Path], slow_too: bool) -> Run:
     """(layout, mode) -> the run's folder; (layout, mode, saved under) -> that of one that was saved under another layout. Each
     number of ranks is started once."""
     held_out = f"eval_datasets=[{{path: {folder}/chat.jsonl}}]"
@@ -161,6 +164,7 @@ def run(folder: Path, recipes: dict[str, Path]) -> Run:
             )
             for layout in here
             for mode in LAYOUTS[layout][3]
+            if slow_too or (layout, mode) not in MORE
         ]
         for saved, layout in RESUMED:
             if layout in here:  # the second changes nothing: what it saves is what it has read

@@ -32,7 +32,7 @@ PRETENDED = "first of two"  # in one process, which allocates nothing for the ex
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, slow_too: bool) -> Path:
     """What every rank of every case leaves, plain and in backward; all are forked from one process."""
     folder = tmp_path_factory.mktemp("in-backward")
     model = make_model(folder / "model", **SIZES, tie_word_embeddings=False)
@@ -50,7 +50,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     jobs = [job(name, name) for name in (*CASES, PRETENDED)]
     jobs += [job(f"{name} in backward", name, IN_BACKWARD) for name in (*CASES, PRETENDED)]
-    jobs += [job("rounded", "hybrid", IN_BACKWARD, "optim=adamw_bf16_moments")]
+    if slow_too:
+        jobs.append(job("rounded", "hybrid", IN_BACKWARD, "optim=adamw_bf16_moments"))
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = Path(__file__).with_name("in_backward_on_ranks.py")
     done = run_python([str(script), str(folder / "jobs.json")], timeout=240)
@@ -68,6 +69,7 @@ def test_parameters_and_state_are_those_of_the_plain_step_bit_for_bit(name: str,
         assert [key for key, value in plain["state"].items() if not torch.equal(value, ours["state"][key])] == []
 
 
+@pytest.mark.slow
 def test_replicas_round_alike(folder: Path) -> None:
     """Under hybrid sharding ranks 0 and 2 hold the same shards, and 1 and 3."""
     states = [torch.load(folder / f"rounded-{rank}.pt")["state"] for rank in range(4)]
