@@ -134,9 +134,16 @@ class ImageProcessor:
             values = known.get_processor_dict(name, **options)[0]
             checks = {"check_argument_for_proper_class": lambda *_: None}  # the part for videos is None
             unchecked: Any = type(known.__name__, (known,), checks)
-            return unchecked.from_args_and_dict(list(parts.values()), values)
+            own = unchecked.from_args_and_dict(list(parts.values()), values)
         except Exception as error:  # a file is missing or damaged, or a package
             raise UserError(f"{name}: its image processor cannot be loaded: {' '.join(str(error).split())}") from None
+        expected, found = load_config(self._model).image_token_id, list(own.image_token_ids)
+        if expected not in found:
+            raise UserError(
+                f"{name}: image_token_id is {expected} in the model's config, and an image's tokens have the ids "
+                f"{found} in the tokenizer; make them equal"
+            )
+        return own
 
     @property
     def _name(self) -> str | None:
@@ -196,7 +203,8 @@ class ImageProcessor:
     def make_inputs(self, images: Sequence[EncodedImage]) -> dict[str, Any]:
         """The model's arguments for `images`, such as `pixel_values`, by name. Raises `BadRow`."""
         pictures = [open_image(image) for image in images]
-        found = self._own(text=[self.token * len(pictures)], images=[pictures], return_tensors="pt")
+        text = [self.token * len(pictures)]
+        found = self._own(text=text, images=[pictures], return_tensors="pt", verbose=False)  # of a text of any length
         return {name: value for name, value in found.items() if name not in TEXT_INPUTS | LAYOUTS}
 
     @cached_property

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from finetune.data.prepare import PreparedData, prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from tests.data.world import Rank
-from tests.vision import add_processor, draw_image, make_vision_model, open_processor
+from tests.vision import IMAGE, add_processor, draw_image, make_vision_model, open_processor
 
 ANSWER = {"role": "assistant", "content": "A fox."}
 
@@ -251,6 +252,16 @@ def test_a_model_without_a_tower_takes_no_images(keys: dict[str, str], tmp_path:
     config = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
     with pytest.raises(UserError, match="a row holds an image, and this model takes none"):
         prepare(model, data, model_name_or_path=None, model_config=config, tokenizer_name_or_path=str(model), **keys)
+
+
+def test_a_tokenizer_whose_images_the_model_does_not_know_is_refused(model: Path, tmp_path: Path) -> None:
+    shutil.copytree(model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | {"image_token_id": 5}))
+    draw_image(tmp_path / "0.png", 0)
+    data = write_rows(tmp_path, [chat({"type": "image", "path": "0.png"}, "What?")])
+    with pytest.raises(UserError, match=rf"image_token_id is 5 in the model's config, .* have the ids \[{IMAGE}\]"):
+        prepare(tmp_path / "model", data)
 
 
 def test_images_do_not_depend_on_the_number_of_threads(model: Path, tmp_path: Path) -> None:

@@ -19,11 +19,13 @@ from finetune.data.prepare import prepare_data
 from finetune.data.tokenizer import load_tokenizer
 from finetune.errors import UserError
 from finetune.session import Session
+from tests.checkpoint.test_resume import RUN, kill_after
 from tests.conftest import make_chat
 from tests.data.world import Rank
+from tests.ranks import launch_ranks
 from tests.training import reference
 from tests.training.layouts import (
-    assert_last_step_again_is_bit_equal,
+    assert_bit_equal,
     steps_of,
     train_all,
     train_families,
@@ -199,10 +201,17 @@ def test_a_tower_is_not_trained_without_images(recipes: dict[str, Path], tmp_pat
         session.model.train()
 
 
-def test_a_resumed_run_ends_as_one_that_was_not_interrupted(
+def test_a_killed_run_ends_as_one_that_was_not_interrupted(
     runs: Callable[..., Path], recipes: dict[str, Path], tmp_path: Path
 ) -> None:
-    assert_last_step_again_is_bit_equal(runs("gemma3", "single", 1), recipes["gemma3"], tmp_path, STEPS)
+    """SIGKILL after the first step that was saved, then the same command again."""
+    whole, killed, config = runs("gemma3", "single", 1), tmp_path / "killed", write_config(tmp_path, "single")
+    begin = ["--recipe", str(recipes["gemma3"]), "--config", str(config)]
+    begin += [f"output_dir={killed}", "export_at_end=False"]
+    kill_after(1, killed, begin, ranks=1)
+    again = launch_ranks(RUN, begin, ranks=1).check()
+    assert "resumed at step" in again.outputs[0] and f"resumed at step {STEPS}" not in again.outputs[0]
+    assert_bit_equal(whole, killed, STEPS)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl"])
