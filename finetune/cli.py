@@ -105,7 +105,7 @@ def _add_init(subcommands: "Subcommands") -> None:
     init = _add(subcommands, "init", "write a first recipe for a model, data and GPUs, which the plan says fits")
     init.epilog = "What no flag says is asked, where there is a terminal."
     _take(init, "--model", "M", "what to train: a folder or hub name")
-    _take(init, "--data", "PATH", "a file, glob, folder or hub name")
+    _take(init, "--data", "PATH", "a file, glob, folder, hub name or function (my_data.py:rows)")
     _take(init, "--data-name", "NAME", "the hub data set's configuration")
     _take(init, "--split", "SPLIT", "of the data (default: train)", default="train")
     for column in ("messages", "prompt", "completion", "text", "chosen", "rejected"):

@@ -300,8 +300,8 @@ class Session:
         with self.computing(), self._or_no_gradients():
             self.model.train()
             measured = forward_backward(self.model, found, objective, self.recipe, self.world)
+            average, metrics = measured.average(objective.count(found), self.world)
         self._backward.append((found, measured))
-        average, metrics = measured.average(objective.count(found), self.world)
         return Loss(average, objective.complete(metrics))
 
     @contextmanager

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import finetune
 from benchmarks.api_page import PAGE, make_page
 from finetune.constants import loss_chunk_tokens
+from finetune.training.objectives.sft import Measured
 from finetune.training.watch import uninterrupted
 from tests.ranks import ROOT, launch_ranks, run_command
 from tests.session_on_ranks import ROWS
@@ -257,11 +258,14 @@ def test_a_mistake_is_one_sentence(tmp_path: Path) -> None:
         session.forward_backward(ROWS)
 
 
-def test_what_fails_leaves_no_gradient_behind(tmp_path: Path) -> None:
+def test_what_fails_leaves_no_gradient_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A loss that raises in its second micro-batch, one that is nan, and Ctrl-C in the forward: the next step is a step without them."""
     keys = {"per_device_train_batch_size": 4, "output_dir": tmp_path / "run", "exact_match_samples": 0}
     found: list[tuple[float, float]] = []
     calls: list[int] = []
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
 
     def fails(log_probabilities: Tensor, batch: finetune.MicroBatch) -> Tensor:
         calls.append(1)
@@ -275,6 +279,11 @@ def test_what_fails_leaves_no_gradient_behind(tmp_path: Path) -> None:
         batch = next(session.batches())
         with pytest.raises(KeyboardInterrupt):
             session.forward_backward(batch, fails)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Measured, "average", interrupted)  # where a GPU is waited for
+            session.forward_backward(batch)
+        with pytest.raises(finetune.UserError, match="call forward_backward first"):
+            session.optim_step()
         with pytest.raises(finetune.UserError, match="the loss or gradient is not finite"):
             session.forward_backward(batch, fails)
             session.optim_step()

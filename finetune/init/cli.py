@@ -175,7 +175,7 @@ def check_sample(recipe: Recipe, data: DataSummary) -> list[str]:
 
         tokenizer = load_tokenizer(recipe.model, recipe.data)
         stats, rows = SourceStats(), data.sample
-        batch = RowBatch(data.source.path, tuple(range(1, len(rows) + 1)), rows)
+        batch = RowBatch(data.source.place, tuple(range(1, len(rows) + 1)), rows)
         keys, kind = replace(recipe.data, on_bad_row="skip"), recipe.method_facts.rows
         for _ in tokenize_rows([(recipe.data.datasets[0], batch)], keys, tokenizer, stats, kind):
             pass
@@ -202,7 +202,8 @@ def _check_output(output: str, overwrite: bool) -> str:
 
 def _read_data(path: str, options: argparse.Namespace, model: str) -> DataSummary:
     flags = {key: getattr(options, key) for key in COLUMN_FLAGS}
-    source = DatasetSource(path=path, name=options.data_name, split=options.split, **flags)
+    named: dict[str, Any] = {"function" if ".py:" in path else "path": path}
+    source = DatasetSource(**named, name=options.data_name, split=options.split, **flags)
     kind = KINDS.get(options.method)
     person = ask if is_interactive() else None
     found = summarize_data(source, model, has_template=has_chat_template(model), ask=person, kind=kind)
@@ -260,7 +261,7 @@ def _given_keys(model: str, config: dict[str, Any], data: DataSummary) -> tuple[
     """The keys that do not depend on the hardware, and the full rows that they make of the data."""
     positions = config.get("max_position_embeddings")
     max_length = choose_max_length(data, positions if isinstance(positions, int) else None)
-    entry = {key: value for key in data.source.__slots__ if (value := getattr(data.source, key)) is not None}
+    entry = {key: value for key in data.source.__slots__ if (value := getattr(data.source, key)) not in (None, "")}
     keys: Keys = {
         "model_name_or_path": model,
         "datasets": [entry],

@@ -79,20 +79,21 @@ def summarize_data(
         if taken >= ROWS_READ:
             break
     if not rows:
-        raise UserError(bad[0] if bad else f"{source.path}: has no rows")
+        raise UserError(bad[0] if bad else f"{source.place}: has no rows")
     rows = rows[:ROWS_READ]
     kind = kind or find_kind(rows[0], source)
     if kind == "answers":
         source = choose_columns(rows[0], source, has_template=has_template, ask=ask)
     read = [_read(row, source, kind) for row in rows]
     documents = [document for row in read for group in row.groups for document in group.documents]
+    files = () if source.function else list_files(source)
     lengths, is_tokenized = count_tokens(documents, Path(model))
     return DataSummary(
         source=source,
         format=read[0].rendering,
         columns=tuple(map(str, rows[0])),
-        rows=taken if taken < ROWS_READ else _count_rows(source, taken),
-        is_counted=taken < ROWS_READ or bool(list_files(source)),
+        rows=taken if taken < ROWS_READ else _count_rows(files, taken),
+        is_counted=taken < ROWS_READ or bool(files),
         longest_tokens=int(lengths[int(0.99 * (len(lengths) - 1))]) + TEMPLATE_TOKENS,
         mean_tokens=(sum(lengths) / len(lengths) + TEMPLATE_TOKENS) * len(documents) / len(rows),
         is_tokenized=is_tokenized,
@@ -123,7 +124,7 @@ def choose_columns(
             found = parse_row(row, source)
         except BadRow as error:
             if not str(error).startswith("unknown format"):
-                raise UserError(f"{source.path}: {name_flags(str(error))}") from None
+                raise UserError(f"{source.place}: {name_flags(str(error))}") from None
             source = _guess_columns(row, source) or _ask_columns(row, source, ask)
         else:
             if pair := find_common_pair(row, source):  # a recipe says what was recognized
@@ -144,7 +145,7 @@ def _guess_columns(row: Mapping[str, Any], source: DatasetSource) -> DatasetSour
     number = next((numbers[name] for name in ANSWER_COLUMNS[:6] if name in numbers), None)
     if prompt is not None and completion is None and number is not None:
         raise UserError(
-            f"{source.path}: {number}: text is expected, found {describe_value(row[number])}; write it as "
+            f"{source.place}: {number}: text is expected, found {describe_value(row[number])}; write it as "
             "text, in quotes"
         )
     if prompt is not None and completion is not None:
@@ -159,10 +160,10 @@ def _ask_columns(row: Mapping[str, Any], source: DatasetSource, ask: Ask | None)
     columns = list_columns(row) or "none"
     if ask is None:
         raise UserError(
-            f"{source.path}: its columns are {columns}; say which to read with --prompt-column and "
+            f"{source.place}: its columns are {columns}; say which to read with --prompt-column and "
             "--completion-column, --messages-column or --text-column"
         )
-    print(f"{source.path}: its columns are {columns}")
+    print(f"{source.place}: its columns are {columns}")
     prompt = _ask_column("Which one holds the prompt or question? (none: plain text)", row, ask)
     if not prompt:
         return replace(source, text_column=_ask_column("Which one holds the text?", row, ask) or None)
@@ -184,7 +185,7 @@ def _read(row: Mapping[str, Any], source: DatasetSource, kind: RowKind) -> Parse
     try:
         return READERS[kind](row, source)
     except BadRow as error:
-        raise UserError(f"{source.path}: {name_flags(str(error))}") from None
+        raise UserError(f"{source.place}: {name_flags(str(error))}") from None
 
 
 def name_flags(text: str) -> str:
@@ -237,7 +238,7 @@ def _describe_message(message: Mapping[str, Any]) -> str:
 
 def list_unread_files(source: DatasetSource) -> list[str]:
     """The data files in the folder that `source` names which are none of its split's, by their paths in the folder."""
-    folder = Path(source.path)
+    folder = Path(source.place)
     if not folder.is_dir():
         return []
     read = {Path(file).resolve() for file in list_files(source)}
@@ -250,9 +251,8 @@ def _is_data(path: Path) -> bool:
     return file_kind(str(path)) is not None and not is_hidden and path.name not in SAVED_BESIDE_DATA
 
 
-def _count_rows(source: DatasetSource, taken: int) -> int:
-    """All rows of local files; of a data set of the hub, those that were read."""
+def _count_rows(files: Sequence[str], taken: int) -> int:
+    """All rows of local files; of a data set of the hub or a function, those that were read."""
     from finetune.data.sources import count_rows
 
-    files = list_files(source)
     return sum(count_rows(file, Path(file).stat().st_mtime_ns) for file in files) if files else taken

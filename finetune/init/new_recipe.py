@@ -183,7 +183,7 @@ def inspect_command(file: str) -> str:
 def _head(data: DataSummary, fit: Fit, hardware: Hardware, file: str) -> Iterator[str]:
     what = "All parameters of" if fit.trained == "full" else "Adapters (LoRA) for"
     yield (
-        f"# {what} {fit.keys['model_name_or_path']} on {data.source.path}, for {hardware.words}; written by "
+        f"# {what} {fit.keys['model_name_or_path']} on {data.source.place}, for {hardware.words}; written by "
         "finetune init."
     )
     yield f"#   {inspect_command(file)}    # the rows as the model will see them"
@@ -213,9 +213,10 @@ def _datasets(data: DataSummary) -> Iterator[str]:
     source = data.source
     rows = counted(data.rows, "row") if data.is_counted else f"more than {counted(data.rows, 'row')}"
     yield "datasets:"
-    yield _line("  - path", source.path, f"{rows} with the columns {list_columns(data.columns)}")
+    named = "function" if source.function else "path"
+    yield _line(f"  - {named}", source.place, f"{rows} with the columns {list_columns(data.columns)}")
     default = DatasetSource(path="")
-    for key in source.__slots__[1:]:  # all but the path
+    for key in source.__slots__[2:]:  # all but path and function
         if (value := getattr(source, key)) != getattr(default, key):
             yield _line(f"    {key}", value, RENDERINGS[data.format].says if key == "type" else "")
     if source.type is None:

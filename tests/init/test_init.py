@@ -182,6 +182,18 @@ def test_what_it_writes_is_inspected(
     assert "<|user|>What is" in shown and "held out: 3 examples" in shown
 
 
+@pytest.mark.parametrize(("number", "said"), [(60, "60 rows"), (2000, "more than 1,000 rows")])
+def test_a_function_makes_the_rows(
+    number: int, said: str, tiny_llama: Callable[..., Path], tmp_path: Path, init: Callable[..., str]
+) -> None:
+    data = tmp_path / "my_data.py"
+    data.write_text(f"def rows():\n    return ({{'question': f'{{n}}?', 'answer': str(n)}} for n in range({number}))\n")
+    printed = init("--model", tiny_llama(), "--data", f"{data}:rows", "--gpus", 0)
+    assert printed.startswith(f"data    {data}:rows: {said}, read as")
+    (source,) = read_recipe(str(tmp_path / "r.yaml")).data.datasets
+    assert (source.function, source.path, source.prompt_column) == (f"{data}:rows", "", "question")
+
+
 def test_what_it_cannot_answer_is_one_sentence(llama: Path, tmp_path: Path, init: Callable[..., str]) -> None:
     rows = write_rows(tmp_path / "rows.jsonl", {"u": "a", "v": "b"})
     pairs = write_rows(tmp_path / "pairs.jsonl", {"prompt": "a", "chosen": "b", "rejected": "c"})
