@@ -37,6 +37,7 @@ PROCESSOR_FILES = (  # of a vision-language model's folder
 )
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"  # in a Hugging Face folder
 ADAPTER_CONFIG = "adapter_config.json"  # in a PEFT folder
+ADAPTER_NAME = "default"  # of peft, the only one here
 # What an export takes on disk beside its weights: tokenizer, index and card, and so that the disk is not filled to the
 # brim.
 EXPORT_SPARE_BYTES = 64 * 1024 * 1024

@@ -281,3 +281,12 @@ def has_own_attention(model_type: str) -> bool:
     """
     source = read_family_source(model_type)
     return bool(source) and "ALL_ATTENTION_FUNCTIONS" not in source
+
+
+def has_fused_experts(model_type: str) -> bool:
+    """Whether transformers keeps a family's experts of a layer in one parameter each.
+
+    >>> has_fused_experts("mixtral"), has_fused_experts("llama4_text"), has_fused_experts("llama")
+    (True, False, False)
+    """
+    return "@use_experts_implementation" in read_family_source(model_type)

@@ -10,6 +10,7 @@ from finetune.config.families import (
     HEADS,
     find_classes,
     find_linear_layers,
+    has_fused_experts,
     has_own_attention,
     read_family_source,
 )
@@ -240,10 +241,25 @@ RULES: tuple[Rule, ...] = (
     ),
     _model_rule(
         "quantized experts", *LOAD_KEYS, "model_name_or_path",
-        when=lambda c: c.quantization.bits is not None and c.model.experts,
+        when=lambda c: c.quantization.bits is not None
+        and c.model.experts and not has_fused_experts(c.model.model_type),
         message="{load_key}: {name} is a mixture of experts ({model.model_type}), whose experts are not quantized "
         "here",
         advice="remove it, and name the unquantized model", of_teacher=True,
+    ),
+    _model_rule(
+        "experts that are stored quantized", "model_name_or_path",
+        when=lambda c: c.model.quantization is not None and c.model.experts,
+        message="{name}: its experts are stored in {quantization.bits} bits, which is not supported for a mixture "
+        "({model.model_type})",
+        advice="name the unquantized model, which is quantized as it is loaded", of_teacher=True,
+    ),
+    _model_layout_rule(
+        "quantized experts over ranks", "expert_parallel_size", *LOAD_KEYS,
+        when=lambda c: c.layout.expert_parallel_size > 1 and c.quantization.bits is not None and c.model.experts,
+        message="expert_parallel_size: {layout.expert_parallel_size}: cannot be combined with {load_key}: blocks of "
+        "numbers under one scale cross experts",
+        advice="set it to 1, and FSDP shards the experts", fix={"expert_parallel_size": 1},
     ),
     _model_rule(
         "layers that cannot be adapted", "lora_target_modules", "use_peft",

@@ -125,9 +125,8 @@ def _start_logits(
                     return read_rows(adapter.tensors[known], start, stop)
         name = name.replace(lora.BASE_LAYER, ".").replace(ORIGINAL_MODULE, ".")
         base = weights.stored[target.tied.get(name, name)]
-        if name in merged:
-            return merged[name].apply(read_rows(base, start, stop).float(), (slice(start, stop),))
-        return read_dequantized(base)[start:stop] if name in quantized else read_rows(base, start, stop)
+        values = read_dequantized(base)[start:stop] if name in quantized else read_rows(base, start, stop)
+        return merged[name].apply(values.float(), (slice(start, stop),)) if name in merged else values
 
     with ThreadPoolExecutor(max_workers=1) as pool:
         try:

@@ -13,6 +13,7 @@ import xxhash
 
 from finetune.config.pretrained_adapter import ADAPTER_WEIGHTS, why_unsupported
 from finetune.constants import ADAPTER
+from finetune.distributed.parallelize import Values
 from finetune.errors import UserError
 from finetune.export import merge as lora
 from finetune.export.merge import choose_written_dtype, find_stored, plan_values
@@ -155,20 +156,27 @@ def plan_weights(
         return Weights((), adapter, dtype, {})
     stored = find_stored(source, target)
     is_asked = bool(options.dtype or source.recipe.get("export_dtype"))
-    planned = plan_values(source, target, stored, dtype, merge.onto if merge else "original", is_asked=is_asked)
-    values = list(_plan_files(source, target, stored, planned))
+    onto, read_dequantized = merge.onto if merge else "original", lora.make_dequantizer(source)
+    planned = plan_values(source, target, stored, dtype, onto, read_dequantized, is_asked=is_asked)
+    quantized = lora.find_quantized(source, target) if onto == "dequantized" else frozenset[str]()
+
+    def read_base(name: str, slices: Slices) -> torch.Tensor:
+        base = stored[name]
+        return read_dequantized(base)[slices] if name in quantized else read_slice(base, slices)
+
+    values = list(_plan_files(source, target, read_base, planned))
     return Weights(_split_into_shards(values, read_size(options.max_shard_size)), adapter, dtype, stored, merge)
 
 
 def _plan_files(
-    source: Source, target: TargetModel, stored: Mapping[str, StoredTensor], planned: Mapping[str, Value]
+    source: Source, target: TargetModel, read_base: Values, planned: Mapping[str, Value]
 ) -> Iterator[Value]:
     """The tensors as the files hold them, made from the model's parameters: one file tensor for each expert, where the
     model has one parameter for all experts of a layer."""
     updates = lora.find_updates(source.adapter, target, str(source.path)) if source.adapter is not None else {}
 
     def read(parameter: str, slices: Slices) -> torch.Tensor:
-        values = as_floating(read_slice(stored[parameter], slices))
+        values = as_floating(read_base(parameter, slices))
         return updates[parameter].apply(values, slices) if parameter in updates else values
 
     def rows(box: Box, start: int, stop: int) -> torch.Tensor:

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from finetune.constants import ADAPTER_NAME
 from finetune.models.quantized.linear import Form, QuantizedLinear, dequantize_parameters
-
-ADAPTER_NAME = "default"  # peft's, the only one here
 
 
 def fuse_adapters(model: nn.Module) -> int:

@@ -254,6 +254,10 @@ class Architecture:
             return ()
         return self.mixture.expert_weights(f"{self.prefix}.layers.{layer}.mlp", self.hidden)
 
+    def quantizable(self, layer: int) -> tuple[TensorShape, ...]:
+        """The weights of decoder layer `layer` that are kept in few bits: of linear layers and experts."""
+        return (*self.linears(layer), *self.experts(layer))
+
     def expert_widths(self, weights: TensorShape) -> tuple[int, int]:
         """(out, in) of one expert's part of `weights`."""
         first, second = weights.shape[1:]

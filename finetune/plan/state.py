@@ -79,6 +79,7 @@ def list_state_tensors(
     itemsize = ITEMSIZE[frozen_dtype(sharding, lora) if lora.use_peft else model.dtype]
     units = _list_units(architecture)
     linears = {f"layer {index}": architecture.linears(index) for index in range(architecture.layers)}
+    weights = {f"layer {index}": architecture.quantizable(index) for index in range(architecture.layers)}
     names = {
         t.name: [t.name, HEAD] if architecture.tied and unit == "embedding" else [t.name]
         for unit, ts in units
@@ -102,7 +103,7 @@ def list_state_tensors(
         for tensor in tensors:
             whole = tensor.name.startswith(text) and is_saved_whole(names[tensor.name], lora)
             is_linear = tensor in linears.get(unit, ())
-            if is_linear and quantization.bits is not None and not whole:
+            if quantization.bits is not None and not whole and tensor in weights.get(unit, ()):
                 found += _list_quantized(tensor, unit, itemsize, quantization)
             else:
                 is_trained = whole or tensor.name in trained
@@ -123,12 +124,12 @@ def list_state_tensors(
 def list_frozen_tensors(
     architecture: Architecture, itemsize: int, quantization: Quantization
 ) -> tuple[StateTensor, ...]:
-    """Every parameter of a model that is not trained, a teacher, whose linear layers may be quantized."""
+    """Every parameter of a model that is not trained, a teacher, whose linear layers and experts may be quantized."""
     found: list[StateTensor] = []
     for unit, tensors in _list_units(architecture):
-        linears = architecture.linears(int(unit.split()[1])) if unit.startswith("layer") else ()
+        weights = architecture.quantizable(int(unit.split()[1])) if unit.startswith("layer") else ()
         for tensor in tensors:
-            if tensor in linears and quantization.bits is not None:
+            if tensor in weights and quantization.bits is not None:
                 found += _list_quantized(tensor, unit, itemsize, quantization)
             else:
                 found.append(StateTensor(tensor.name, tensor.shape, unit, itemsize, False))
@@ -142,12 +143,11 @@ def _list_units(architecture: Architecture) -> list[tuple[str, tuple[TensorShape
     return [("embedding", (architecture.embedding,)), *layers, ("tail", architecture.tail), *beside]
 
 
-def _list_quantized(linear: TensorShape, unit: str, itemsize: int, quantization: Quantization) -> Iterator[StateTensor]:
+def _list_quantized(weight: TensorShape, unit: str, itemsize: int, quantization: Quantization) -> Iterator[StateTensor]:
     """What stands in for a frozen weight: its codes and its scales, stored as numbers of the compute dtype."""
-    rows, columns = linear.shape
-    held = quantized_bytes(rows, columns, quantization)
+    held = quantized_bytes(prod(weight.shape[:-1]), weight.shape[-1], quantization)
     for part, byte_count in (("codes", held.codes), ("scales", held.scales)):
-        yield StateTensor(f"{linear.name}.{part}", (-(-byte_count // itemsize),), unit, itemsize, False)
+        yield StateTensor(f"{weight.name}.{part}", (-(-byte_count // itemsize),), unit, itemsize, False)
 
 
 def is_adapted(linear: TensorShape, lora: Lora) -> bool:

@@ -23,6 +23,7 @@ from finetune.plan.temporary_memory import (
     LayoutMemory,
     Snapshot,
     UnitMemory,
+    dequantized_at_once,
     fp8_bytes,
     log_probability_backward_bytes,
     loss_chunk_bytes,
@@ -41,7 +42,8 @@ def kept_for_backward(spec: RunSpec) -> int:
     """Bytes of activations that the forward of a micro-batch leaves."""
     a, run = spec.computed, spec.computation
     masks = mask_bytes(a, run, spec.tokens)
-    return spec.tokens * sum(kept_bytes(a, run).values()) + merged_expert_bytes(a, run).kept + masks
+    merged = 0 if spec.recipe.quantization.bits is not None else merged_expert_bytes(a, run).kept  # then merged again
+    return spec.tokens * sum(kept_bytes(a, run).values()) + merged + masks
 
 
 def sharded_points(spec: RunSpec, memory: LayoutMemory, before: Snapshot, at_layer: int) -> Iterator[Snapshot]:
@@ -153,7 +155,8 @@ def _within_layer(spec: RunSpec, done: int) -> Iterator[tuple[int, int]]:
     """(bytes of activations, numbers of the gradients that are there) in the backward of the layer before which so many
     are done: where its MLP has begun, and where that is through."""
     a, run = spec.computed, spec.computation
-    merged = merged_expert_bytes(a, run).layer if run.checkpoint_every is not None else 0
+    is_again = run.checkpoint_every is not None or spec.recipe.quantization.bits is not None
+    merged = merged_expert_bytes(a, run).layer if is_again else 0
     activations = _after_layers(spec, done) - spec.tokens * a.hidden * run.residual_itemsize + merged
     activations += spec.tokens * (recomputed_bytes(a, run) + working_bytes(a, run) + prefetched_bytes(a, run))
     mlp = [
@@ -292,12 +295,14 @@ def _head_gradient(spec: RunSpec) -> int:
 
 
 def dequantized_bytes(spec: RunSpec, *, recomputes_layer: bool = False) -> int:
-    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight. `recomputes_layer`:
-    those of a layer, which under activation checkpointing its recomputed forward keeps for its backward."""
+    """What is dequantized at once of a quantized base, in the compute dtype: the largest weight, or all experts of a
+    layer. `recomputes_layer`: those of a layer, which under activation checkpointing its recomputed forward keeps for
+    its backward."""
     if spec.recipe.quantization.bits is None:
         return 0
-    sizes = [linear.numel for linear in spec.architecture.linears()]
-    return spec.computation.itemsize * (sum(sizes) if recomputes_layer else max(sizes))
+    a = spec.architecture
+    whole = sum(weight.numel for weight in a.quantizable(a.widest_layer))
+    return spec.computation.itemsize * (whole if recomputes_layer else dequantized_at_once(a))
 
 
 def _forward(spec: RunSpec, at_rest: Snapshot, name: str, tokens: int) -> Snapshot:

@@ -164,6 +164,13 @@ def log_probability_backward_bytes(a: Architecture, tokens: int, run: Computatio
     return prepared + trained + max(product, FP32 * hidden + scaled, again)
 
 
+def dequantized_at_once(a: Architecture) -> int:
+    """Numbers of a quantized model that are dequantized at once: of its largest linear layer, or of all experts of a
+    layer."""
+    layer = a.widest_layer
+    return max(*(linear.numel for linear in a.linears(layer)), sum(weight.numel for weight in a.experts(layer)))
+
+
 def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
     """The bytes of its forward, by the names of a snapshot's parts; None without a teacher. Nothing of it is kept but
     what enters its head."""
@@ -171,8 +178,7 @@ def teacher_forward(spec: RunSpec, tokens: int) -> Mapping[str, int] | None:
         return None
     a, run = spec.teacher.architecture, replace(spec.computation, autocast=False, lora=None, checkpoint_every=None)
     inside = evaluation_bytes(a, run) + 2 * a.rotated_size * run.itemsize
-    linears = [linear.numel for linear in a.linears()]
-    dequantized = run.itemsize * max(linears) if spec.teacher.quantization.bits is not None else 0
+    dequantized = run.itemsize * dequantized_at_once(a) if spec.teacher.quantization.bits is not None else 0
     return {
         "activations": tokens * inside + mask_bytes(a, run, tokens),
         "gathered": _gathered(spec)[0],

@@ -1,5 +1,6 @@
 """The first and the last screen of a run."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from finetune.files.run_json import read_json_lines, read_json_object
 from finetune.models.cpu_products import describe_products
 from finetune.models.load import ModelSize
 from finetune.models.quantized.base import quantized_layers
-from finetune.models.quantized.linear import CODES, SCALES
+from finetune.models.quantized.linear import CODES, SCALES, QuantizedLinear
 from finetune.optim.nvme import OffloadedOptimizer
 from finetune.pretrained_config import text_config_of
 from finetune.progress import Progress
@@ -190,10 +191,12 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
     layers = [layer for _, layer in quantized_layers(model)]
     if not layers:
         return []
+    linears = sum(isinstance(layer, QuantizedLinear) for layer in layers)
+    experts = f" and {counted(len(layers) - linears, 'weight')} of experts" if len(layers) > linears else ""
     parameters = [layer.get_parameter(part) for layer in layers for part in (CODES, SCALES)]
     held = sum((p.to_local() if isinstance(p, DTensor) else p).nbytes for p in parameters)
     dtype = parameters[0].dtype
-    unquantized = sum(layer.in_features * layer.out_features for layer in layers) * dtype.itemsize
+    unquantized = sum(math.prod(layer.shape) for layer in layers) * dtype.itemsize
     share = held / sum(parameter.numel() * dtype.itemsize for parameter in parameters)  # of this rank
     other = sum(
         p.numel()
@@ -201,9 +204,9 @@ def describe_quantized(model: nn.Module, quantization: Quantization) -> list[str
         if not (p.requires_grad or n.endswith((f".{CODES}", f".{SCALES}")))
     )
     return [
-        f"base    {counted(len(layers), 'linear layer')} in {describe_quantization(quantization)}: {disk_size(held)} "
-        f"on this rank, {disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other frozen parameters "
-        f"in {SHORT[dtype]}"
+        f"base    {counted(linears, 'linear layer')}{experts} in {describe_quantization(quantization)}: "
+        f"{disk_size(held)} on this rank, {disk_size(round(share * unquantized))} in {SHORT[dtype]}; {other:,} other "
+        f"frozen parameters in {SHORT[dtype]}"
     ]
 
 

@@ -133,7 +133,12 @@ REFUSED: list[tuple[list[str], Sharding | None, int, dict[str, Any] | None, Mach
      "load_in_8bit: true: the weights of M are stored as 4 bits (nf4); remove load_in_8bit"),
     ([LORA, "load_in_4bit=true", "bnb_4bit_quant_type=fp4"], FSDP2, 2, LLAMA | {"quantization_config": NF4}, None,
      "bnb_4bit_quant_type: fp4: the weights of M are stored as 4 bits (nf4); remove bnb_4bit_quant_type"),
-    ([LORA, "load_in_4bit=true"], FSDP2, 2, MIXTURE, None, "load_in_4bit: M is a mixture of experts (mixtral), whose experts are not"),
+    ([LORA, "load_in_4bit=true"], FSDP2, 2, MIXTURE | {"model_type": "dbrx"}, None,
+     "load_in_4bit: M is a mixture of experts (dbrx), whose experts are not"),
+    ([LORA], FSDP2, 2, MIXTURE | {"quantization_config": NF4}, None,
+     "M: its experts are stored in 4 bits, which is not supported for a mixture (mixtral); name the unquantized model"),
+    ([LORA, "load_in_4bit=true"], EP, 2, MIXTURE, None,
+     "expert_parallel_size: 2: cannot be combined with load_in_4bit: blocks of numbers under one scale cross experts; set it to 1"),
     # FP8
     ([LORA, "use_dora=true"], replace(FSDP2, fp8=Fp8()), 2, None, None, "DoRA measures the rows of the frozen weights"),
     ([], replace(FSDP2, fp8=Fp8()), 2, MIXTURE, None, "which torchao does not multiply in FP8; set mixed_precision: bf16"),

@@ -123,7 +123,23 @@ def test_what_is_in_four_bits_already_or_under_fsdp1_gets_no_such_suggestion() -
     assert "load_in_4bit=true" in eight and "load_in_8bit=true" not in eight
 
 
-def test_a_mixture_in_four_bits_is_refused_as_the_run_refuses_it() -> None:
+def test_the_experts_of_a_mixture_by_hand() -> None:
+    """Half a byte and a 64th of four for each number of attention and of experts; routers, norms and embeddings in bf16."""
     spec = _quantized(make_spec(QWEN3_235B, ranks=8, lora=True), KINDS["nf4"])
+    refuse_problems(spec.find_problems())
+    a, layers = spec.architecture, 94
+    attention, experts = 2 * 8192 * 4096 + 2 * 512 * 4096, 128 * 3 * 4096 * 1536
+    other = a.parameters - layers * (attention + experts)
+    state = sum(t.numel * t.itemsize for t in spec.tensors if not t.trainable)
+    assert state == layers * (attention + experts) * (1 / 2 + 4 / 64) + 2 * other
+    assert dequantized_bytes(spec) == 2 * experts
+    assert dequantized_bytes(spec, recomputes_layer=True) == 2 * (experts + attention)
+
+
+def test_a_mixture_whose_experts_are_not_quantized_is_refused_as_the_run_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spec = _quantized(make_spec(QWEN3_235B, ranks=8, lora=True), KINDS["nf4"])
+    monkeypatch.setattr("finetune.config.model_rules.has_fused_experts", lambda model_type: False)
     with pytest.raises(UserError, match=r"load_in_4bit: model_config is a mixture of experts \(qwen3_moe\)"):
         refuse_problems(spec.find_problems())

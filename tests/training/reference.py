@@ -58,6 +58,7 @@ def train(
         attn_implementation="eager",
         quantization_config=by_bitsandbytes(recipe.quantization),
     )
+    quantize_experts(model, recipe.quantization)
     adapter = recipe.lora.adapter_name_or_path
     if adapter is not None:
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
@@ -164,6 +165,20 @@ def by_bitsandbytes(quantization: Quantization) -> BitsAndBytesConfig | None:
         bnb_4bit_use_double_quant=quantization.bnb_4bit_use_double_quant,
         bnb_4bit_compute_dtype=torch.float32,
     )
+
+
+def quantize_experts(model: PreTrainedModel, quantization: Quantization) -> None:
+    """Rounds the experts, which transformers leaves as they are, to 4 bits and back by bitsandbytes' own functions. (With the
+    library's own parametrization of parameters, peft 0.21.2 adds an adapter again in every forward.)"""
+    if not quantization.load_in_4bit:
+        return
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    nests, quant_type = quantization.bnb_4bit_use_double_quant, quantization.bnb_4bit_quant_type
+    for name, parameter in model.named_parameters():
+        if ".experts." in name and parameter.dim() == 3:
+            packed, state = quantize_4bit(parameter.data, None, None, 64, nests, quant_type)
+            parameter.data.copy_(dequantize_4bit(packed, state))
 
 
 def _with_adapters(model: PreTrainedModel, recipe: Recipe) -> Any:

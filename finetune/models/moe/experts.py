@@ -9,7 +9,7 @@ share_e is the number of tokens that chose expert e, probability_e the sum of it
 all ranks, micro-batches and layers of the step, divided by their number. Padding is no token.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from finetune.config.facts import count_chosen, count_experts
 from finetune.config.layout import Sharding
+from finetune.constants import ADAPTER_NAME
 from finetune.distributed.language_model import language_model_of, trunk_of
 from finetune.distributed.world import World
 from finetune.errors import UserError
@@ -58,6 +59,41 @@ def expert_modules(model: nn.Module) -> list[nn.Module]:
 def is_experts(module: nn.Module) -> bool:
     """Whether transformers computes `module` by one of its experts implementations, which its decorator marks."""
     return hasattr(type(module), "_apply_gate")
+
+
+def take_over_adapters(model: nn.Module, experts: nn.Module) -> list[Any]:
+    """peft's adapters of the parameters of `experts`, from the outermost. They add nothing by themselves any more:
+    peft would add the factors to weights that are not there as parameters. `add_factors` does it."""
+    wrappers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "parameter_name"))
+    adapters = [each for each in wrappers if each.get_base_layer() is experts]
+    for adapter in adapters:
+        adapter.forward = adapter.base_layer.__call__
+    return adapters
+
+
+def add_factors(weights: dict[str, Tensor], adapters: Iterable[Any], own: slice = slice(None)) -> None:
+    """Adds the product of each adapter's factors to its weight, as peft does it; `own`: the experts in `weights`."""
+    for adapter in adapters:
+        if not adapter.disable_adapters:
+            left, right, scale = adapter.get_delta_factors(ADAPTER_NAME)
+            name = adapter.parameter_name
+            weights[name] = torch.baddbmm(weights[name], left[own], right[own], alpha=scale)
+
+
+def compute_experts(module: nn.Module, parameters: Mapping[str, Tensor], experts: int, *inputs: Any) -> Any:
+    """What `module`, a layer of experts, computes with `parameters` of so many experts in place of its own."""
+    return type(module).forward(_StandIn(module, parameters, experts), *inputs)
+
+
+class _StandIn:
+    """Stands in for a module of experts in its own forward: with other parameters than its own."""
+
+    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], experts: int) -> None:
+        self.__dict__ |= parameters
+        self._module, self.num_experts = module, experts
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
 
 
 def count_active(model: Any) -> dict[nn.Parameter, int]:

@@ -19,7 +19,7 @@ B of all experts in one matrix, whose columns of one expert lie r times E column
 slice.)
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -34,8 +34,7 @@ from finetune.config.model_rules import shard_experts
 from finetune.distributed.accelerator import EXPERT, EXPERT_SHARD, REPLICATE, make_expert_mesh
 from finetune.distributed.parallelize import local_part
 from finetune.distributed.world import World, set_timeouts
-from finetune.models.fused_lora import ADAPTER_NAME
-from finetune.models.moe.experts import expert_modules
+from finetune.models.moe.experts import add_factors, compute_experts, expert_modules, take_over_adapters
 
 
 def divide_experts(model: nn.Module, world: World) -> None:
@@ -68,11 +67,7 @@ def divide_experts(model: nn.Module, world: World) -> None:
 
 def divide_layer(model: nn.Module, module: nn.Module, mesh: DeviceMesh) -> None:
     """Divides `module`, the experts of a layer of `model`, over the ranks of `mesh`, with their adapters."""
-    wrappers: Iterator[Any] = (each for each in model.modules() if hasattr(each, "parameter_name"))
-    adapters = [each for each in wrappers if each.get_base_layer() is module]  # peft's, from the outermost
-    module.forward = DividedExperts(module, mesh, adapters).forward
-    for adapter in adapters:  # which would add the factors of all experts to weights that are not gathered yet
-        adapter.forward = adapter.base_layer.__call__
+    module.forward = DividedExperts(module, mesh, take_over_adapters(model, module)).forward
 
 
 class DividedExperts:
@@ -120,19 +115,13 @@ class DividedExperts:
         if not rows.shape[0]:  # gradients of zero: FSDP reduces what every rank has
             return rows + sum(parameter[:0].sum() for parameter in parameters.values())
         ones = torch.ones_like(rows[:, :1])
-        local: Any = _LocalExperts(self.module, parameters, self.local_experts)
-        outputs: Tensor = type(self.module).forward(local, rows, experts[:, None], ones)
+        outputs: Tensor = compute_experts(self.module, parameters, self.local_experts, rows, experts[:, None], ones)
         return outputs
 
     def adapted_parameters(self) -> dict[str, Tensor]:
         """This rank's part of each parameter, with the product of its adapter's factors added as peft does it."""
         found = {name: local_part(parameter) for name, parameter in self.module.named_parameters(recurse=False)}
-        own = slice(self.first, self.first + self.local_experts)
-        for adapter in self.adapters:
-            if not adapter.disable_adapters:
-                left, right, scale = adapter.get_delta_factors(ADAPTER_NAME)
-                name = adapter.parameter_name
-                found[name] = torch.baddbmm(found[name], left[own], right[own], alpha=scale)
+        add_factors(found, self.adapters, slice(self.first, self.first + self.local_experts))
         return found
 
 
@@ -145,18 +134,6 @@ def _choose_sharded_dim(module: nn.Module, size: int, shards: int) -> Callable[[
         assert held is not None, f"{name}: refused by the rule `experts over shards`"
         by_dim[id(parameter)] = Shard(0 if held[1:] == tuple(parameter.shape[1:]) else 1)
     return lambda parameter: by_dim[id(parameter)]
-
-
-class _LocalExperts:
-    """Stands in for a module of experts in its own forward: with this rank's part of the parameters and of the
-    experts."""
-
-    def __init__(self, module: nn.Module, parameters: Mapping[str, Tensor], experts: int) -> None:
-        self.__dict__ |= parameters
-        self._module, self.num_experts = module, experts
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)
 
 
 class _Exchange(torch.autograd.Function):

@@ -21,12 +21,15 @@ from finetune.distributed.world import World
 from finetune.errors import UserError
 from finetune.files.tensors import StoredTensor, read, read_slice
 from finetune.models.lora import base_name
+from finetune.models.quantized.expert_layers import quantize_experts
 from finetune.models.quantized.linear import (
     CODES,
     SCALES,
     QuantizedLinear,
     QuantizedTensor,
+    QuantizedWeight,
     dequantize_tensor,
+    expert_layers,
     four_bit_values,
     join_nested_scales,
     linear_layers,
@@ -193,6 +196,9 @@ def quantize_layers(
         for inner in module.modules()
     }
     added, left = set(), set(stored)
+    if not stored:
+        for path, experts in expert_layers(model):
+            added |= {f"{path}.{name}" for name in quantize_experts(model, experts, quantization, dtype, checkpointed)}
     for name, linear in linear_layers(model):
         weight = base_name(f"{name}.weight")
         if linear.weight.requires_grad or (stored and weight not in stored):  # modules_to_save are trained
@@ -211,9 +217,9 @@ def quantize_layers(
     return frozenset(added)
 
 
-def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedLinear]]:
-    """The quantized layers of `model`, sharded or not, by name."""
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedLinear)]
+def quantized_layers(model: nn.Module) -> list[tuple[str, QuantizedWeight]]:
+    """The quantized linear layers and experts' weights of `model`, sharded or not, by name."""
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, QuantizedWeight)]
 
 
 def fill_quantized_layers(
@@ -223,7 +229,7 @@ def fill_quantized_layers(
     `values`, of which every rank reads and quantizes the blocks that its shard of the codes touches. All ranks call it,
     since a double-quantized scale depends on all blocks of its weight."""
     for name, layer in quantized_layers(model):
-        weight = f"{name}.weight"
+        weight = f"{name}{layer.leaf}"
         if stored:
             _fill_stored(layer, stored[base_name(weight)])
         else:
@@ -246,19 +252,17 @@ def dequantized_values(
 
 
 @torch.no_grad()
-def _fill(weight: str, layer: QuantizedLinear, values: Values, world: World) -> None:
+def _fill(weight: str, layer: QuantizedWeight, values: Values, world: World) -> None:
     codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     in_rows = layer.quantization.bits == 8
-    block = layer.in_features if in_rows else layer.block  # numbers
+    columns, numbers = layer.shape[-1], math.prod(layer.shape)
+    block = columns if in_rows else layer.block  # numbers
     block_bytes = block if in_rows else block // 2
-    numbers = layer.out_features * layer.in_features
     magnitudes = torch.zeros(-(-numbers // block), device=world.device)
     if begin < end:
         first, last = begin // block_bytes, -(-end // block_bytes)
-        part = _read_numbers(weight, layer, values, first * block, min(last * block, numbers)).to(world.device)
-        own, magnitudes[first:last] = quantize_blocks(
-            part.view(-1, layer.in_features) if in_rows else part, layer.quantization
-        )
+        part = _read_numbers(weight, layer.shape, values, first * block, min(last * block, numbers)).to(world.device)
+        own, magnitudes[first:last] = quantize_blocks(part.view(-1, columns) if in_rows else part, layer.quantization)
         codes.copy_(own[begin - first * block_bytes : end - first * block_bytes])
     if isinstance(layer.get_parameter(CODES), DTensor):
         # Blocks that two ranks share, and replicas of hybrid sharding, have the same magnitude on each.
@@ -268,7 +272,7 @@ def _fill(weight: str, layer: QuantizedLinear, values: Values, world: World) -> 
 
 
 @torch.no_grad()
-def _fill_stored(layer: QuantizedLinear, stored: StoredQuantized) -> None:
+def _fill_stored(layer: QuantizedWeight, stored: StoredQuantized) -> None:
     codes, begin, end = _own_bytes(layer.get_parameter(CODES), layer.sizes.codes)
     codes.copy_(stored.read_codes(begin, end))
     scales, begin, end = _own_bytes(layer.get_parameter(SCALES), layer.sizes.scales)
@@ -286,9 +290,9 @@ def _own_bytes(parameter: nn.Parameter, size: int) -> tuple[Tensor, int, int]:
     return own[: end - begin], begin, end
 
 
-def _read_numbers(weight: str, layer: QuantizedLinear, values: Values, begin: int, end: int) -> Tensor:
-    """The numbers `begin` to `end` of the weight, in row-major order, from the rows that hold them."""
-    columns = layer.in_features
-    first, last = begin // columns, -(-end // columns)
-    rows = values(weight, (slice(first, last), slice(0, columns)))
-    return rows.reshape(-1)[begin - first * columns : end - first * columns]
+def _read_numbers(weight: str, shape: tuple[int, ...], values: Values, begin: int, end: int) -> Tensor:
+    """The numbers `begin` to `end` of the weight, in row-major order, from the rows (or experts) that hold them."""
+    each = math.prod(shape[1:])
+    first, last = begin // each, -(-end // each)
+    rows = values(weight, (slice(first, last), *(slice(0, size) for size in shape[1:])))
+    return rows.reshape(-1)[begin - first * each : end - first * each]

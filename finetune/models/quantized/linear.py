@@ -1,4 +1,4 @@
-"""Linear layers with a frozen weight in 4 or 8 bits.
+"""Linear layers, and layers of experts, with frozen weights in 4 or 8 bits.
 
 A weight is two flat parameters, its codes and its scales, whose bytes are seen as numbers of the compute dtype: FSDP2
 gathers such parameters without converting them. It shards them anywhere, through blocks and single numbers too, because
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -21,10 +22,12 @@ from finetune.constants import FP32
 from finetune.distributed.language_model import text_modules
 from finetune.errors import UserError
 from finetune.models.lora import base_name, is_adapter
+from finetune.models.moe.experts import is_experts
 
 NUMBERS_AT_ONCE = (
     1 << 22
 )  # bitsandbytes takes some 16 bytes a number while it quantizes on a CPU; a multiple of every block
+LARGEST_KERNEL = 1 << 30  # numbers that are dequantized at once: bitsandbytes counts them in 32 bits on a GPU
 SAME_PRODUCT = ("FalconLinear",)  # subclasses whose own forward multiplies by the weight and adds the bias
 
 
@@ -34,34 +37,37 @@ class QuantizedTensor:
 
     codes: Tensor  # uint8[bytes]: at 4 bits two numbers in a byte, the first in its upper half; at 8 bits int8 numbers
     scales: Tensor  # uint8[bytes], as `pack_scales` lays them out
-    shape: tuple[int, int]
+    shape: tuple[int, ...]  # [..., columns]
     quantization: Quantization
     block: int = BLOCK  # numbers under one scale, at 4 bits
 
 
 def quantize_tensor(values: Tensor, quantization: Quantization) -> QuantizedTensor:
-    """`values` [rows, columns], whole, in their own dtype and on their own device."""
-    codes, magnitudes = quantize_blocks(values, quantization)
-    rows, columns = values.shape
-    return QuantizedTensor(codes, pack_scales(magnitudes, quantization), (rows, columns), quantization)
+    """`values` [..., columns], whole, in their own dtype and on their own device."""
+    codes, magnitudes = quantize_blocks(values.flatten(0, -2), quantization)
+    return QuantizedTensor(codes, pack_scales(magnitudes, quantization), tuple(values.shape), quantization)
 
 
 def dequantize_tensor(quantized: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    """The numbers, `dtype` [rows, columns]: what the layer multiplies with where `dtype` is the compute dtype."""
-    rows, columns = quantized.shape
+    """The numbers, `dtype` [..., columns]: what the layer multiplies with where `dtype` is the compute dtype."""
+    rows, columns = prod(quantized.shape[:-1]), quantized.shape[-1]
     if quantized.quantization.bits == 8:
         scales = quantized.scales.view(torch.float32)
         # In the order of bitsandbytes' own forward and backward on a CPU.
-        return quantized.codes.view(torch.int8).view(rows, columns).to(dtype).mul_(scales.unsqueeze(1).mul(1.0 / 127.0))
+        numbers = quantized.codes.view(torch.int8).view(rows, columns).to(dtype)
+        return numbers.mul_(scales.unsqueeze(1).mul(1.0 / 127.0)).view(quantized.shape)
     ops = _bitsandbytes_ops()
     # As one row of an even length. In several rows bitsandbytes 0.50.2 looks up other blocks' scales on CPUs with
     # AVX-512 where the length of a row is a multiple of 16 and not of 64; and it has no kernel for an odd length.
-    length = 2 * quantized.codes.numel()
-    magnitudes = unpack_scales(quantized)
-    flat: Tensor = ops.dequantize_4bit(
-        quantized.codes, magnitudes, quantized.block, quantized.quantization.bnb_4bit_quant_type, (1, length), dtype
-    )
-    return flat.view(-1)[: rows * columns].view(rows, columns)
+    block, quant_type = quantized.block, quantized.quantization.bnb_4bit_quant_type
+    codes = torch.split(quantized.codes, LARGEST_KERNEL // 2)
+    magnitudes = torch.split(unpack_scales(quantized), LARGEST_KERNEL // block)
+    parts = [
+        ops.dequantize_4bit(some, scales, block, quant_type, (1, 2 * some.numel()), dtype).view(-1)
+        for some, scales in zip(codes, magnitudes, strict=True)
+    ]
+    flat: Tensor = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return flat[: rows * columns].view(quantized.shape)
 
 
 def quantize_blocks(values: Tensor, quantization: Quantization) -> tuple[Tensor, Tensor]:
@@ -113,7 +119,7 @@ def unpack_scales(quantized: QuantizedTensor) -> Tensor:
     """The largest magnitude of each block of a 4-bit weight, fp32[blocks]."""
     if not quantized.quantization.bnb_4bit_use_double_quant:
         return quantized.scales.view(torch.float32)
-    blocks = -(-quantized.shape[0] * quantized.shape[1] // quantized.block)
+    blocks = -(-prod(quantized.shape) // quantized.block)
     start = -(-blocks // FP32) * FP32
     nested = quantized.scales[start:].view(torch.float32)
     magnitudes: Tensor = _bitsandbytes_ops().dequantize_blockwise(
@@ -141,9 +147,11 @@ def four_bit_values(quant_type: str) -> Tensor:
 
 
 def quantized_weights(model: nn.Module) -> list[str]:
-    """The weights of `model`, as its files name them, that are quantized: those of linear layers but for the output
-    head. `model` may be on meta, and may have adapters."""
-    return [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
+    """The weights of `model`, by their names in the base model, that are quantized: those of linear layers but for the
+    output head, and of experts. `model` may be on meta, and may have adapters."""
+    linears = [f"{base_name(f'{name}.')}weight" for name, _ in linear_layers(model)]
+    experts = [f"{path}.{name}" for path, module in expert_layers(model) for name in weights_of(module)]
+    return linears + [base_name(name) for name in experts]
 
 
 def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
@@ -168,6 +176,16 @@ def linear_layers(model: Any) -> list[tuple[str, nn.Linear]]:
     return found
 
 
+def expert_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The modules of the language model that hold all experts of a layer in one parameter each, by name."""
+    return [(name, module) for name, module in text_modules(model) if is_experts(module)]
+
+
+def weights_of(experts: nn.Module) -> dict[str, nn.Parameter]:
+    """The weights [experts, rows, columns] of a layer of experts, not its biases."""
+    return {name: weight for name, weight in experts.named_parameters(recurse=False) if weight.dim() == 3}
+
+
 def _bitsandbytes_ops() -> Any:
     import bitsandbytes  # noqa: F401  # registers them
 
@@ -189,7 +207,40 @@ CODES, SCALES = "codes", "scales"
 Form = tuple[int, int, int, str, bool, int]  # rows, columns, bits, quant_type, double quantization, block
 
 
-class QuantizedLinear(nn.Linear):
+class QuantizedWeight(nn.Module):
+    """A quantized, frozen weight [..., columns]: stands in a layer of experts under the name of the parameter."""
+
+    leaf = ""  # ends the name of the weight after the module's
+
+    def __init__(
+        self, shape: tuple[int, ...], quantization: Quantization, dtype: torch.dtype, block: int = BLOCK
+    ) -> None:
+        nn.Module.__init__(self)
+        self.shape, self.quantization, self.block = shape, quantization, block
+        self.sizes = quantized_bytes(prod(shape[:-1]), shape[-1], quantization, block)
+        for name, size in ((CODES, self.sizes.codes), (SCALES, self.sizes.scales)):
+            numbers = torch.empty(-(-size // dtype.itemsize), dtype=dtype, device="meta")
+            self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The compute dtype, which peft asks of a parameter that it adapts."""
+        return self.get_parameter(CODES).dtype
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """The weight as `dtype` [..., columns], where this rank has the whole of it."""
+        weight: Tensor = _dequantize(self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype)
+        return weight.view(self.shape)
+
+    @property
+    def _form(self) -> Form:
+        keys = self.quantization
+        assert keys.bits is not None
+        double = keys.bnb_4bit_use_double_quant
+        return prod(self.shape[:-1]), self.shape[-1], keys.bits, keys.bnb_4bit_quant_type, double, self.block
+
+
+class QuantizedLinear(QuantizedWeight, nn.Linear):
     """A linear layer with a quantized, frozen weight. The product is in the dtype of the input, or of autocast.
 
     The weight is dequantized in every forward, and again in backward. In a decoder layer whose activations are
@@ -197,26 +248,18 @@ class QuantizedLinear(nn.Linear):
     backward that follows.
     """
 
+    leaf = ".weight"
+
     def __init__(self, linear: nn.Linear, quantization: Quantization, dtype: torch.dtype, block: int = BLOCK) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.quantization, self.block = quantization, block
-        self.sizes = quantized_bytes(self.out_features, self.in_features, quantization, block)
-        for name, size in ((CODES, self.sizes.codes), (SCALES, self.sizes.scales)):
-            numbers = torch.empty(-(-size // dtype.itemsize), dtype=dtype, device="meta")
-            self.register_parameter(name, nn.Parameter(numbers, requires_grad=False))
+        super().__init__((linear.out_features, linear.in_features), quantization, dtype, block)
+        self.out_features, self.in_features = self.shape
         self.register_parameter("bias", linear.bias)
         self.keeps_dequantized = False
 
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight in the compute dtype, dequantized at every access: DoRA asks for it."""
-        return self.dequantize(self.get_parameter(CODES).dtype)
-
-    def dequantize(self, dtype: torch.dtype) -> Tensor:
-        """The weight as `dtype` [out_features, in_features], where this rank has the whole of it."""
-        weight: Tensor = _dequantize(self.get_parameter(CODES), self.get_parameter(SCALES), *self._form, dtype)
-        return weight
+        return self.dequantize(self.dtype)
 
     def stored_weight(self, dtype: torch.dtype) -> tuple[Form | None, Tensor, Tensor | None]:
         """What a backward needs of the weight: form, codes and scales; or the weight in `dtype` alone, where it is kept
@@ -224,13 +267,6 @@ class QuantizedLinear(nn.Linear):
         if self.keeps_dequantized:
             return None, self.dequantize(dtype), None
         return self._form, self.get_parameter(CODES), self.get_parameter(SCALES)
-
-    @property
-    def _form(self) -> Form:
-        keys = self.quantization
-        assert keys.bits is not None
-        double = keys.bnb_4bit_use_double_quant
-        return self.out_features, self.in_features, keys.bits, keys.bnb_4bit_quant_type, double, self.block
 
     def forward(self, inputs: Tensor) -> Tensor:
         device = inputs.device.type

@@ -1,0 +1,189 @@
+"""QLoRA on mixtures whose experts are in few bits too: the losses are those of transformers, peft and bitsandbytes alone under
+every layout, each expert has bitsandbytes' own bytes, and the export is the base that was trained with its adapters merged."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from finetune.config.layout import Sharding
+from finetune.config.schema import Lora, Model, Quantization
+from finetune.distributed.world import join, leave
+from finetune.export.export import export
+from finetune.models.load import load_model
+from finetune.models.lora import base_name
+from finetune.models.quantized import linear
+from finetune.models.quantized.base import quantized_layers
+from finetune.models.quantized.linear import CODES, SCALES
+from tests.conftest import make_chat, make_model
+from tests.training import reference
+from tests.training.layouts import assert_losses, train_families, write_recipe
+from tests.training.test_experts import FAMILIES, SMALL
+
+functional = pytest.importorskip("bitsandbytes.functional")
+
+STEPS = 3
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+# On a CPU bitsandbytes dequantizes a matrix rightly where its rows are a multiple of 64.
+SIZES = SMALL | {"moe_intermediate_size": 64}
+LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64}
+RECIPES: dict[str, dict[str, Any]] = {
+    "mixtral": {"lora_target_modules": ["q_proj", "o_proj"], "bnb_4bit_use_double_quant": True},
+    "qwen3_moe": {"lora_target_modules": ["q_proj", "v_proj"], "lora_target_parameters": []},
+    "gpt_oss": {"lora_target_modules": [], "lora_target_parameters": ["layers.1.mlp.experts.gate_up_proj"]},
+    "deepseek_v3": {"lora_target_modules": ["o_proj"]},
+}
+VERIFIED = [("mixtral", "full_shard", 2)]  # exported by the run itself
+# (family, layout, ranks); full_shard with activation checkpointing, the others without
+WANTED = [
+    ("mixtral", "full_shard", 2),
+    ("mixtral", "ddp", 2),
+    ("qwen3_moe", "shard_grad_op", 2),
+    ("gpt_oss", "full_shard", 2),
+    ("deepseek_v3", "full_shard", 2),
+    ("mixtral", "single", 1),
+    ("deepseek_v3", "single", 1),
+]
+KINDS = {
+    "nf4": Quantization(load_in_4bit=True),
+    "double": Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True),
+    "int8": Quantization(load_in_8bit=True),
+}
+
+
+def make_mixture(folder: Path, family: str) -> Path:
+    return make_model(folder, model_type=family, **SIZES | FAMILIES[family] | (LATENT if "deepseek" in family else {}))
+
+
+@pytest.fixture(scope="module")
+def recipes(folder: Path) -> dict[str, Path]:
+    data = make_chat(folder / "chat.jsonl", rows=26)
+    common: dict[str, Any] = {
+        "global_batch_size": 5,
+        "max_steps": STEPS,
+        "learning_rate": 1e-2,
+        "save_steps": STEPS,
+        "use_peft": True,
+        "load_in_4bit": True,
+        "lora_r": 4,
+        "lora_target_parameters": EXPERTS,
+    }
+    return {
+        family: write_recipe(
+            folder / f"{family}.yaml", make_mixture(folder / family / "model", family), data, **common | keys
+        )
+        for family, keys in RECIPES.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path, recipes: dict[str, Path]) -> Callable[[str, str, int], Path]:
+    return train_families(folder, recipes, WANTED, VERIFIED)
+
+
+@pytest.mark.parametrize(("family", "layout", "ranks"), WANTED)
+def test_losses_and_gradients_are_those_of_transformers_peft_and_bitsandbytes(
+    family: str, layout: str, ranks: int, runs: Callable[..., Path], recipes: dict[str, Path]
+) -> None:
+    assert_losses(runs(family, layout, ranks), reference.losses(recipes[family]), norms=1e-4)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+def test_the_export_has_the_logits_of_peft_on_the_base_that_was_trained(
+    family: str, runs: Callable[..., Path], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    run = runs(family, "full_shard", 2)
+    if (family, "full_shard", 2) not in VERIFIED:
+        export(run, run / "export", log=lambda _: None)
+        export(run, run / "adapter", adapter_only=True, log=lambda _: None)
+    ids = torch.arange(3, 40)[None]
+    kind = KINDS["double" if family == "mixtral" else "nf4"]
+    base: Any = AutoModelForCausalLM.from_pretrained(
+        run.parent / "model", dtype=torch.float32, quantization_config=reference.by_bitsandbytes(kind)
+    )
+    reference.quantize_experts(base, kind)
+    merged = AutoModelForCausalLM.from_pretrained(run / "export", dtype=torch.float32).eval()
+    adapted = PeftModel.from_pretrained(base, run / "adapter").train()
+    with torch.no_grad():
+        found, expected = adapted(ids).logits, merged(ids).logits
+        with adapted.disable_adapter():
+            before = adapted(ids).logits
+    assert (found - before).norm() > 1e-2 * before.norm()
+    assert (found - expected).norm() < 1e-5 * expected.norm()
+
+
+def load_quantized(folder: Path, kind: str, lora: Lora | None = None) -> Any:
+    world = join(Sharding(layout="single", use_cpu=True))
+    try:
+        lora = lora or Lora(use_peft=True, lora_r=2, lora_target_modules=("o_proj",))
+        return load_model(Model(model_name_or_path=str(folder)), lora, 0, world, KINDS[kind])[0]
+    finally:
+        leave(world)
+
+
+@pytest.mark.parametrize("family", RECIPES)
+def test_each_expert_has_the_bytes_of_bitsandbytes(family: str, recipes: dict[str, Path], folder: Path) -> None:
+    """Codes and scales of the expert's own matrix, quantized by the library alone; with nested scales, of all experts together."""
+    from transformers import AutoModelForCausalLM
+
+    source = folder / family / "model"
+    plain = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    for kind, quantization in KINDS.items():
+        layers = [(name, layer) for name, layer in quantized_layers(load_quantized(source, kind)) if not layer.leaf]
+        moe_layers = 1 if family == "deepseek_v3" else 2
+        assert len(layers) == 2 * moe_layers
+        for name, layer in layers:
+            matrices = plain.get_parameter(base_name(name)).detach()
+            codes, scales = (layer.get_parameter(part).view(torch.uint8) for part in (CODES, SCALES))
+            if kind == "double":
+                packed, state = functional.quantize_4bit(matrices, quant_type="nf4", compress_statistics=True)
+                assert torch.equal(codes, packed.flatten())
+                assert torch.equal(scales[: state.absmax.numel()], state.absmax)
+                continue
+            for expert, matrix in enumerate(matrices):
+                if kind == "int8":
+                    packed, magnitudes, _ = functional.int8_vectorwise_quant(matrix.to(torch.float16))
+                else:
+                    packed, state = functional.quantize_4bit(matrix, blocksize=64, quant_type="nf4")
+                    magnitudes = state.absmax
+                for held, expected in ((codes, packed.view(torch.uint8)), (scales, magnitudes.view(torch.uint8))):
+                    own = held.view(len(matrices), -1)[expert]
+                    assert torch.equal(own, expected.flatten()), (name, expert)
+        assert quantization.bits == layers[0][1].quantization.bits
+
+
+def test_no_expert_is_kept_dequantized_for_the_backward(recipes: dict[str, Path], folder: Path) -> None:
+    """Without activation checkpointing: what the forward leaves is smaller than the experts of one layer in fp32."""
+    model = load_quantized(
+        folder / "mixtral" / "model", "nf4", Lora(use_peft=True, lora_r=4, lora_target_parameters=tuple(EXPERTS))
+    )
+    kept: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(input_ids=torch.arange(3, 11)[None], use_cache=False).logits.square().sum()
+    weights = [layer for _, layer in quantized_layers(model) if not layer.leaf]
+    largest = max(4 * layer.dequantize(torch.float32).numel() for layer in weights)
+    assert max(kept.values()) < largest / 2
+    loss.backward()
+    trained = [p for name, p in model.named_parameters() if ".experts." in name and ".lora_B." in name]
+    assert len(trained) == 4 and all(p.grad is not None and p.grad.any() for p in trained)
+
+
+def test_a_weight_beyond_what_bitsandbytes_counts_is_dequantized_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(3, 8, 96, generator=torch.Generator().manual_seed(0))
+    for kind in ("nf4", "double"):
+        quantized = linear.quantize_tensor(values, KINDS[kind])
+        whole = linear.dequantize_tensor(quantized, torch.float32)
+        monkeypatch.setattr(linear, "LARGEST_KERNEL", 256)
+        assert torch.equal(linear.dequantize_tensor(quantized, torch.float32), whole)
+        monkeypatch.undo()
+        assert whole.shape == values.shape
