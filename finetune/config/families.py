@@ -208,7 +208,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     # Those whose layers the plan does not know.
     **dict.fromkeys(("nemotron", "stablelm", "rwkv", "xlstm"), Family(mixes_documents=True)),
-    **dict.fromkeys(("bamba", "jamba", "lfm2", "qwen3_5_text"), Family(has_state=True)),
+    **dict.fromkeys(("bamba", "jamba", "lfm2", "lfm2_moe", "qwen3_5_text"), Family(has_state=True)),
     **dict.fromkeys(("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h"), NO_CONVOLUTION),
     "llama4_text": Family(unadaptable=("router",)),
     "deepseek_v2": Family(mixture=SHARED_EXPERTS),

@@ -338,7 +338,7 @@ AXOLOTL = (
                "liger_glu_activation", "liger_layer_norm", "liger_cross_entropy", "chunked_cross_entropy", "use_kernels",
                "lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "fused_attn_kernel", "experts_implementation",
                "use_scattermoe", "use_sonicmoe"),
-    *unsupported("quantized experts", "quantize_moe_experts"),
+    *ignored("experts are quantized with the rest of the base", "quantize_moe_experts"),
     *ignored("the weights are loaded as their files hold them, each rank its own slices", "model_quantization_config",
              "model_quantization_config_kwargs"),
     Counterpart("model_config", None, "for the routers' auxiliary loss, router_aux_loss_coef; the rest is the model's own"),

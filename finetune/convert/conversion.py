@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from finetune.config.families import has_fused_experts
 from finetune.config.methods import METHODS
 from finetune.config.other_tools import INT8, Counterpart
 from finetune.config.quantization import LOAD_KEYS, QLORA, read_recipe_quantization
@@ -17,7 +18,7 @@ from finetune.config.yaml_file import read_entries
 from finetune.convert.accelerate import read_layout, write_accelerate
 from finetune.convert.chat_templates import add_tokenizers_turns, set_template
 from finetune.convert.datasets import add_sources
-from finetune.convert.model_names import BITSANDBYTES_MODEL, DEQUANTIZED, dequantizes, find_images
+from finetune.convert.model_names import BITSANDBYTES_MODEL, DEQUANTIZED, dequantizes, find_images, guess_family
 from finetune.convert.recognize import (
     Refusal,
     adapt_preferences,
@@ -91,6 +92,9 @@ def convert_file(source: Path) -> Conversion:
     name = str(found.recipe.get("model_name_or_path"))
     if dequantizes(theirs, name) and not DEQUANTIZED.search(name.lower()):
         found.to_do.append(f"model_name_or_path: {name} is stored in MXFP4 and dequantized there; name a copy in bf16")
+    asked = next((load_key for load_key in LOAD_KEYS if found.recipe.get(load_key)), None)
+    if asked and has_fused_experts(guess_family(name) or "") and not theirs.get("quantize_moe_experts"):
+        found.add_difference(asked, True, "a mixture's experts are quantized here too; there only linear layers are")
     adapt_preferences(method, theirs, source, found)
     add_sources(tool, theirs, source, found)
     _add_defaults(theirs, found)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.config.families import IMAGE_FAMILIES
+from finetune.config.families import IMAGE_FAMILIES, has_fused_experts
 from finetune.config.quantization import LOAD_KEYS
 from finetune.convert.rules import read_section
 from finetune.convert.tool_keys import Tool
@@ -30,8 +30,8 @@ FAMILIES = (
     (r"deepseek-?(coder-)?v2", "deepseek_v2"), (r"deepseek-?v3|moonlight|kimi-k2", "deepseek_v3"),
     (r"granite-?4.*h\b|bamba", "bamba"), (r"granite.*moe|granite.*a\d+m", "granitemoe"), (r"granite", "granite"),
     (r"olmoe", "olmoe"), (r"olmo-?3", "olmo3"), (r"olmo-?2", "olmo2"), (r"olmo", "olmo"),
-    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"), (r"glm-?4\.(5|6|7)", "glm4_moe"), (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
-    (r"lfm2", "lfm2"), (r"jamba", "jamba"), (r"mamba", "mamba2"), (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
+    (r"glm-?4\.(1v|6v-flash)", "glm4v_text"), (r"glm-?4\.7-flash", "glm4_moe_lite"), (r"glm-?4\.(5|6|7)", "glm4_moe"), (r"glm-?4-0414|glm-?4-32b|glm-?z1|glm-?4-(9b|32b)-0", "glm4"), (r"glm-?4", "glm"),
+    (r"lfm2.*a\d+b", "lfm2_moe"), (r"lfm2", "lfm2"), (r"dbrx", "dbrx"), (r"jamba", "jamba"), (r"mamba", "mamba2"), (r"command-?r7b|command-?a", "cohere2"), (r"command|cohere|aya", "cohere"),
     (r"seed-?oss", "seed_oss"), (r"seed-?coder|smollm|tiny-?llama|code-?llama|open-?llama|vicuna|\byi\b|arcee-sn|solar", "llama"),
     (r"mistral|zephyr|openhermes|ministral|magistral|devstral", "mistral"), (r"llama", "llama"),
 )  # fmt: skip
@@ -68,7 +68,7 @@ IMAGE_KEYS: Mapping[str, tuple[str, ...]] = {
     "Axolotl": ("processor_type", "is_multimodal"),
     "LLaMA-Factory": ("image_max_pixels", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
 }  # fmt: skip
-FEW_BITS = (*LOAD_KEYS, "quantization_bit", "quantize_moe_experts")
+FEW_BITS = (*LOAD_KEYS, "quantization_bit")
 MOE_KEYS = (
     "llama4_linearized_experts", "dsv4_fp4_grouped_mode", "use_moe",
 )  # fmt: skip
@@ -122,7 +122,8 @@ def find_refused_models(theirs: Mapping[str, Any]) -> Iterator[Found]:
     lower = name.lower()
     is_dequantized = DEQUANTIZED.search(lower) or dequantizes(theirs, lower)
     is_mixture = MIXTURE.search(lower) or MOE_MODEL.search(lower)
-    if is_mixture and (any(theirs.get(key) for key in FEW_BITS) or QUANTIZED_MODEL.search(lower)):
+    asks = any(theirs.get(key) for key in FEW_BITS) and not has_fused_experts(guess_family(name) or "")
+    if is_mixture and (asks or QUANTIZED_MODEL.search(lower) or BITSANDBYTES_MODEL.search(lower)):
         yield f"{name} in few bits", "quantized experts", True
     for pattern, cause in (
         (AUDIO_MODEL, "audio"),

@@ -35,6 +35,8 @@ OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(("gate_proj", "up_proj"), ("gate_up_proj", "dense_h_to_4h", "fc1", "fc_in", "c_fc", "up_proj")),
     "down_proj": ("dense_4h_to_h", "fc2", "fc_out", "c_proj"),
 }
+# In transformers' source, but not in the published models, whose queries come out of a latent.
+ABSENT: Mapping[str, tuple[str, ...]] = {"glm4_moe_lite": ("q_proj",)}
 MOST_CHANGES = 12
 SAME_LOSS = ("attn_implementation", "torch_compile", "use_liger_kernel", "expert_parallel_size", "activation_offload",
              "activation_checkpointing_keeps", "async_save", "optim_in_backward")  # fmt: skip
@@ -58,6 +60,8 @@ def make_runnable(found: Conversion) -> None:
                 f"attn_implementation: sdpa is dropped: transformers' {facts.model_type} has sinks, which it does not "
                 "compute"
             )
+        if facts.family.has_state and found.recipe.get("packing", True):  # which no attention makes right
+            found.recipe.pop("attn_implementation", None)
         _rename_targets(found, facts)
     for _ in range(MOST_CHANGES):
         problems = judge(found, facts)
@@ -148,7 +152,8 @@ def _say(problem: Problem, found: Conversion) -> str:
 def _rename_targets(found: Conversion, facts: ModelFacts) -> None:
     """Layers that get adapters by the family's names for them. A name that it does not have adapts nothing in the other
     tools."""
-    targets, layers = found.recipe.get("lora_target_modules"), find_linear_layers(facts.model_type)
+    targets = found.recipe.get("lora_target_modules")
+    layers = find_linear_layers(facts.model_type).difference(ABSENT.get(facts.model_type, ()))
     if targets == "all-linear" and (left_out := facts.family.unadaptable):
         found.recipe["lora_target_modules"] = sorted(layers.difference(left_out))
         found.differences.append(

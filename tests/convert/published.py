@@ -40,7 +40,7 @@ HERE: dict[str, Any] = {
 }
 # Tokens of turns that published models' tokenizers have, by their names.
 TURNS = {
-    r"qwen|smollm|hermes": ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
+    r"qwen|smollm|hermes|lfm2": ("<|im_start|>", "<|im_end|>", "<|endoftext|>"),
     r"llama-?3": ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|end_of_text|>"),
     r"gemma": ("<start_of_turn>", "<end_of_turn>"),
     r"phi-?[34]": ("<|user|>", "<|assistant|>", "<|system|>", "<|end|>"),
@@ -66,6 +66,16 @@ SMALL: dict[str, dict[str, Any]] = {  # sizes of families that others of their o
         ("deepseek_v2", "deepseek_v3"), LATENT | ROUTED | {"num_key_value_heads": 4, "first_k_dense_replace": 1}
     ),
     "glm4_moe": ROUTED | {"first_k_dense_replace": 1},
+    "glm4_moe_lite": LATENT
+    | ROUTED
+    | {"num_key_value_heads": 4, "mlp_layer_types": ["dense", "sparse"], "n_shared_experts": 1},
+    "lfm2_moe": {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "layer_types": ["conv", "full_attention"],
+        "num_dense_layers": 1,
+    },
     "glm4": {"head_dim": 16, "partial_rotary_factor": 0.5},
     "glm": {"head_dim": 16, "partial_rotary_factor": 0.5},
 }

@@ -1003,9 +1003,25 @@ def test_a_published_model_is_a_mixture_or_dense_by_its_own_config(converted: Co
     )
     for name in ("nvidia/NVIDIA-Nemotron-3-Nano-4B-BF16", "XiaomiMiMo/MiMo-7B-Base"):
         assert converted(theirs.replace("{}", name))[0]["model_name_or_path"] == name
-    assert "in few bits" in refused(
+    assert "mixtures of experts whose weights are quantized, or not tried yet" in refused(
         theirs.replace("{}", "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16") + "load_in_4bit: true\n", tmp_path
     )
+
+
+def test_a_mixture_in_few_bits_is_converted_with_its_experts(converted: Convert, tmp_path: Path) -> None:
+    """Axolotl quantizes routed experts where `quantize_moe_experts` asks for it; here that is how a mixture is quantized."""
+    theirs = AXOLOTL.replace("NousResearch/Meta-Llama-3.1-8B", "{}").replace("adapter: lora", "adapter: qlora")
+    theirs += "load_in_4bit: true\n"
+    glm = theirs.replace("{}", "zai-org/GLM-4.5-Air")
+    ours, said, _ = converted(glm + "quantize_moe_experts: true\n")
+    assert ours["load_in_4bit"] is True and "experts" not in said
+    assert "a mixture's experts are quantized here too; there only linear layers are" in converted(glm)[1]
+    flash = theirs.replace("{}", "zai-org/GLM-4.7-Flash") + "lora_target_modules: [q_proj, o_proj]\n"
+    assert converted(flash)[0]["lora_target_modules"] == ["o_proj"]  # its queries come out of a latent
+    hybrid, said, _ = converted(theirs.replace("{}", "LiquidAI/LFM2-8B-A1B"))
+    assert hybrid["packing"] is False
+    for name in ("LnL-AI/dbrx-base-converted-v2", "axolotl-quants/DeepSeek-V2.5-bnb-nf4-bf16"):
+        assert "in few bits: quantized experts" in refused(theirs.replace("{}", name), tmp_path)
 
 
 def test_keys_of_axolotls_schema_have_an_effect_a_line_or_a_refusal(converted: Convert) -> None:
