@@ -55,6 +55,15 @@ RECIPES: dict[str, dict[str, Any]] = {
     },
     "qlora": {"use_peft": True, "lora_r": 4, "load_in_4bit": True, "bnb_4bit_use_double_quant": True},
     "base in 8 bits": {"use_peft": True, "lora_r": 4, "load_in_8bit": True},
+    "mixtral's experts, qlora": ON_EXPERTS | {"model": "mixtral", "load_in_4bit": True},
+    "gpt_oss in 8 bits": {"model": "gpt_oss", "use_peft": True, "lora_r": 4, "load_in_8bit": True},
+    "deepseek_v3, qlora": {
+        "model": "deepseek_v3",
+        "use_peft": True,
+        "lora_r": 4,
+        "load_in_4bit": True,
+        "bnb_4bit_use_double_quant": True,
+    },
     "adafactor": {"optim": "adafactor"},
     "sgd": {"optim": "sgd"},
     "muon": {"optim": "muon", "tied": True},
@@ -116,6 +125,7 @@ TWO_RANKS = [
     and (layout, recipe) != ("fsdp1 no shard", "lora")
 ] + [(layout, recipe) for layout in ("fsdp2", "fsdp1") for recipe in ("tied", "bfloat16", "dora", "frozen", "whole")]
 TWO_RANKS += [(layout, recipe) for layout in ("fsdp2", "ddp") for recipe in ("qlora", "base in 8 bits")]
+TWO_RANKS += [("fsdp2", "mixtral's experts, qlora"), ("ddp", "gpt_oss in 8 bits"), ("fsdp2", "deepseek_v3, qlora")]
 TWO_RANKS += [("ddp", "whole"), ("fsdp2", "adafactor"), ("ddp", "adafactor"), ("fsdp2", "sgd")]
 TWO_RANKS += [("fsdp2", "muon"), ("ddp", "muon lora")]
 TWO_RANKS += [("fsdp2", recipe) for recipe in ("gpt_oss", "deepseek_v3", "glm4_moe", "gpt_oss's experts")]
