@@ -8,6 +8,7 @@ message has is null in every other, "007" becomes 7), and names neither the file
 import csv
 import gzip
 import io
+import struct
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ from finetune.units import has_lines
 
 PARQUET_ROWS = 32  # held at a time
 BLANK_LINES = 1024  # after which those that follow are skipped together
-UNPACKED_TIMES = 64  # what a .gz or a Parquet file unpacks to, as a multiple of its size; text makes 3 to 20
+UNPACKED_TIMES = 64  # what a .gz, Parquet or Arrow file unpacks to, as a multiple of its size; text makes 3 to 20
 UNPACKED_BYTES = 64 * 2**20  # whatever its size
 MAGIC = {
     b"\xff\xfe": "text in UTF-16; save it as UTF-8",
@@ -264,6 +265,38 @@ def _parquet_rows(path: str) -> Iterator[dict[str, Any]]:
             yield from batch.to_pylist()
 
 
+def _count_unpacked_arrow(path: str) -> int:
+    """The bytes that the buffers of an Arrow file declare, which pyarrow allocates a whole batch at a time.
+
+    Each batch's metadata is a flatbuffer that lists its buffers; a compressed buffer begins with its unpacked size.
+    """
+    from pyarrow import ipc, memory_map
+
+    total = 0
+    with memory_map(path) as source:
+        source.seek(8 if source.read(6) == b"ARROW1" else 0)  # a file is a stream between two marks
+        for message in ipc.MessageReader.open_stream(source):
+            if message.type not in ("record batch", "dictionary"):
+                continue
+            metadata, body = message.metadata.to_pybytes(), memoryview(message.body or b"")
+
+            def follow(table: int, field: int, metadata: bytes = metadata) -> int:
+                fields = table - struct.unpack_from("<i", metadata, table)[0]
+                has_field = 4 + 2 * field < struct.unpack_from("<H", metadata, fields)[0]
+                offset = struct.unpack_from("<H", metadata, fields + 4 + 2 * field)[0] if has_field else 0
+                return table + offset + struct.unpack_from("<I", metadata, table + offset)[0] if offset else 0
+
+            batch = follow(struct.unpack_from("<I", metadata)[0], 2)
+            batch = follow(batch, 1) if message.type == "dictionary" else batch
+            buffers = follow(batch, 2)
+            if not buffers or not follow(batch, 3):
+                continue  # nothing is compressed
+            for i in range(struct.unpack_from("<I", metadata, buffers)[0]):
+                start, size = struct.unpack_from("<qq", metadata, buffers + 4 + 16 * i)
+                total += max(0, struct.unpack_from("<q", body, start)[0]) if size >= 8 else 0
+    return total
+
+
 def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
     """Parquet, and Arrow through the `datasets` library, streamed so that it makes no copy."""
     import datasets
@@ -275,6 +308,7 @@ def _read_columns(path: str, kind: str) -> Iterator[NumberedRow]:
         if kind == "parquet":
             rows = _parquet_rows(path)
         else:
+            _limit_unpacked(path, _count_unpacked_arrow(path))
             rows = datasets.load_dataset(kind, data_files=[escape(path)], split="train", streaming=True)
         for row in rows:
             number += 1

@@ -211,6 +211,28 @@ def test_a_parquet_bomb_is_read_a_few_rows_at_a_time_or_not_at_all(tmp_path: Pat
         list(read_file(str(tmp_path / "one.parquet")))
 
 
+@pytest.mark.parametrize("codec", ["lz4", "zstd"])
+@pytest.mark.parametrize("kind", ["stream", "file", "dictionary"])
+def test_an_arrow_bomb_is_refused_before_it_is_unpacked(tmp_path: Path, codec: str, kind: str) -> None:
+    import pyarrow as pa
+    from pyarrow import ipc
+
+    def write(name: str, texts: list[str]) -> str:
+        column = pa.array(texts).dictionary_encode() if kind == "dictionary" else pa.array(texts)
+        batch = pa.record_batch([pa.array([1] * len(texts)), column], ["number", "text"])
+        new = ipc.new_file if kind == "file" else ipc.new_stream
+        with new(str(tmp_path / name), batch.schema, options=ipc.IpcWriteOptions(compression=codec)) as writer:
+            writer.write(batch)
+        return str(tmp_path / name)
+
+    bomb, honest = write("bomb.arrow", ["a" * 100_000_000]), write("honest.arrow", ["a" * 5000, "b"] * 100)
+    allocated = pa.total_allocated_bytes()
+    with pytest.raises(UserError, match=r"bomb\.arrow: unpacks to more than 64 MiB"):
+        list(read_file(bomb))
+    assert pa.total_allocated_bytes() == allocated
+    assert [row["text"] for _, row in read_file(honest) if isinstance(row, dict)] == ["a" * 5000, "b"] * 100
+
+
 def test_an_object_with_its_rows_inside_is_read_a_row_at_a_time(tmp_path: Path) -> None:
     rows = [{"text": "a" * 1000, "more": [1, {"b": None}]} for _ in range(20_000)]
     path = written(tmp_path, "a.json", json.dumps({"version": {"a": [1]}, "none": [], "data": rows}, indent=1).encode())
