@@ -3,16 +3,14 @@
     python benchmarks/gpu.py --data train.jsonl --tokenizer llama3 --output benchmarks/results
     python benchmarks/gpu.py --smoke                                      # tiny, also on a CPU: does it still run?
 
-Weights are random and made on the device, so nothing is downloaded. Rows are real text, packed as in training; without
---data, random ids in documents of random length. Weights and rows are the same for all: loss and gradient norm of the
-  first
-step must agree with ours, or the row is not comparable, and the last lines say so. Each case is a process of its own,
-so that one that runs out of memory
-takes no other with it. MFU counts 6N + 12 L H Q T FLOP a token (4N + ... under LoRA; N without an untied input
-embedding)
-against the device's dense bf16 peak; recomputed activations are not counted. Beside it stands the share of the rate
-that the
-device itself gave for a large matrix product in the same run: the clock of a warm card is not that of its data sheet.
+Weights are random and made on the device, so nothing is downloaded. Rows are real text, packed as in training;
+without --data, random ids in documents of random length. Weights and rows are the same for all: loss and gradient norm
+of the first step must agree with ours, or the row is not comparable, and the last lines say so. Each case is a process
+of its own, so that one that runs out of memory takes no other with it; those with a goal come first, and each row is on
+disk as a line of JSON before the next case starts. MFU counts 6N + 12 L H Q T FLOP a token (4N + ... under LoRA; N
+without an untied input embedding) against the device's dense bf16 peak; recomputed activations are not counted. Beside
+it stands the share of the rate that the device itself gave for a large matrix product in the same run: the clock of a
+warm card is not that of its data sheet.
 """
 
 import argparse
@@ -21,6 +19,8 @@ import json
 import os
 import subprocess
 import sys
+import traceback
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -55,9 +55,10 @@ def run_case(case: Case, who: str, options: argparse.Namespace) -> Result:
         return measure_device(options.smoke) if who == "device" else CONTESTANTS[who](case, steps, warm_up, options)
     except ImportError as error:
         return Result(case.name, who, failure=f"cannot be imported here: {' '.join(str(error).split())}")
-    except RuntimeError as error:  # out of memory, mostly
-        text = "does not fit in memory" if "out of memory" in str(error) else str(error).splitlines()[0]
-        return Result(case.name, who, failure=text)
+    except Exception as error:  # whatever it is, it is this row's, and the other rows are still measured
+        text = "does not fit in memory" if "out of memory" in str(error) else " ".join(str(error).split())[:200]
+        traceback.print_exc()
+        return Result(case.name, who, failure=text or type(error).__name__)
 
 
 def in_process_of_its_own(number: int, who: str, arguments: list[str], options: argparse.Namespace) -> Result:
@@ -106,10 +107,21 @@ def table(results: list[Result]) -> list[str]:
     return lines
 
 
+def rows_of(numbers: list[int], contestants: list[str]) -> Iterator[tuple[str, int]]:
+    """(contestant, number of its case) of every row: the device itself, then all that each contestant trains."""
+    yield "device", 0
+    for who in contestants:
+        for number in numbers:
+            case, before = CASES[number], CASES[number - 1]
+            if who == OURS or case.torch_compile or number == 0 or before.model != case.model:
+                yield who, number  # else the same to others as the case before it
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, help="JSON lines; the texts of a line are one document")
     parser.add_argument("--tokenizer", type=Path, help="a folder with a tokenizer, for --data")
+    parser.add_argument("--cases", nargs="+", default=[""], help="those whose name contains one of these")
     parser.add_argument("--documents", type=float, default=16, help="in a row, about, where they are random")
     parser.add_argument("--steps", type=int, default=15, help="measured steps of each case")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: only to see that everything runs")
@@ -120,7 +132,7 @@ def main() -> None:
         default=sys.executable,
         help="of an environment with torchtune: it imports no torchao after 0.15, and peft none before 0.16",
     )
-    parser.add_argument("--timeout", type=float, default=150, help="seconds for one case")
+    parser.add_argument("--timeout", type=float, default=120, help="seconds for one case")
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--case", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--who", help=argparse.SUPPRESS)
@@ -133,24 +145,27 @@ def main() -> None:
         answers.flush()
         os._exit(0)  # process groups and compile workers need no farewell
 
-    results = [in_process_of_its_own(0, "device", sys.argv[1:], options)]
     others = [who for who in CONTESTANTS if who != OURS and who.startswith(options.only or "")]
     if not others:
         parser.error(
             f"--only {options.only}: the contestants are {', '.join(who for who in CONTESTANTS if who != OURS)}"
         )
-    for who in [OURS, *([] if options.without_others else others)]:
-        for number, case in enumerate(CASES):
-            if who != OURS and not case.torch_compile and number and CASES[number - 1].model == case.model:
-                continue  # the same to others as the case before it
-            results.append(in_process_of_its_own(number, who, sys.argv[1:], options))
-            print(table(results)[-1], file=sys.stderr, flush=True)
-    lines = [*table(results), *find_differences(results, OURS, (TRL, TORCHTUNE))]
-    print("\n".join(lines))
+    numbers = [number for number, case in enumerate(CASES) if any(part in case.name for part in options.cases)]
+    if not numbers:
+        parser.error(f"--cases {' '.join(options.cases)}: the cases are {'; '.join(case.name for case in CASES)}")
+    numbers.sort(key=lambda number: CASES[number].goal is None)
     options.output.mkdir(parents=True, exist_ok=True)
     name = "gpu-smoke" if options.smoke else "gpu"
+    results = []
+    with (options.output / f"{name}.jsonl").open("w") as rows:
+        for who, number in rows_of(numbers, [OURS, *([] if options.without_others else others)]):
+            results.append(in_process_of_its_own(number, who, sys.argv[1:], options))
+            print(table(results)[-1], file=sys.stderr, flush=True)
+            rows.write(json.dumps(asdict(results[-1])) + "\n")
+            rows.flush()
+    lines = [*table(results), *find_differences(results, OURS, (TRL, TORCHTUNE))]
+    print("\n".join(lines))
     (options.output / f"{name}.md").write_text("\n".join(lines) + "\n")
-    (options.output / f"{name}.json").write_text(json.dumps([asdict(r) for r in results], indent=1))
 
 
 if __name__ == "__main__":

@@ -51,6 +51,15 @@ MIXTURE_7B = {  # OLMoE's sizes: 1.3 B of 6.9 B parameters work on a token
     "tie_word_embeddings": False,
     "max_position_embeddings": 8192,
 }
+MIXTURE_30B = MIXTURE_7B | {  # Qwen3-30B-A3B
+    "vocab_size": 151936,
+    "moe_intermediate_size": 768,
+    "intermediate_size": 6144,
+    "num_experts": 128,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+}
 STEPS = 4  # with rows of their own; the steps after these train on them again
 TINY_MIXTURE = {"moe_intermediate_size": 64, "num_experts": 4, "num_experts_per_tok": 2}
 TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 2}
@@ -75,17 +84,36 @@ class Case:
 
 
 CASES = (
-    Case("1B full, 4096", LLAMA_1B, length=4096, rows=4, goal=50_000),
+    Case("1B full, 4096", LLAMA_1B, length=4096, rows=4, goal=62_000),
     Case("1B full, 4096, not compiled", LLAMA_1B, length=4096, rows=4, torch_compile=False),
     Case("1B full, 4096, FP8", LLAMA_1B, length=4096, rows=4, fp8=True),
-    Case("8B LoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, goal=13_500),
+    Case("8B LoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, goal=17_000),
     Case("8B LoRA r16, 32768", LLAMA_8B | LONG, length=32768, rows=1, use_peft=True, checkpointed=True),
     Case("8B DPO, LoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, method="dpo"),
     Case("8B QLoRA r16, 4096", LLAMA_8B, length=4096, rows=2, use_peft=True, load_in_4bit=True),
     Case(
         "8B QLoRA r16, 4096, checkpointed", LLAMA_8B, 4096, rows=2, use_peft=True, checkpointed=True, load_in_4bit=True
     ),
-    Case("70B QLoRA r16, 4096", LLAMA_70B, 4096, rows=1, use_peft=True, checkpointed=True, load_in_4bit=True),
+    Case(
+        "70B QLoRA r16, 4096",
+        LLAMA_70B,
+        length=4096,
+        rows=1,
+        use_peft=True,
+        checkpointed=True,
+        load_in_4bit=True,
+        goal=1_400,
+    ),
+    Case(
+        "30B-A3B LoRA r16, 4096",
+        MIXTURE_30B,
+        length=4096,
+        rows=1,
+        use_peft=True,
+        checkpointed=True,
+        torch_compile=False,
+        goal=14_000,
+    ),
     Case(
         "7B mixture of 64 experts, full, 4096",
         MIXTURE_7B,
@@ -95,7 +123,7 @@ CASES = (
         optim="adamw_bf16_moments",
         torch_compile=False,
     ),
-    Case("8B full, 8192", LLAMA_8B, 8192, rows=2, checkpointed=True, optim="adamw_bf16_moments", goal=8_200),
+    Case("8B full, 8192", LLAMA_8B, 8192, rows=2, checkpointed=True, optim="adamw_bf16_moments", goal=9_600),
 )
 
 

@@ -3,6 +3,7 @@ step."""
 
 import argparse
 import itertools
+import json
 import tempfile
 import time
 from collections.abc import Callable
@@ -72,93 +73,82 @@ def as_pairs(micro_batch: Any) -> Any:
     )
 
 
-def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any]:
-    """(world, sharded model, optimizer), made by the same functions as a run's."""
+def prepare(case: Case, workspace: Path) -> tuple[Any, Any, Any, Any]:
+    """(recipe, world, sharded model, optimizer), loaded as a run loads them; only the weights come from their names."""
     import torch
     import yaml
 
     from finetune.config.accelerate_file import read_sharding
-    from finetune.config.schema import Lora, Model, Optimization, Quantization
-    from finetune.distributed.parallelize import Values, parallelize
+    from finetune.config.reader import read_recipe
     from finetune.distributed.world import join
-    from finetune.models.attention.documents import install_attention
-    from finetune.models.checkpointing import checkpoint_activations, compile_layers
-    from finetune.models.head.cross_entropy import install_loss
-    from finetune.models.load import build_on_meta
-    from finetune.models.lora import add_adapters, base_name, is_adapter, with_adapters
-    from finetune.models.moe.experts import install_experts, install_routing
-    from finetune.models.quantized.base import fill_quantized_layers, quantize_layers
+    from finetune.models import load
+    from finetune.models.lora import base_name
     from finetune.optim.build import build_optimizer
     from finetune.pretrained_config import load_config
 
-    config_file = workspace / "accelerate.yaml"
+    config_file, recipe_file = workspace / "accelerate.yaml", workspace / "recipe.yaml"
     layout = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP"}
     layout["mixed_precision"] = "fp8" if case.fp8 else "bf16"
-    config_file.write_text(yaml.safe_dump(layout | {"fsdp_config": {"fsdp_version": 2}}))
+    fsdp = {"fsdp_version": 2, "fsdp_activation_checkpointing": case.checkpointed}
+    config_file.write_text(yaml.safe_dump(layout | {"fsdp_config": fsdp}))
+    keys = {
+        "model_name_or_path": str(workspace),  # a folder of a config alone: adapters take no model_config
+        "max_length": case.length,
+        "method": case.method,
+        "optim": case.optim,
+        "learning_rate": 1e-5,
+        "torch_compile": case.torch_compile,
+    }
+    if case.use_peft:
+        keys |= {"use_peft": True, "lora_r": 16}
+    if case.load_in_4bit:
+        keys |= {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    (workspace / "config.json").write_text(json.dumps(case.model))
+    recipe_file.write_text(yaml.safe_dump(keys))
+    recipe = read_recipe(str(recipe_file), needs_data=False)
     world = join(read_sharding(str(config_file), None, {}))
-    config = load_config(Model(model_config=case.model))
-    model = build_on_meta(config, torch.float32)
-    install_attention(model)
-    install_loss(model)
-    install_experts(model, world, torch.float32)
-    install_routing(model, None)
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    whole = load.build_on_meta(load_config(recipe.model), torch.float32)
+    shapes = {name: parameter.shape for name, parameter in whole.named_parameters()}
 
-    def random_values(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+    def named_values(name: str, slices: tuple[slice, ...]) -> torch.Tensor:
         name = base_name(name)
         weight: torch.Tensor = random_weight(name, shapes[name], world.device)[slices]
         return weight
 
-    values: Values = random_values
-    if case.use_peft:
-        add_adapters(model, Lora(use_peft=True, lora_r=16), torch.bfloat16)
-        adapters = {name: p.shape for name, p in model.named_parameters() if is_adapter(name)}
-        values = with_adapters(values, adapters, seed=0)
-    if case.checkpointed:
-        checkpoint_activations(model, every=1)
-    unfilled: frozenset[str] = frozenset()
-    if case.load_in_4bit:
-        quantization = Quantization(load_in_4bit=True, bnb_4bit_use_double_quant=True)
-        unfilled = quantize_layers(model, quantization, torch.bfloat16, {})
-    if world.sharding.fp8 is not None:
-        from finetune.models.fp8 import multiply_in_fp8
-
-        multiply_in_fp8(model, world.sharding)
-    model = parallelize(model, values, world, unfilled).train()
-    if case.load_in_4bit:
-        fill_quantized_layers(model, values, {}, world)
-    if case.torch_compile:
-        compile_layers(model)
-    return world, model, build_optimizer(model, Optimization(optim=case.optim, learning_rate=1e-5))  # type: ignore[arg-type]
+    load.read_base_values = lambda *_: (named_values, {})
+    sections = recipe.quantization, recipe.optimization
+    model, _ = load.load_model(recipe.model, recipe.lora, 0, world, *sections)
+    return recipe, world, model.train(), build_optimizer(model, recipe.optimization)
 
 
 def train_ours(case: Case, steps: int, warm_up: int, options: argparse.Namespace) -> Result:
     """Trains `steps` steps after `warm_up`; the clock is the device's own."""
+    from finetune.terminal import set_library_environment
+
+    set_library_environment()  # as a run does, before torch is imported
     import torch
 
     from finetune.config.methods import Method
-    from finetune.distributed.gradients import clip_gradients
     from finetune.training.objectives.preference import PreferenceObjective
     from finetune.training.objectives.sft import SFT, Objective
     from finetune.training.reference import without_adapters
-    from finetune.training.step import accumulate_gradients
+    from finetune.training.step import make_guard, train_step
     from finetune.training.throughput import peak_flops, peak_memory_bytes
 
     began = time.perf_counter()
     batches = step_batches(case, options)
     with tempfile.TemporaryDirectory() as folder:
-        world, model, optimizer = prepare(case, Path(folder))
+        recipe, world, model, optimizer = prepare(case, Path(folder))
 
     dpo = PreferenceObjective(Method(method="dpo"), without_adapters)
     objective: Objective = dpo if case.method == "dpo" else SFT
+    guard = make_guard(optimizer, recipe.optimization, world)
+    run = {"objective": objective, "recipe": recipe, "world": world, "guard": guard, "learning_rate": 1e-5}
 
     def step(index: int) -> tuple[torch.Tensor, torch.Tensor]:
         batch = batches[index % len(batches)]
-        loss_sum = accumulate_gradients(model, batch, world, objective).loss_sum
-        norm = clip_gradients(model, 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss_sum / objective.count(batch), norm
+        done = train_step(model, optimizer, batch, **run)
+        return done.measured.loss_sum / objective.count(batch), done.grad_norm
 
     loss, norm = (each.item() for each in step(0))
     first = time.perf_counter() - began

@@ -6,12 +6,13 @@ import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks import gpu, gpu_ours
-from benchmarks.gpu_cases import CASES, Result
+from benchmarks.gpu_cases import CASES, Case, Result
 from benchmarks.gpu_first_steps import find_differences
 from tests.ranks import ROOT, run_command, run_python
 
@@ -22,10 +23,9 @@ def test_the_gpu_benchmark_walks_all_of_ours_on_this_machine(tmp_path: Path) -> 
     command = [sys.executable, script, "--smoke", "--without-others", "--output", str(tmp_path)]
     done = run_command(command, timeout=400)
     assert done.returncode == 0, done.stderr
-    results = json.loads((tmp_path / "gpu-smoke.json").read_text())
-    device, *results = results
+    device, *results = [json.loads(line) for line in (tmp_path / "gpu-smoke.jsonl").read_text().splitlines()]
     assert device["gemm_flop_per_second"] > 0 and device["attention_flop_per_second"] > 0
-    assert [r["case"] for r in results] == [case.name for case in CASES]
+    assert [r["case"] for r in results] == [case.name for case in sorted(CASES, key=lambda case: case.goal is None)]
     assert all(r["failure"] is None and r["tokens_per_second"] > 0 and r["loss"] > 0 for r in results), results
 
 
@@ -80,6 +80,33 @@ def test_a_tool_that_is_not_installed_is_a_row_that_says_so() -> None:
         pytest.skip("they are installed here")
     for who, package in gpu.PACKAGES.items():
         assert gpu.run_case(CASES[0], who, argparse.Namespace()).failure == f"not installed; pip install {package}"
+
+
+def test_whatever_a_row_fails_of_is_on_disk_before_the_next_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(case: Case, *_: Any) -> Result:
+        raise KeyError(case.name)
+
+    monkeypatch.setitem(gpu.CONTESTANTS, gpu.OURS, fails)
+    written = tmp_path / "gpu-smoke.jsonl"
+    on_disk: list[int] = []
+
+    def one_row(number: int, who: str, _: Any, options: argparse.Namespace) -> Result:
+        on_disk.append(len(written.read_text().splitlines()))
+        return Result(CASES[0].name, who) if who == "device" else gpu.run_case(CASES[number], who, options)
+
+    monkeypatch.setattr(gpu, "in_process_of_its_own", one_row)
+    monkeypatch.setattr(
+        sys,
+        "argv",
+        ["gpu.py", "--smoke", "--without-others", "--output", str(tmp_path), "--cases", "8B full", "8B DPO"],
+    )
+    gpu.main()
+    assert on_disk == [0, 1, 2]
+    rows = [json.loads(line) for line in written.read_text().splitlines()]
+    names = ["8B full, 8192", "8B DPO, LoRA r16, 4096"]  # the one with a goal first
+    assert [row["failure"] for row in rows] == [None, *(f"'{name}'" for name in names)]
 
 
 def test_a_row_of_another_computation_is_named() -> None:
