@@ -41,9 +41,12 @@ killed_and_resumed() { # the same bits as a run that was never killed
   quickstart whole "${keys[@]}" || return 1
   quickstart killed "${keys[@]}" &
   local run=$!
-  until [ -d "$output/killed/checkpoints/step-40" ] || ! kill -0 $run; do sleep 0.05; done
+  until [ -d "$output/killed/checkpoints/step-00000040" ] || ! kill -0 $run; do sleep 0.05; done
   pkill -KILL -f "output_dir=$output/killed" # the launcher and its ranks at once
-  wait $run
+  if wait $run; then
+    echo "it ended before it was killed"
+    return 1
+  fi
   quickstart killed "${keys[@]}" || return 1
   for file in "$output"/whole/export/*.safetensors; do
     cmp "$file" "$output/killed/export/$(basename "$file")" || return 1
