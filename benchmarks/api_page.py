@@ -1,6 +1,7 @@
 """Writes docs/api.md, but for its introduction, from the docstrings of what is public."""
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +37,7 @@ def _describe(value: Any, name: str) -> str:
         inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Exception))
     )
     signature = str(inspect.signature(value)) if is_called else ""
-    for noise in ("self, ", "self", "'", "collections.abc.", "typing.", "pathlib."):
-        signature = signature.replace(noise, "")
+    signature = re.sub(r"self(, )?|'|\b[a-z_.]+\.(?=[A-Z])", "", signature).replace("<factory>", "[]")
     return f"```\n{name}{signature}\n\n{text}\n```\n"
 
 

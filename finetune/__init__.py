@@ -10,7 +10,8 @@ from typing import Any
 
 __version__ = "0.1.0"
 PUBLIC = {
-    "api": ("Chat", "RunResult", "chat", "export_run", "load_recipe", "make_plan", "prepare", "train"),
+    "inference.conversation": ("Chat",),
+    "api": ("RunResult", "chat", "export_run", "load_recipe", "make_plan", "prepare", "train"),
     "session": ("Loss", "Session", "Update"),
     "training.hooks": ("Callback", "Event"),
     "data.batches": ("MicroBatch", "StepBatch"),

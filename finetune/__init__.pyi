@@ -1,4 +1,3 @@
-from finetune.api import Chat as Chat
 from finetune.api import RunResult as RunResult
 from finetune.api import chat as chat
 from finetune.api import export_run as export_run
@@ -11,6 +10,7 @@ from finetune.data.batches import MicroBatch as MicroBatch
 from finetune.data.batches import StepBatch as StepBatch
 from finetune.errors import Preempted as Preempted
 from finetune.errors import UserError as UserError
+from finetune.inference.conversation import Chat as Chat
 from finetune.session import Loss as Loss
 from finetune.session import Session as Session
 from finetune.session import Update as Update

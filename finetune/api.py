@@ -21,7 +21,7 @@ from finetune.terminal import is_notebook
 
 if TYPE_CHECKING:  # imports torch or takes long
     from finetune.data.prepare import PreparedData
-    from finetune.inference.inference_model import InferenceModel
+    from finetune.inference.conversation import Chat
     from finetune.plan.plan import Plan
     from finetune.training.hooks import Callback
 
@@ -107,6 +107,7 @@ def train(recipe: Recipe, config: str | None = None, callbacks: Sequence["Callba
 
     On several GPUs every rank calls it: under `accelerate launch my_script.py`, or by
     `accelerate.notebook_launcher(finetune.train, (recipe,), num_processes=2)`.
+    Rank 0 exports; the others return before.
 
     Args:
         recipe: Of `load_recipe`.
@@ -149,36 +150,7 @@ def export_run(run: RunResult | str | Path, output: str | Path | None = None, **
     return export(folder, output or folder / EXPORT, **options)
 
 
-@dataclass(slots=True)
-class Chat:
-    """A conversation with a model. Returned by `chat`."""
-
-    model: "InferenceModel"
-    messages: list[dict[str, Any]]
-
-    def ask(self, prompt: str, max_new_tokens: int = 512, temperature: float | None = None) -> str:
-        """The model's answer to `prompt`, after all that was said before.
-
-        Args:
-            prompt: A user's turn.
-            max_new_tokens: After which the answer is cut.
-            temperature: 0: greedily; None: as the model's generation_config.json says.
-
-        Raises:
-            UserError: Where the conversation is longer than the model reads.
-        """
-        from finetune.inference.answers import Sampling, answer
-        from finetune.inference.prompts import ask
-
-        asked = [*self.messages, {"role": "user", "content": prompt}]
-        sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature)
-        text = answer(self.model, ask(asked), sampling, lambda piece: None).text
-        if self.model.template is not None:  # without turns, every prompt stands alone
-            self.messages = [*asked, {"role": "assistant", "content": text}]
-        return text
-
-
-def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = ()) -> Chat:
+def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = ()) -> "Chat":
     """Loads a model to talk with: a run, a checkpoint, an adapter, a Hugging Face folder or a hub name.
 
     Args:
@@ -188,6 +160,7 @@ def chat(model: RunResult | str | Path, messages: Sequence[Mapping[str, Any]] = 
     Raises:
         UserError: Where it cannot be loaded.
     """
+    from finetune.inference.conversation import Chat
     from finetune.inference.find_model import find_model
     from finetune.inference.inference_model import LoadOptions, load_model
 

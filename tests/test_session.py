@@ -26,14 +26,17 @@ from tests.ranks import ROOT, launch_ranks, run_command
 from tests.session_on_ranks import ROWS
 from tests.training.layouts import steps_of, write_config
 
+CASES = [pytest.param((1, "full_shard"), marks=pytest.mark.slow), (2, "full_shard")]
+CASES += [pytest.param((2, "ddp"), marks=pytest.mark.slow)]
 
-@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[1]}-{case[0]}")
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What the runs of session_on_ranks.py have left, on one rank and on two."""
-    folder = tmp_path_factory.mktemp(f"session-{request.param}")
-    layout = write_config(folder, "full_shard")
-    script = Path(__file__).with_name("session_on_ranks.py")
-    launch_ranks(script, [str(folder), str(layout)], ranks=request.param, timeout=300).check()
+    ranks, layout = request.param
+    folder = tmp_path_factory.mktemp(f"session-{ranks}-{layout}")
+    arguments = [str(folder), str(write_config(folder, layout))]
+    launch_ranks(Path(__file__).with_name("session_on_ranks.py"), arguments, ranks=ranks, timeout=300).check()
     return folder
 
 

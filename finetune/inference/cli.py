@@ -228,7 +228,7 @@ def _load_speakers(
     """The model, after the one that it is compared with."""
     import torch
 
-    from finetune.inference.conversation import Speaker
+    from finetune.inference.conversation import Chat, Speaker
     from finetune.inference.inference_model import LoadOptions, describe_base, load_base, load_model
 
     if options.seed is not None:
@@ -245,13 +245,13 @@ def _load_speakers(
     model = load_model(reference, load_options, _log)
     _log(f"model   {model.name} on {model.model.device}{describe_base(model, reference)}")
     if other is None:
-        return [Speaker("", model)]
+        return [Speaker("", Chat(model))]
     if options.compare_with is not None:
         before = load_model(other, load_options, _log, default_template=model.template)
-        speakers = [Speaker(before.name, before), Speaker(model.name, model)]
+        speakers = [Speaker(before.name, Chat(before)), Speaker(model.name, Chat(model))]
     else:
         before = load_base(model, other, load_options, _log)
-        speakers = [Speaker("base", before), Speaker("trained", model)]
+        speakers = [Speaker("base", Chat(before)), Speaker("trained", Chat(model))]
     _log(f"beside  {before.name}")
     return speakers
 
@@ -273,17 +273,17 @@ def _answer_all(
             if not as_json and len(speakers) > 1:
                 print(f"{speaker.label}:")
             try:
-                answered = answer(speaker.model, prompt, sampling, (lambda _: None) if as_json else write_piece)
+                answered = answer(speaker.chat.model, prompt, sampling, (lambda _: None) if as_json else write_piece)
             except UserError as error:  # too long, say: the other prompts can be answered
                 _log(f"prompt {number + 1}: {error}" if len(prompts) > 1 else str(error))
-                answers.append({"model": speaker.model.name, "error": str(error)})
+                answers.append({"model": speaker.chat.model.name, "error": str(error)})
                 code = EXIT_USER_ERROR
                 continue
             if not as_json:
                 print()
             answers.append(
                 {
-                    "model": speaker.model.name,
+                    "model": speaker.chat.model.name,
                     "answer": answered.text,
                     "tokens": answered.tokens,
                     "is_cut": answered.is_cut,

@@ -1,11 +1,11 @@
 """A conversation in the terminal: lines typed by a person, answers as they are made, of one model or of two."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from typing import Any
 
-from finetune.data.messages import Message
 from finetune.errors import UserError
 from finetune.inference.answers import Answer, Sampling, answer
 from finetune.inference.inference_model import InferenceModel
@@ -20,28 +20,54 @@ a line that ends in \\ continues on the next"""
 PROMPT = "> "
 
 
+@dataclass(slots=True)
+class Chat:
+    """A conversation with a model. Returned by `chat`."""
+
+    model: InferenceModel
+    messages: list[dict[str, Any]] = field(default_factory=list)
+
+    def ask(self, prompt: str, max_new_tokens: int = 512, temperature: float | None = None) -> str:
+        """The model's answer to `prompt`, after all that was said before.
+
+        Args:
+            prompt: A user's turn.
+            max_new_tokens: After which the answer is cut.
+            temperature: 0: greedily; None: as the model's generation_config.json says.
+
+        Raises:
+            UserError: Where the conversation is longer than the model reads.
+        """
+        return take_turn(self, prompt, Sampling(max_new_tokens=max_new_tokens, temperature=temperature)).text
+
+
+def take_turn(
+    chat: Chat, prompt: str, sampling: Sampling, on_piece: Callable[[str], None] = lambda piece: None
+) -> Answer:
+    """The answer to `prompt`, which is remembered with it. `on_piece` gets its text as it is made."""
+    asked = [*chat.messages, {"role": "user", "content": prompt}]
+    answered = answer(chat.model, ask(asked), sampling, on_piece)
+    if chat.model.template is not None:  # without turns, every prompt stands alone
+        chat.messages = [*asked, {"role": "assistant", "content": answered.text}]
+    return answered
+
+
 @dataclass(frozen=True, slots=True)
 class Speaker:
-    """A model in a conversation, with what has been said to it and by it."""
+    """A model in the terminal's conversation."""
 
     label: str
-    model: InferenceModel
-    history: list[Message] = field(default_factory=list)
+    chat: Chat
 
     def ask(self, prompt: str, sampling: Sampling) -> None:
         """Prints the answer as it is made. A prompt that cannot be answered is reported, and forgotten."""
-        asked = {"role": "user", "content": prompt}
         try:
-            answered = answer(self.model, ask([*self.history, asked]), sampling, write_piece)
+            finish_answer(take_turn(self.chat, prompt, sampling, write_piece), sampling)
         except UserError as error:
             print(error, file=sys.stderr)
-            return
-        finish_answer(answered, sampling)
-        if self.model.template is not None:  # without turns, every prompt stands alone
-            self.history.extend([asked, {"role": "assistant", "content": answered.text}])
 
     def start_over(self, system: str | None) -> None:
-        self.history[:] = system_message(system)
+        self.chat.messages = system_message(system)
 
 
 def converse(speakers: Sequence[Speaker], sampling: Sampling, system: str | None) -> None:
